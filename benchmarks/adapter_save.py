@@ -36,8 +36,8 @@ def measure(folder: Path, arguments: list[str], rounds: int) -> None:
 
     from megatron.checkpoint.format import Fragment
     from megatron.checkpoint.saver import Saver
-    from megatron.config.command_line import parse_arguments
-    from megatron.interop.peft_export import AdaptedModel, export_adapter
+    from megatron.settings.command_line import parse_arguments
+    from megatron.weights.peft.export import AdaptedModel, export_adapter
 
     config, _ = parse_arguments([*MODEL.split(), *arguments])
     shards = AdaptedModel(config).shards

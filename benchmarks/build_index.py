@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.alternating import PEER_HELP, MegatronCore, PeerError, alternate, positive, quotients, spread
 from megatron.data.gpt import GPTDataset
-from megatron.data.indexed import HEADER_BYTES, MAGIC, IndexedDataset
+from megatron.data.index.indexed import HEADER_BYTES, MAGIC, IndexedDataset
 
 LIMIT = 3.0
 MEAN_TOKENS = 665

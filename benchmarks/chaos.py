@@ -276,7 +276,7 @@ def flags_of(data: Path, folder: Path, num_steps: int, save_interval: int) -> li
 
 
 def write_dataset(prefix: Path) -> Path:
-    from megatron.data.indexed_builder import IndexedDatasetBuilder
+    from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 
     generator = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:

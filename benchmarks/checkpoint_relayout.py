@@ -67,11 +67,11 @@ class Resumed:
 
 def save_source(arguments: str, folder: Path) -> None:
     """A step, then a checkpoint in our format and one in DeepSpeed's."""
-    from megatron.accelerator import quiet
-    from megatron.interop.universal import universal_info
+    from megatron.options.progress import Progress
     from megatron.parallel.shards import named_parameters, shard_of
-    from megatron.planning.progress import Progress
+    from megatron.runtime.accelerator import quiet
     from megatron.training.checkpoints import Checkpoints
+    from megatron.weights.deepspeed.universal import universal_info
 
     engine, task = build(f"{arguments} --save {folder / 'ours'}")
     train_step(engine, task)
@@ -87,9 +87,9 @@ def save_source(arguments: str, folder: Path) -> None:
 
 def resume(arguments: str, folder: Path) -> Resumed:
     """Ours as train.py does it, where `folder` is a checkpoint of ours, else DeepSpeed's universal one."""
-    from megatron.accelerator import quiet
-    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
+    from megatron.runtime.accelerator import quiet
+    from megatron.settings.command_line import parse_arguments
     from megatron.training.resume import read_progress, restore
     from megatron.weights.opening import find_checkpoint
 

@@ -76,8 +76,8 @@ def durable_saves(engine: Engine, folder: Path, rounds: int) -> tuple[Times, dic
     import torch.distributed as dist
     import torch.distributed.checkpoint as torch_checkpoint
 
-    from megatron.accelerator import quiet
-    from megatron.planning.progress import Progress
+    from megatron.options.progress import Progress
+    from megatron.runtime.accelerator import quiet
 
     rank, world_size = engine.ctx.rank, engine.ctx.world_size
     written: dict[str, int] = {}
@@ -144,7 +144,7 @@ def blocking_saves(engine: Engine, folder: Path, rounds: int) -> Times:
     import torch
     import torch.distributed as dist
 
-    from megatron.planning.progress import Progress
+    from megatron.options.progress import Progress
 
     checkpoints, turn = checkpoints_in(engine, folder / "asynchronous", asynchronous=True), 0
 

@@ -52,9 +52,9 @@ def build(
     arguments: str, ctx: ParallelContext | None = None, *, will_restore: bool = False
 ) -> tuple[Engine, PretrainTask]:
     """The run's engine on this rank. Collective."""
-    from megatron.config.command_line import parse_arguments
-    from megatron.config.validation import check
     from megatron.parallel.context import ParallelContext
+    from megatron.settings.command_line import parse_arguments
+    from megatron.settings.validation import check
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
 

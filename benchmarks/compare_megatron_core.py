@@ -31,12 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.alternating import PEER_HELP, MegatronCore, PeerError, positive
-from megatron.config.data import parse_split
-from megatron.config.options import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset, build_datasets
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.options.config import DataConfig
+from megatron.options.data import parse_split
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "valid", "test")

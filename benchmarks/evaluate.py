@@ -33,7 +33,7 @@ from benchmarks.alternating import alternate, positive, quotients, spread
 from benchmarks.step import workload
 
 if TYPE_CHECKING:
-    from megatron.config.options import Config
+    from megatron.options.config import Config
 
 AIM, TOLERANCE = 1.3, 1e-4
 CONTEXT_WORDS, CONTINUATION_WORDS, CHOICES = (8, 200), (1, 12), 4
@@ -49,7 +49,7 @@ def main() -> int:
         print("set MEGATRON_TEST_DATA to the folder of the tests' corpora", file=sys.stderr)
         return 2
 
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")
     import torch
@@ -105,9 +105,9 @@ def _write_model(folder: Path, config: Config, text: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from megatron.generation.model import build_stage
-    from megatron.interop.huggingface import export_huggingface
     from megatron.parallel.context import ParallelContext
     from megatron.parallel.shards import initialise, named_parameters
+    from megatron.weights.huggingface import export_huggingface
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -140,8 +140,8 @@ def _ours(folder: Path) -> Any:
     from megatron.evaluation.harness import HarnessModel
     from megatron.evaluation.options import EvaluationOptions
     from megatron.generation.generator import BatchSettings
-    from megatron.generation.load_options import LoadOptions
     from megatron.generation.loading import load_model
+    from megatron.generation.options import LoadOptions
     from megatron.generation.prompts import PromptEncoder
     from megatron.generation.saved_model import parallel_options
     from megatron.parallel.context import ParallelContext

@@ -32,7 +32,7 @@ from benchmarks.alternating import alternate, on_ranks, positive, quotients, spr
 from benchmarks.step import workload
 
 if TYPE_CHECKING:
-    from megatron.config.options import Config
+    from megatron.options.config import Config
 
 SECTIONS = ("rate", "flat", "memory", "profile")
 CACHES = ("dynamic", "static")
@@ -46,7 +46,7 @@ Generate = Callable[[int], list[list[int]]]
 def main() -> int:
     options = _parser().parse_args()
 
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     accelerator.choose_device(options.device)
     import torch
@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 def _their_model(config: Config) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    from megatron.interop.huggingface_config import their_config
     from megatron.models.sequential import compute_dtype
+    from megatron.weights.huggingface_config import their_config
 
     fields = their_config(config, config.training.precision, {})
     their = AutoConfig.for_model(**fields)
@@ -101,9 +101,9 @@ def _our_model(config: Config, theirs: Any) -> Any:
     import torch
 
     from megatron.generation.model import InferenceModel, build_stage
-    from megatron.interop.huggingface import name_map
     from megatron.parallel.context import ParallelContext
     from megatron.parallel.shards import initialise, named_parameters
+    from megatron.weights.huggingface import name_map
 
     device = torch.device(config.parallel.device)
     ctx = ParallelContext(device=device)
@@ -281,7 +281,7 @@ def _peak_bytes(
     import transformers  # noqa: F401
 
     import megatron.generation.generator  # noqa: F401
-    from megatron.accelerator import MAX_ALLOCATED, memory_stats
+    from megatron.runtime.accelerator import MAX_ALLOCATED, memory_stats
 
     torch.set_num_threads(2)
     config = workload(model, device, precision, flags.split()).config

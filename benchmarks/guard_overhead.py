@@ -83,7 +83,7 @@ def norm_alone(engine: Any) -> Any:
 
 def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
     """Seconds of norm, check and decision on a stop, and of the norm alone, by round: the median call."""
-    from megatron.planning.progress import Progress
+    from megatron.options.progress import Progress
     from megatron.resilience.shutdown import Shutdown
 
     gate, progress, shutdown = engine._gate, Progress(), Shutdown(engine.config.training, engine.ctx)
@@ -144,9 +144,9 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     import numpy as np
 
-    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
     from megatron.resilience.replica_check import ReplicaCheck
+    from megatron.settings.command_line import parse_arguments
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
     from megatron.training.optimizer import Observation

@@ -4,10 +4,10 @@
 
 On CUDA: the shapes of Llama 3.2 1B and of Bloom 1.7B at sequence 4,096 in bfloat16, timed by events of the device, in
 some minutes, most of which torch.compile takes. On CPU: hidden 512 at sequence 512. `operators` compares the
-pointwise operators of megatron/parallel/kernels.py, and liger-kernel's where it is installed. `attention` compares
-kernels for causal rows with grouped heads, ALiBi and documents. `layers` trains two transformer layers with each choice
-of `--kernels` and `--torch-compile`. All run forward and backward; times are medians of alternating rounds. An error is
-the norm of the difference to float64, relative, the larger of values and gradients.
+pointwise operators of megatron/parallel/operators/fused.py, and liger-kernel's where it is installed. `attention`
+compares kernels for causal rows with grouped heads, ALiBi and documents. `layers` trains two transformer layers with
+each choice of `--kernels` and `--torch-compile`. All run forward and backward; times are medians of alternating rounds.
+An error is the norm of the difference to float64, relative, the larger of values and gradients.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def operators(bench: Bench) -> None:
     import torch
 
     from megatron.models.attention import RotaryEmbedding
-    from megatron.parallel.kernels import EAGER, PLAIN, compiled
+    from megatron.parallel.operators.fused import EAGER, PLAIN, compiled
 
     sets = [PLAIN, EAGER, compiled("inductor", "cpu")]  # as on the CPU: RMSNorm compiled too
     hidden, queries, keys, width = bench.shape("llama")
@@ -349,7 +349,7 @@ def reference_attention(bench: Bench, inputs: list[Tensor], bias: Tensor | None,
 
 
 def parse(bench: Bench, model: str, flags: str) -> Any:
-    from megatron.config.command_line import parse_arguments
+    from megatron.settings.command_line import parse_arguments
 
     hidden, queries, keys, width = bench.shape(model)
     groups = f"--num-query-groups {keys}" if keys != queries else ""

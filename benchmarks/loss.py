@@ -44,11 +44,11 @@ from torch import Tensor
 from benchmarks.alternating import alternate, positive, quotients, spread
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.step_counts import largest_operators
-from megatron.parallel import loss_chunks
+from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy
+from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import Shard
-from megatron.parallel.weight_gradient import GradientSum
 
 TIME_LIMIT = 1.05
 MEMORY_LIMIT, MANY_TOKENS = 1 / 20, 16384
@@ -123,7 +123,7 @@ def ours_alone(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def in_chunks_of(tokens: int) -> Side:
     def side(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        with mock.patch.object(loss_chunks, "least_tokens", return_value=tokens):
+        with mock.patch.object(block_sizes, "least_tokens", return_value=tokens):
             return ours(hidden, weight, labels)
 
     return side

@@ -44,9 +44,9 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 LARGEST_RATIO, LARGEST_MEMORY = 1.5, 1.3
 VOCAB_SIZE = 32_000
 IMPORTS = """
-from megatron import accelerator
+from megatron.runtime import accelerator
 accelerator.choose_device("cpu")
-import megatron.interop.adapter_merge
+import megatron.weights.peft.adapter_merge
 """
 
 # in between, a process without torch: Linux counts the most memory of a parent as its children's

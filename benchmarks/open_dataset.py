@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.data.indexed import HEADER_BYTES, MAGIC, VERSION, IndexedDataset
+from megatron.data.index.indexed import HEADER_BYTES, MAGIC, VERSION, IndexedDataset
 
 LIMIT_MS = 50.0
 

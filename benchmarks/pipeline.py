@@ -88,8 +88,8 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     import numpy as np
     import torch
 
-    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
+    from megatron.settings.command_line import parse_arguments
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
 

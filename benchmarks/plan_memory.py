@@ -160,10 +160,10 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     import numpy as np
     import torch
 
-    from megatron.config.command_line import parse_arguments
-    from megatron.config.validation import check
     from megatron.parallel.context import ParallelContext
-    from megatron.planning.memory import memory_by_stage
+    from megatron.plan.memory import memory_by_stage
+    from megatron.settings.command_line import parse_arguments
+    from megatron.settings.validation import check
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
 

@@ -39,7 +39,7 @@ import numpy as np
 from benchmarks.alternating import Peer, PeerError, alternate, positive, quotients, spread
 from benchmarks.step import SHAPES
 from benchmarks.tokenize_chats import write_model
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.indexed import IndexedDataset
 from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
 
 PEER_HELP = "interpreter of an environment with TRL 1.16.0 and PEFT 0.21.2"
@@ -133,7 +133,7 @@ class Sides:
         return reached
 
     def _config(self, packing: str, data: str = "pairs", adapters: str = "--lora-rank 8 --lora-alpha 16") -> Any:
-        from megatron.config.command_line import parse_arguments
+        from megatron.settings.command_line import parse_arguments
 
         options = self._options
         words = f"{SHAPES['llama', 'cpu']} --vocab-size 32000 --task preference --train-samples none --no-bf16 "
@@ -214,9 +214,9 @@ class Sides:
 
     def open_many(self) -> bool:
         """Print the seconds to open a million pairs with their reference; return True if the aim is reached."""
-        from megatron.data.indexed_builder import IndexedDatasetBuilder
+        from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+        from megatron.data.label_file import open_reference, reference_path
         from megatron.data.preference.dataset import open_pairs
-        from megatron.data.preference.reference import open_reference, reference_path
 
         prefix, generator = self._folder / "many", np.random.default_rng(0)
         drawn = np.exp(generator.normal([2.2, 3.2, 3.0], 0.8, (MANY_PAIRS, 3))).astype(int)

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from benchmarks.alternating import PEER_HELP, MegatronCore, PeerError, alternate, positive, quotients, spread
 from megatron.data.gpt import GPTDataset
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 
 SEQ_LENGTH = 2048
 SINGLE_LIMIT = 5.0

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.alternating import positive, quotients, spread
 
 if TYPE_CHECKING:
-    from megatron.config.options import Config
+    from megatron.options.config import Config
     from megatron.parallel.context import ParallelContext
 
 LIMIT = 1.01
@@ -87,14 +87,14 @@ def train_in_turns(name: str, config: Config, ctx: ParallelContext, dataset: Any
     """One run, from its engine to its last step, as megatron.train builds it."""
     from megatron.observability.memory import MemoryLog
     from megatron.observability.metrics import MetricsLog
-    from megatron.planning.progress import Progress
-    from megatron.planning.schedule import Schedule
+    from megatron.options.progress import Progress
+    from megatron.options.schedule import Schedule
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
     from megatron.training.loop import Loop
-    from megatron.training.spikes import SpikeDetector
+    from megatron.training.losses import SpikeDetector
 
     class Turnstile(Shutdown):
         def decide(self, progress: Progress | None = None, *, is_reason_seen: bool | None = None) -> bool:
@@ -147,8 +147,8 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    from megatron.config.command_line import load_config
     from megatron.parallel.context import ParallelContext
+    from megatron.settings.command_line import load_config
 
     sides = {"on": [*ON.split(), *shlex.split(options.on)], "off": [*OFF.split(), *shlex.split(options.off)]}
     with tempfile.TemporaryDirectory() as folder:

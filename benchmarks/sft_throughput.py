@@ -28,8 +28,8 @@ STEPS = 2
 
 def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[Callable[[], float], list[float]]:
     """A function that trains STEPS steps and gives the trained tokens a second, and the losses it adds."""
-    from megatron.config.command_line import parse_arguments
     from megatron.parallel.context import ParallelContext
+    from megatron.settings.command_line import parse_arguments
     from megatron.tasks.sft import SFTTask
     from megatron.training.build import build_engine
 

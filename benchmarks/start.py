@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.alternating import alternate, positive, quotients, spread
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {"one rank": 2.5, "four ranks": 5.0}

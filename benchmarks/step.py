@@ -10,7 +10,7 @@ flags are options of a run and change ours and the shapes, as `--num-layers 4 --
 
 Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
 side), counts (waits and collectives of one of our steps), flat (time and work of a microbatch among 8 and among 64, and
-of a step after 10 and after 1,000). MFU is 6 N + 12 L A D S FLOPs a token (megatron/planning/flops.py), over the
+of a step after 10 and after 1,000). MFU is 6 N + 12 L A D S FLOPs a token (megatron/plan/flops.py), over the
 device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
 process. Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
 and 1.05 times. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
@@ -63,7 +63,7 @@ FLAT = "--config tiny_llama --num-layers 2 --seq-length 64 --micro-batch-size 1"
 def main() -> int:
     options, flags = _parser().parse_known_args()
 
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     device = accelerator.choose_device(options.device)
     if options.precisions is None:
@@ -126,7 +126,7 @@ def workload(model: str, device: str, precision: str, flags: list[str]) -> Workl
     import torch
 
     from benchmarks.step_sides import Workload
-    from megatron.config.command_line import parse_arguments
+    from megatron.settings.command_line import parse_arguments
 
     own = SHAPES[model, device].split()
     fixed = ["--bf16" if precision == "bf16" else "--no-bf16", "--device", device, "--data-path", "none"]
@@ -252,8 +252,7 @@ def show_details(name: str, side: MeasuredSide, options: Any) -> None:
 
 def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, on_cuda: bool) -> bool:
     """Print the table; return True if ours is as much faster than each peer as is aimed at."""
-    from megatron.planning.flops import flops_per_token
-    from megatron.planning.sizes import count_parameters
+    from megatron.plan.flops import count_parameters, flops_per_token
 
     flops, reached = flops_per_token(work.config), "ours" in measured  # not where it ran out of memory
     training = work.config.training
@@ -287,7 +286,7 @@ def _flat(ctx: Any, device: str) -> None:
 
     from benchmarks.step_counts import counted_work, live_objects
     from benchmarks.step_sides import Ours, Workload
-    from megatron.config.command_line import parse_arguments
+    from megatron.settings.command_line import parse_arguments
 
     config, _ = parse_arguments([*FLAT.split(), "--global-batch-size", "64", "--device", device, "--data-path", "none"])
     tokens = torch.randint(config.model.vocab_size, (64, config.training.seq_length + 1))
@@ -326,8 +325,8 @@ def _peak_tflops(device: Any, precision: str) -> float:
     """The device's published bfloat16 peak; on a CPU the best of ten matrix products in the precision."""
     import torch
 
-    from megatron import accelerator
-    from megatron.parallel import products
+    from megatron.parallel.operators import products
+    from megatron.runtime import accelerator
 
     if (published := accelerator.peak_tflops()) is not None:
         return published

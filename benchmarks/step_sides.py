@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.options import Config
+from megatron.options.config import Config
 
 LR = 1e-4
 
@@ -181,7 +181,7 @@ class Transformers(PeerModel):
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        from megatron.interop.huggingface_config import their_config
+        from megatron.weights.huggingface_config import their_config
 
         fields = their_config(config, "bf16" if dtype == torch.bfloat16 else "fp32", {})
         theirs = AutoConfig.for_model(**fields)

@@ -37,7 +37,7 @@ import tokenizers
 
 from benchmarks.alternating import alternate, peer_environment, positive, quotients, spread
 from megatron.data.chat.template_presets import PRESETS
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.indexed import IndexedDataset
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 10.0

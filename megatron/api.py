@@ -22,13 +22,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.config.command_line import to_yaml
-from megatron.config.options import Config, ConfigError
-from megatron.data.indexed import DataError
-from megatron.devices import count_devices, detect_device
-from megatron.files import replacing
-from megatron.instructlab import data_process, legacy_template
-from megatron.instructlab.arguments import (
+from megatron.data.index.indexed import DataError
+from megatron.launch.checks import warn_of_new_tokens
+from megatron.launch.instructlab import data_process, legacy_template
+from megatron.launch.instructlab.arguments import (
     DataProcessArgs,
     DeepSpeedOffloadStrategy,
     DeepSpeedOptions,
@@ -41,12 +38,14 @@ from megatron.instructlab.arguments import (
     TorchrunArgs,
     TrainingArgs,
 )
-from megatron.instructlab.callbacks import write_callbacks
-from megatron.instructlab.data_process import Samples
-from megatron.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
-from megatron.instructlab.mapping import Setting, build_config, refusals, remarks
-from megatron.launch.checks import warn_of_new_tokens
+from megatron.launch.instructlab.data_process import Samples
+from megatron.launch.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
+from megatron.launch.instructlab.mapping import Setting, build_config, refusals, remarks, write_callbacks
 from megatron.launch.plan import FineTuning
+from megatron.options.config import Config, ConfigError
+from megatron.runtime.devices import count_devices, detect_device
+from megatron.runtime.files import replacing
+from megatron.settings.command_line import to_yaml
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
     """Validate the arguments, process the data, and return the config of the run."""
-    from megatron.interop.huggingface_config import find_model, preset_of  # it imports torch
+    from megatron.weights.huggingface_config import find_model, preset_of  # it imports torch
 
     faults = list(refusals(torch_args, args))
     model_folder = find_model(args.model_path, "model_path")

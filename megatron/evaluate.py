@@ -1,7 +1,7 @@
 """Measure a model: `python -m megatron.evaluate --load FOLDER --tasks TASK ... --dataset PREFIX ...`.
 
 Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
-Exit status: megatron/exit_codes.py.
+Exit status: megatron/runtime/commands.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.config.options import ConfigError
 from megatron.evaluation.command import EvaluateCommand, build_evaluate_parser, read_command
 from megatron.generation.process import announce, work_with_model
+from megatron.options.config import ConfigError
 from megatron.resilience.process import leave, status_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     graphs = RowGraphs(model.ctx) if options.use_graphs else None
     with EvaluationReport(command, model) as report:
         for prefix in options.dataset:
-            from megatron.evaluation.perplexity import score_dataset
+            from megatron.evaluation.report import score_dataset
 
             report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce, graphs))
         if options.tasks:
@@ -64,7 +64,7 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
 def preload() -> None:
     """Import what the ranks of a run on a CPU need, before they are forked."""
     import megatron.evaluation.commands
-    import megatron.evaluation.perplexity
+    import megatron.evaluation.report
     import megatron.generation.loading  # noqa: F401
 
 

@@ -1,7 +1,7 @@
 """Generate text: `python -m megatron.generate --load FOLDER --prompt TEXT`.
 
 Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
-Exit status: megatron/exit_codes.py.
+Exit status: megatron/runtime/commands.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(command: GenerateCommand, model: InferenceModel) -> None:
     if command.prompts.use_graphs is None and (line := describe_choice(model.ctx)):
         announce(line)
     if command.prompts.benchmark:
-        from megatron.generation.throughput import print_throughput
+        from megatron.generation.session import print_throughput
 
         return print_throughput(model, command)
 

@@ -1,7 +1,7 @@
 """Train a model: `python -m megatron.train --config tiny_bloom --data-path PREFIX`.
 
 Started once a rank by a launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or alone.
-Exit status: megatron/exit_codes.py.
+Exit status: megatron/runtime/commands.py.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.config.command_line import load_command_line
-from megatron.config.dependents import slow_mode
-from megatron.config.options import Config, ConfigError, on_device
-from megatron.config.plugins import load_task
-from megatron.config.validation import check_device, idle
-from megatron.descriptors import limit_fault
-from megatron.device_graphs import set_graph_variables
-from megatron.devices import defer_backends
-from megatron.exit_codes import DONE, REFUSED
-from megatron.mpi_variables import adopt_mpi_variables
-from megatron.observability.wandb_log import check_wandb
+from megatron.observability.metric_writers import check_wandb
+from megatron.options.config import Config, ConfigError, on_device
+from megatron.options.dependents import slow_mode
 from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals
-from megatron.training.deepspeed_config import check_deepspeed as deepspeed_faults
-from megatron.training.deepspeed_json import check_values
+from megatron.runtime.commands import DONE, REFUSED
+from megatron.runtime.descriptors import limit_fault
+from megatron.runtime.devices import defer_backends, set_graph_variables
+from megatron.runtime.network import adopt_mpi_variables
+from megatron.settings.command_line import load_command_line
+from megatron.settings.plugins import load_task
+from megatron.settings.validation import check_device, idle
+from megatron.training.deepspeed.config import check_deepspeed as deepspeed_faults
+from megatron.training.deepspeed.config import check_values
 
 if TYPE_CHECKING:
     from megatron.observability.metrics import MetricsLog
+    from megatron.options.progress import Progress
+    from megatron.options.schedule import Schedule
     from megatron.parallel.context import ParallelContext
-    from megatron.planning.progress import Progress
-    from megatron.planning.schedule import Schedule
     from megatron.resilience.shutdown import Shutdown
     from megatron.resilience.watchdog import Watchdog
     from megatron.tasks.task import Task
@@ -64,7 +63,7 @@ def main(arguments: list[str], signals: Signals) -> None:
 
     import torch.distributed as dist
 
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     accelerator.keep_recipes(config.parallel.device, config.logging.results_dir)
     if config.data.eval_graphs:
@@ -124,8 +123,8 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     from megatron.resilience.watchdog import Watchdog
     from megatron.training.build import build_engine
     from megatron.training.loop import Loop
+    from megatron.training.losses import SpikeDetector
     from megatron.training.resume import find_start, restore_start
-    from megatron.training.spikes import SpikeDetector
 
     watchdog = watchdog or Watchdog(config)  # one that was never started
     check_same_config(ctx, config)
@@ -177,7 +176,7 @@ def evaluate_only(
     config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Watchdog, begin: Callable[[str], None]
 ) -> None:
     """Evaluate a checkpoint on the validation and test data. Collective. Raises CheckpointError or DataError."""
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.resilience.host_consistency import check_same_data
     from megatron.training.build import build_engine
@@ -254,9 +253,9 @@ def complete_data(
 
     Raises DataError.
     """
-    from megatron.accelerator import widened_line
-    from megatron.parallel.nf4 import dequantizer
-    from megatron.training.start_weights import prepare_task
+    from megatron.parallel.operators.nf4 import dequantizer
+    from megatron.runtime.accelerator import widened_line
+    from megatron.training.start import prepare_task
 
     if line := widened_line(engine.ctx.device.type, engine.config.training.precision):
         announce(engine.ctx, line)
@@ -273,9 +272,9 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     Announce how much of each dataset of a mix the run reads.
     """
     from megatron.data.blend import describe_mix
-    from megatron.planning.schedule import Schedule
+    from megatron.options.schedule import Schedule
     from megatron.resilience.errors import raise_on_all_ranks
-    from megatron.training.schedule_check import resumed_schedule
+    from megatron.training.start import resumed_schedule
 
     schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(dataset))
     for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
@@ -311,10 +310,10 @@ def open_log(
     config: Config, ctx: ParallelContext, progress: Progress, total_iterations: int, task: Task, dataset: Any
 ) -> MetricsLog:
     """Return the log, which rank 0 writes. Collective."""
-    from megatron import accelerator
     from megatron.observability.metrics import MetricsLog
-    from megatron.planning.progress import tokens_of_run
+    from megatron.options.progress import tokens_of_run
     from megatron.resilience.errors import raise_on_all_ranks
+    from megatron.runtime import accelerator
 
     of_data = partial(task.consumed_tokens, dataset)
     return raise_on_all_ranks(
@@ -335,7 +334,7 @@ def open_log(
 
 def check_deepspeed(config: Config) -> dict[str, Any]:
     """Return DeepSpeed's settings. Raises ConfigError for a JSON that is missing or contradicts the config."""
-    from megatron.training.deepspeed_config import deepspeed_config
+    from megatron.training.deepspeed.config import deepspeed_config
 
     model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     data_size = int(os.environ.get("WORLD_SIZE", "1")) // model_ranks
@@ -379,18 +378,6 @@ def start(signals: Signals) -> int:
 def preload() -> None:
     """Import what the ranks of a run on a CPU need, before they are forked."""
     import numpy.ma  # noqa: F401  # numpy imports it late
-
-    import megatron.data.tokenizers.build
-    import megatron.models.families.bloom
-    import megatron.models.families.llama
-    import megatron.models.transformer
-    import megatron.observability.run_folder
-    import megatron.tasks.pretrain
-    import megatron.training.build
-    import megatron.training.loop
-    import megatron.training.objective_check
-    import megatron.training.schedule_check
-    import megatron.training.start_weights  # noqa: F401
 
 
 def process() -> NoReturn:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv, then runs the linters, the type checker and the tests, whose files are distributed over several
 # processes, at most four. Arguments are passed to pytest, which then runs in one process:
-#     scripts/test.sh tests/config/test_config.py -k unknown
+#     scripts/test.sh tests/settings/test_config.py -k unknown
 #     scripts/test.sh -m ''                            the slow tests too
 # MEGATRON_TEST_DATA names a folder of real text; without it the tests that read it are skipped.
 set -euo pipefail

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"

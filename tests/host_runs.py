@@ -79,7 +79,7 @@ def wait_until(is_so: Callable[[], bool], run: Run, *, while_it_runs: bool = Tru
 
 
 def runs_ranks(host: Host) -> bool:
-    return host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing").returncode == 0
+    return host.run("pgrep", "-f", "megatron.launch.agents.agent|multiprocessing").returncode == 0
 
 
 def python_processes(host: Host) -> str:

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import numpy as np
 import orjson
 
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError, ParallelConfig, on_device
-from megatron.data.indexed import DataError
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import DataError
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.options.config import ConfigError, ParallelConfig, on_device
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_consistency as sharing
 from megatron.resilience.errors import raise_on_all_ranks
+from megatron.settings.command_line import load_config
 from megatron.train import check_deepspeed, run
 from megatron.training.engine import Engine, StepResult
 

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from megatron import api
 from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, TorchrunArgs, TrainingArgs, run_training
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError, IndexedDataset
-from megatron.instructlab.arguments import FSDPOptions
-from megatron.interop.huggingface_config import find_model
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.launch.instructlab.arguments import FSDPOptions
+from megatron.options.config import ConfigError
+from megatron.weights.huggingface_config import find_model
 from tests.finetuning_files import REQUIRED, write_chats, write_model, write_tokenizer
 
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron.api import TorchrunArgs, TrainerCallback, TrainingArgs, TrainingContext, run_training
-from megatron.config.options import ConfigError
-from megatron.instructlab.callbacks import write_callbacks
+from megatron.launch.instructlab.mapping import write_callbacks
+from megatron.options.config import ConfigError
 from megatron.training import callbacks
 from megatron.training.callbacks import CallbackThread, load_callback
 from tests import runs

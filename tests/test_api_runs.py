@@ -19,7 +19,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from megatron.config.command_line import load_config
+from megatron.settings.command_line import load_config
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
 from tests.ranks import HANG_S, free_port
@@ -150,7 +150,7 @@ def test_the_readmes_shorter_examples_run_adapters_included(examples: list[str],
         "run_training(TorchrunArgs(), training_args)",
     ]
     said = end(start(folder, "\n".join(code)))
-    assert "launch.agent --node-rank 0 --run-id 0 -- --config data/saved_checkpoints/run_training.yaml" in said
+    assert "launch.agents.agent --node-rank 0 --run-id 0 -- --config data/saved_checkpoints/run_training.yaml" in said
     assert "adapters of rank 4 on all linear layers; exports are whole models, with the adapters merged" in said
     assert "Training is complete, iteration=2, 80 samples" in said
     exports = folder / "data" / "saved_checkpoints" / "hf_format"

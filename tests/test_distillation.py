@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from examples.distillation import losses
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
 from megatron.data.label_file import LabelFile, create_label_file
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import load_config
 from megatron.tasks.objective import LossBatch, Teacher
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine

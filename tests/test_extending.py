@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron import accelerator
+from megatron.runtime import accelerator
 from tests import runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,13 +37,14 @@ def test_the_example_of_a_new_option_works(tmp_path: Path) -> None:
     for name in ("megatron", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     field, rule = blocks("CONTRIBUTING.md", "Add an option")
-    outputs, validation = (tmp_path / "megatron" / "config" / f"{name}.py" for name in ("outputs", "validation"))
+    outputs = tmp_path / "megatron" / "options" / "outputs.py"
+    validation = tmp_path / "megatron" / "settings" / "validation.py"
     outputs.write_text(outputs.read_text() + field)  # the file ends with LoggingConfig
     head, tail = validation.read_text().split("def _check_logging", 1)
     body, rest = tail.split("\n\n\n", 1)
     validation.write_text(f"{head}def _check_logging{body}\n{rule}\n\n{rest}")
 
-    read = "from megatron.config.command_line import load_config; print(load_config(__import__('sys').argv[1:], 1))"
+    read = "from megatron.settings.command_line import load_config; print(load_config(__import__('sys').argv[1:], 1))"
     words = ["--data-path", "corpus", "--train-iters", "1", "--log-loss-digits"]
     assert "log_loss_digits=9" in python(tmp_path, "-c", read, *words, "9").stdout
     assert "less than or equal to 12" in python(tmp_path, "-c", read, *words, "13").stderr

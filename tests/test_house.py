@@ -13,73 +13,60 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from megatron.config.options import options, sections
+from megatron.options.config import options, sections
 from tests.conftest import LONG_FIRST
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # A file imports lower floors, or its own folder (for a file of megatron/ itself: the others of its floor).
 FLOORS = {
-    "config": 1,
-    "accelerator": 1,
-    "devices": 1,
-    "early_interrupt": 1,
-    "exit_codes": 1,
-    "descriptors": 1,
-    "device_graphs": 1,
-    "mpi_variables": 1,
-    "network": 1,
-    "files": 1,
-    "command_names": 1,
-    "control": 2,
+    "options": 1,
+    "runtime": 1,
     "parallel": 2,
-    "planning": 3,
+    "settings": 2,
+    "plan": 3,
     "models": 4,
     "data": 4,
     "checkpoint": 5,
     "tasks": 5,
-    "interop": 6,
-    "resilience": 7,
-    "weights": 8,
-    "observability": 9,
-    "generation": 10,
-    "evaluation": 11,
-    "training": 12,
-    "train": 13,
-    "generate": 13,
-    "evaluate": 13,
-    "launch": 14,
-    "instructlab": 15,
-    "acceptance": 15,
-    "api": 16,
-    "cli": 17,
-    "gaudi_spawn": 18,
+    "resilience": 6,
+    "weights": 7,
+    "observability": 8,
+    "generation": 8,
+    "evaluation": 9,
+    "training": 10,
+    "train": 11,
+    "generate": 11,
+    "evaluate": 11,
+    "launch": 12,
+    "api": 13,
+    "cli": 13,
+    "gaudi_spawn": 14,
 }
 
 # The files that answer before anything heavy is loaded.
 LIGHT = (
-    "config.options",
-    "config.plugins",
-    "config.validation",
-    "config.command_line",
-    "accelerator",
-    "devices",
-    "launch.child_processes",
-    "launch.preflight",
-    "launch.hl_requests",
-    "interop.huggingface_config",
-    "planning.describe",
-    "exit_codes",
-    "files",
-    "command_names",
     "generation.options",
-    "planning.progress",
-    "planning.schedule",
+    "launch.child_processes",
+    "launch.dialects.hl_requests",
+    "launch.preflight",
+    "options.config",
+    "options.progress",
+    "options.schedule",
+    "plan.describe",
+    "runtime.accelerator",
+    "runtime.commands",
+    "runtime.devices",
+    "runtime.files",
+    "settings.command_line",
+    "settings.plugins",
+    "settings.validation",
     "tasks.packed",
     "tasks.preference",
     "tasks.pretrain",
     "tasks.sft",
     "tasks.task",
+    "weights.huggingface_config",
 )
 
 
@@ -298,7 +285,7 @@ def option_readers() -> Iterator[tuple[str, str]]:
     """
     classes = {cls.__name__: section for section, cls in sections().items()} | {"Config": ""}
     for path in sources("megatron", "tools"):
-        if path == ROOT / "megatron" / "config" / "validation.py":
+        if path == ROOT / "megatron" / "settings" / "validation.py":
             continue
         tops: list[tuple[ast.AST, dict[str, str]]] = [(tree(path), holders(tree(path)))]
         nodes = [node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name in classes]

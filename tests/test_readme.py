@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch.hl_variables import VARIABLES
+from megatron.launch.dialects.hl_variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 

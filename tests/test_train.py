@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos
-from megatron.config.options import ConfigError
+from megatron.options.config import ConfigError
 from megatron.resilience.shutdown import Signals
 from megatron.train import main
 from tests import runs

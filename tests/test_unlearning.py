@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from examples.unlearning import losses
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.objective import LossBatch
 from tests import runs

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from megatron.config.parser import PRESETS_DIR
+from megatron.settings.parser import PRESETS_DIR
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,7 +159,7 @@ def test_megatron_core_is_importable_beside_an_installed_package_and_a_checkout(
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("__version__ = '1.2'\n")
-    code = "import megatron.core, megatron.config.options; print(megatron.core.__version__)"
+    code = "import megatron.core, megatron.options.config; print(megatron.core.__version__)"
     for ours in (installed.packages, ROOT):
         places = [str(tmp_path), str(ours)] if theirs_first else [str(ours), str(tmp_path)]
         assert installed.run("python", "-c", code, PYTHONPATH=os.pathsep.join(places)).stdout == "1.2\n"

@@ -12,16 +12,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config.command_line import from_dict, read_preset
-from megatron.config.flags import flag, shown
-from megatron.config.options import option_doc, sections
-from megatron.config.parser import PRESETS_DIR
-from megatron.config.training import ParallelConfig
-from megatron.planning.sizes import count_parameters
+from megatron.options.config import option_doc, sections
+from megatron.options.flags import flag, shown
+from megatron.options.training import ParallelConfig
+from megatron.plan.flops import count_parameters
+from megatron.settings.command_line import from_dict, read_preset
+from megatron.settings.parser import PRESETS_DIR
 
 HEADER = """# Configuration
 
-<!-- Written by tools/document_config.py from megatron/config/: change the dataclasses, not this page. -->
+<!-- Written by tools/document_config.py from megatron/options/: change the dataclasses, not this page. -->
 
 ```
 python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 MANIFEST = "checkpoint.json"
 """File of each checkpoint of a run."""

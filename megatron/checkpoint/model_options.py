@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.model import ModelConfig, differing
-from megatron.config.options import Config
+from megatron.options.config import Config
+from megatron.options.model import ModelConfig, differing
 
 SHAPED = {
     "architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings",

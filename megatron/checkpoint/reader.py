@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -12,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -38,8 +41,9 @@ from megatron.checkpoint.format import (
     read_manifest,
     safetensors_header,
 )
-from megatron.checkpoint.lineage import UNRECORDED, Run, of_run, run_in
+from megatron.checkpoint.lineage import START_OPTIONS, UNRECORDED, Run, of_run, run_in
 from megatron.checkpoint.slices import copy_overlap, regions
+from megatron.options.config import CheckpointConfig
 from megatron.parallel.shards import Shard
 
 LATEST_BYTES = 1 << 20
@@ -358,3 +362,46 @@ def _named_by_latest(save: Path, tag: str) -> Checkpoint:
     if not (save / tag).is_dir():
         raise CheckpointError(f"{save / LATEST}: it names {tag}, but {save / tag} is not there; {LATEST_REMEDY}")
     return Checkpoint(save / tag)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run that the options of a command belong to: that in its `save`, if it was first started in the same way.
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
+
+
+def own_run(options: CheckpointConfig) -> Run | None:
+    """Return the run that saved in `save` and had the same START_OPTIONS at its first start; None: there is none.
+
+    Of several it is the one that `latest` names, or else the one with the newest checkpoint.
+    """
+    if options.save is None or not holds_checkpoints(Path(options.save)) or resumes_itself(options):
+        return None
+    runs = [run_in(path) for path in checkpoint_folders(Path(options.save))]
+    with contextlib.suppress(CheckpointError):
+        runs.insert(0, read_latest(Path(options.save))[1])
+
+    def is_own(run: Run) -> bool:
+        return (
+            bool(run.start)
+            and _source(run.start.get("load"), options) == _source(options.load, options)
+            and all(run.start.get(name, DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
+        )
+
+    return next((run for run in runs if run is not None and is_own(run)), None)
+
+
+def resumes_itself(options: CheckpointConfig) -> bool:
+    """Return True if the options resume the newest checkpoint of the folder that the run saves to."""
+    return is_same_folder(options.load, options.save) and all(
+        getattr(options, name) == DEFAULTS[name] for name in START_OPTIONS[1:]
+    )
+
+
+def _source(load: str | None, options: CheckpointConfig) -> str | None:
+    """Return the folder that a run begins with, however it is spelled; None for its own, which is empty then."""
+    return None if load is None or is_same_folder(load, options.save) else os.path.realpath(load)
+
+
+def is_same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)

@@ -47,7 +47,7 @@ from megatron.checkpoint.writer import (
     make_folder,
     remove_checkpoint,
 )
-from megatron.files import write_durably
+from megatron.runtime.files import write_durably
 
 ABANDON_S = 2.0
 """Longest wait for the thread of a save that is abandoned."""

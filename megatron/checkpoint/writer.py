@@ -37,7 +37,7 @@ from megatron.checkpoint.format import (
     safetensors_header,
 )
 from megatron.checkpoint.reader import Checkpoint
-from megatron.files import sync_folder, write_durably
+from megatron.runtime.files import sync_folder, write_durably
 
 BLOCK_BYTES = 4096
 """Alignment of addresses, offsets and lengths for writes past the page cache (O_DIRECT)."""

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from megatron.devices import defer_backends
-from megatron.exit_codes import DONE, FAILED
-from megatron.files import READER_LEFT, discard_output
+from megatron.runtime.commands import DONE, FAILED
+from megatron.runtime.devices import defer_backends
+from megatron.runtime.files import READER_LEFT, discard_output
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,11 +1,6 @@
-"""Convert the weights of a checkpoint between Hugging Face, this project's native format and DeepSpeed's universal one.
+"""Rules by which vLLM serves adapters in PEFT's format: those of its vllm/lora/peft_helper.py and lora_model.py.
 
-    python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
-    python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
-    python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
-
-The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it is
-complete and has been compared with the source: tensor by tensor, and by the logits of both.
+vllm-gaudi is a plug-in of vLLM with the same loaders.
 """
 
 from __future__ import annotations
@@ -15,18 +10,66 @@ import importlib.util
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
-    from megatron.interop.conversion import ModelWeights
-    from megatron.interop.folder_files import Precision
+    from megatron.weights.conversion import ModelWeights
+    from megatron.weights.folder_files import Precision
+
+WITH_ADAPTERS = ("llama",)
+"""Our families whose class in vLLM has the interface SupportsLoRA; those of Bloom and GPT-2 do not."""
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
+
+
+def not_served(content: Mapping[str, Any], architecture: str) -> list[str]:
+    """Return what vLLM does not take of adapters; none: it serves them.
+
+    Args:
+        content: adapter_config.json.
+        architecture: our family of the base.
+    """
+    found = []
+    if architecture not in WITH_ADAPTERS:
+        found.append(f"adapters of architecture={architecture}")
+    if content.get("use_dora"):
+        found.append("DoRA")
+    if content.get("modules_to_save"):
+        found.append(f"modules_to_save ({', '.join(content['modules_to_save'])})")
+    if content.get("bias", "none") != "none":
+        found.append(f"trained biases (bias={content['bias']})")
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if content.get(name)]
+    if patterns:  # read by no line of vLLM's: it would scale each module alike, and say nothing
+        found.append(f"ranks or scales of single modules ({', '.join(patterns)})")
+    if content["r"] > MAX_RANKS[-1]:
+        found.append(f"ranks above {MAX_RANKS[-1]} (r={content['r']})")
+    return found
+
+
+def served(content: Mapping[str, Any], architecture: str) -> str:
+    """Return a line that says how vLLM serves adapters, or what to do where it does not. Arguments of `not_served`."""
+    if refused := not_served(content, architecture):
+        return f"vLLM does not serve {', '.join(refused)}: for it, merge them with {command_name('merge_adapter')}"
+    rank = next(limit for limit in MAX_RANKS if limit >= content["r"])
+    return f"vLLM serves these adapters with --enable-lora --max-lora-rank {rank}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convert the weights of a checkpoint between Hugging Face, this project's native format and DeepSpeed's universal one.
+#
+#     python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
+#     python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
+#     python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
+#
+# The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it
+# is complete and has been compared with the source: tensor by tensor, and by the logits of both.
 
 NAMES = {
     "hf": "Hugging Face",
@@ -129,7 +172,7 @@ def progress_bar(model: ModelWeights, what: str) -> tqdm[Any]:
 
 def write(model: ModelWeights, folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model into an empty folder."""
-    from megatron.interop import conversion
+    from megatron.weights import conversion
 
     with progress_bar(model, "writing") as bar:
         if arguments.to == "native":
@@ -158,10 +201,10 @@ def verify(source: ModelWeights, result: ModelWeights, precision: Precision, lim
 
     `precision` is that of the result.
     """
-    from megatron.interop import verification
+    from megatron.weights import conversion
 
     with progress_bar(source, "verifying") as bar:
-        compared = verification.compare_tensors(source, result, precision, bar.update)
+        compared = conversion.compare_tensors(source, result, precision, bar.update)
     text = f"{compared} tensors equal"
     if "hf" not in (source.kind, result.kind):
         return text
@@ -169,12 +212,12 @@ def verify(source: ModelWeights, result: ModelWeights, precision: Precision, lim
         return f"{text}; logits not compared: more than --verify-limit {limit:,} parameters"
     if importlib.util.find_spec("transformers") is None:
         return f"{text}; logits not compared: transformers is not installed"
-    return f"{text}; {verification.compare_logits(source, result, precision)}"
+    return f"{text}; {conversion.compare_logits(source, result, precision)}"
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Convert and verify. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
-    from megatron.interop.folder_files import new_folder
+    from megatron.weights.folder_files import new_folder
 
     began_s = time.monotonic()
     with new_folder(Path(arguments.save)) as work:
@@ -189,8 +232,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     """Convert a whole model into an empty folder, and verify it."""
-    from megatron.interop import conversion
-    from megatron.interop.folder_files import check_space
+    from megatron.weights import conversion
+    from megatron.weights.folder_files import check_space
 
     source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
     precision: Precision = source.config.training.precision
@@ -213,12 +256,11 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
 
 def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     """Convert a checkpoint of adapters into an empty folder, in PEFT's format, and compare every tensor."""
-    from megatron.interop import peft_export
-    from megatron.interop.conversion import open_adapters
-    from megatron.interop.folder_files import check_space
-    from megatron.interop.huggingface_files import DTYPES as TYPES
-    from megatron.interop.native import count
-    from megatron.interop.serving import served
+    from megatron.weights.conversion import open_adapters
+    from megatron.weights.folder_files import check_space
+    from megatron.weights.huggingface_files import DTYPES as TYPES
+    from megatron.weights.native import count
+    from megatron.weights.peft import export
 
     source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)
     precision: Precision = DTYPES[arguments.dtype] if arguments.dtype else "fp32"
@@ -227,7 +269,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     print(f"reading adapters: {source.checkpoint.folder}, {numel:,} parameters", flush=True)
     checked = source.checkpoint.verify(kinds=("weight",))
     print(f"checked: {checked}", flush=True)
-    copied = peft_export.export_adapter(
+    copied = export.export_adapter(
         work,
         source.config,
         source.tensors(),
@@ -237,22 +279,22 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
         tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
     )
     print_copied(copied)
-    content = peft_export.adapter_config(source.config, source.base_name)
+    content = export.adapter_config(source.config, source.base_name)
     print(served(content, source.config.model.architecture), flush=True)
     if source.base_name is None:
         print("base_model_name_or_path is null: the base was not loaded from a Hugging Face folder", flush=True)
     if arguments.verify is not False:
-        compared = peft_export.compare_export(work, source, precision)
+        compared = export.compare_export(work, source, precision)
         print(f"verified: {compared} tensors equal; of the source, {checked}")
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.format import CheckpointError
-    from megatron.config.options import ConfigError
+    from megatron.options.config import ConfigError
 
     return run_command(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.cli.command import command, run_command
 from megatron.cli.convert_checkpoint import add_source_flags
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,9 +48,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> str:
     """Verify and convert, and return the report."""
-    from megatron.interop.conversion import open_any
-    from megatron.interop.deepspeed_files import FILE_OF_KIND
-    from megatron.interop.universal import point_latest, write
+    from megatron.weights.conversion import open_any
+    from megatron.weights.deepspeed.files import FILE_OF_KIND
+    from megatron.weights.deepspeed.universal import point_latest, write
 
     checkpoint = open_any(arguments.input_folder, arguments.config, arguments.max_drift)
     checked = checkpoint.verify()
@@ -68,6 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
 
     from megatron.checkpoint.format import CheckpointError
-    from megatron.config.options import ConfigError
+    from megatron.options.config import ConfigError
 
     return run_command(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)

@@ -19,15 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron.acceptance import runs
-from megatron.acceptance.kernels import read_checks
-from megatron.acceptance.report import AcceptanceReport, Check, Group, summary
-from megatron.acceptance.software import check_software
+from megatron.cli.acceptance import runs
+from megatron.cli.acceptance.kernels import read_checks
+from megatron.cli.acceptance.report import AcceptanceReport, Check, Group, check_software, summary
 from megatron.cli.command import command, run_command
-from megatron.command_names import command_name
-from megatron.devices import count_devices, has_gaudi_plugin
-from megatron.exit_codes import DONE, FAILED, REFUSED, shell_status
 from megatron.launch.child_processes import InterruptedBySignal, interruptible
+from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, shell_status
+from megatron.runtime.devices import count_devices, has_gaudi_plugin
 
 PARTS = ("kernels", "losses", "throughput")
 MODES = ("lazy", "eager")
@@ -170,7 +168,7 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
 def _kernels(folder: Path, mode: str) -> Group:
     """Compare the kernels in a process of their own, since a card belongs to one."""
     file = folder / f"kernels_{mode}.jsonl"
-    words = [sys.executable, "-m", "megatron.acceptance.kernels", str(file)]
+    words = [sys.executable, "-m", "megatron.cli.acceptance.kernels", str(file)]
     fault = runs.run_process(words, runs.environment(mode), file.with_suffix(".log"))
     title = f"kernels in {mode} mode on one card, against the plain operators in float64 on the CPU"
     return Group(title, read_checks(file, fault or "the process did not reach it"))

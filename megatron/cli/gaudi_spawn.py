@@ -24,15 +24,15 @@ from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
 from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
-from megatron.devices import detect_device
-from megatron.exit_codes import DONE
-from megatron.launch.hl_requests import inference_request, legend
-from megatron.launch.hostsfile import parse_hostsfile
+from megatron.launch.dialects.hl_requests import inference_request, legend
+from megatron.launch.dialects.published_scripts import check_script
+from megatron.launch.dialects.spawn_flags import TABLES
+from megatron.launch.dialects.spawn_generation import GENERATION, generation_request
+from megatron.launch.dialects.spawn_requests import Kind, Ranks, finetune_request, named, read_words, script_request
 from megatron.launch.inference import refused
-from megatron.launch.published_scripts import check_script
-from megatron.launch.spawn_flags import TABLES
-from megatron.launch.spawn_generation import GENERATION, generation_request
-from megatron.launch.spawn_requests import Kind, Ranks, finetune_request, named, read_words, script_request
+from megatron.launch.plan import parse_hostsfile
+from megatron.runtime.commands import DONE
+from megatron.runtime.devices import detect_device
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
 SCRIPTS = {

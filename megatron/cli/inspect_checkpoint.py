@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron.cli.command import command
-from megatron.command_names import command_name
-from megatron.exit_codes import DONE, FAILED
+from megatron.runtime.commands import DONE, FAILED, command_name
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import Checkpoint

@@ -23,12 +23,18 @@ from tqdm import tqdm
 
 from megatron.cli.command import command
 from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
-from megatron.command_names import command_name
-from megatron.data.checksums import read_checksums
-from megatron.data.indexed import DataError, IndexedDataset
-from megatron.data.statistics import measure, read_document
-from megatron.data.verification import Expected, Findings, num_bytes_to_verify, verify, verify_index
-from megatron.exit_codes import DONE, FAILED
+from megatron.data.index.checksums import read_checksums
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.index.verification import (
+    Expected,
+    Findings,
+    measure,
+    num_bytes_to_verify,
+    read_document,
+    verify,
+    verify_index,
+)
+from megatron.runtime.commands import DONE, FAILED, command_name
 
 if TYPE_CHECKING:
     from megatron.data.tokenizers.base import Tokenizer

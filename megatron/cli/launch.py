@@ -22,25 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli.command import command
-from megatron.command_names import command_name
-from megatron.config.command_line import presets_of, read_command_line, to_yaml
-from megatron.config.flags import flag
-from megatron.config.options import ConfigError
-from megatron.config.parser import build_parser, help_text, help_topic
-from megatron.config.plugins import load_task
-from megatron.exit_codes import REFUSED
-from megatron.files import IMPORT_ROOT
+from megatron.launch.agents.hosts import launch
 from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.child_processes import threads_per_rank
-from megatron.launch.hl_help import script_help
-from megatron.launch.hl_requests import from_environment, legend
-from megatron.launch.hl_values import one_of
-from megatron.launch.hl_variables import ALL, Script
-from megatron.launch.hosts import launch
+from megatron.launch.dialects.hl_help import script_help
+from megatron.launch.dialects.hl_requests import from_environment, legend
+from megatron.launch.dialects.hl_values import one_of
+from megatron.launch.dialects.hl_variables import ALL, Script
 from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
-from megatron.planning.describe import describe
-from megatron.planning.fit import memory_warning
+from megatron.options.config import ConfigError
+from megatron.options.flags import flag
+from megatron.plan.describe import describe
+from megatron.plan.fit import memory_warning
+from megatron.runtime.commands import REFUSED, command_name
+from megatron.runtime.files import IMPORT_ROOT
+from megatron.settings.command_line import presets_of, read_command_line, to_yaml
+from megatron.settings.parser import build_parser, help_text, help_topic
+from megatron.settings.plugins import load_task
 
 DEVICES = ("auto", "hpu", "cuda", "cpu")
 VARIABLES_OF = {
@@ -473,7 +472,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
 
     Raises DataError.
     """
-    from megatron.instructlab.data_process import process_files  # it imports torch
+    from megatron.launch.instructlab.data_process import process_files  # it imports torch
 
     folders = [Path(prefix).parent for prefix in plan.config.data.prefixes]
     has_pairs = load_task(plan.config).preprocessor == "preprocess_preferences"

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 EXPORT = re.compile(r"samples_\d+")
 """Name of a run's export: training/exports.py."""
@@ -107,8 +107,8 @@ def run(
     base: Path, adapters: Sequence[tuple[Path, float]], save: Path, *, verify: bool, allow_other_base: bool
 ) -> None:
     """Merge. Raises CheckpointError or OSError, with nothing left behind."""
-    from megatron.interop.adapter_merge import Merge
-    from megatron.interop.folder_files import new_folder
+    from megatron.weights.folder_files import new_folder
+    from megatron.weights.peft.adapter_merge import Merge
 
     began_s = time.monotonic()
     found = [(newest_export(folder), weight) for folder, weight in adapters]
@@ -139,7 +139,7 @@ def merge_command(
     allow_other_base: bool = False,
 ) -> int:
     """Merge, and return the exit status."""
-    from megatron import accelerator
+    from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.errors import CheckpointError

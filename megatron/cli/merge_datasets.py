@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import add_overwrite_flag
-from megatron.command_names import command_name
-from megatron.data.checksums import ReportBytes
-from megatron.data.indexed import DataError
-from megatron.data.merge import merge, open_inputs
+from megatron.data.index.checksums import ReportBytes
+from megatron.data.index.indexed import DataError
+from megatron.data.index.merge import merge, open_inputs
+from megatron.runtime.commands import command_name
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

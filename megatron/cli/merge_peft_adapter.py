@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.cli.command import command
 from megatron.cli.merge_adapter import merge_command
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

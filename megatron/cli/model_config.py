@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from megatron.cli.command import command, run_command
-from megatron.command_names import command_name
-from megatron.config.options import option_doc
+from megatron.options.config import option_doc
+from megatron.runtime.commands import command_name
 
 WIDTH = 100
 
@@ -60,7 +60,7 @@ def as_yaml(preset: dict[str, Any], title: str) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises CheckpointError or OSError."""
-    from megatron.interop.huggingface_config import preset_of
+    from megatron.weights.huggingface_config import preset_of
 
     folder = Path(arguments.load)
     preset = preset_of(folder, arguments.vocab_size)

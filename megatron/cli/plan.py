@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron.cli.command import command
-from megatron.command_names import command_name
-from megatron.config.command_line import load_config, presets_of, read_command_line
-from megatron.config.options import ConfigError
-from megatron.config.parser import build_parser
-from megatron.planning.describe import describe
+from megatron.options.config import ConfigError
+from megatron.plan.describe import describe
+from megatron.runtime.commands import command_name
+from megatron.settings.command_line import load_config, presets_of, read_command_line
+from megatron.settings.parser import build_parser
 
 
 @command

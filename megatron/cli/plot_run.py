@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
-from megatron.command_names import command_name
-from megatron.exit_codes import DONE, REFUSED
 from megatron.observability.run_plots import PlotError, draw, draw_loss, read_run, run_names
+from megatron.runtime.commands import DONE, REFUSED, command_name
 
 
 @command

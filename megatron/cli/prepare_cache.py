@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli.command import command
-from megatron.command_names import command_name, train_name
-from megatron.config.command_line import load_config, read_command_line
-from megatron.config.options import Config, ConfigError
-from megatron.data.blend import BlendedDataset
+from megatron.data.blend import BlendedDataset, sets_of
 from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
-from megatron.data.indexed import DataError
-from megatron.data.separate_sets import sets_of
+from megatron.data.index.indexed import DataError
+from megatron.options.config import Config, ConfigError
+from megatron.runtime.commands import command_name, train_name
+from megatron.settings.command_line import load_config, read_command_line
 
 COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 

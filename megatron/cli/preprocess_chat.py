@@ -27,7 +27,7 @@ from megatron.cli.text_flags import (
     name_unshown,
     shard_given,
 )
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.chat.encoder import Sample
@@ -182,9 +182,9 @@ def first_samples(job: ChatJob, setup: ChatSetup, chats: ChatInput, count: int) 
     """Yield the first samples of the input, without bad rows: named if samples run short. Raises DataError."""
     from dataclasses import replace
 
-    from megatron.data.chat.block_encoder import SHOWN_FAULTS, encode_block
-    from megatron.data.document_blocks import ReadingRules
-    from megatron.data.source_reader import read_blocks
+    from megatron.data.chat.job import SHOWN_FAULTS, encode_block
+    from megatron.data.read.archives import read_blocks
+    from megatron.data.read.document_blocks import ReadingRules
 
     left, faults = count, list[str]()
     skipping = replace(job, bad_rows="skip")
@@ -269,8 +269,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
-    from megatron.data.indexed import LOSS_MASK_SUFFIX
-    from megatron.data.manifest import read_manifest
+    from megatron.data.index.indexed import LOSS_MASK_SUFFIX
+    from megatron.data.prepare.manifest import read_manifest
 
     for fault in totals.faults:
         print(f"skipped {fault}", file=sys.stderr)
@@ -302,6 +302,6 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
 
     return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix or "")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli import megatron_flags
+from megatron.cli import text_flags
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import (
     add_input_flags,
@@ -30,11 +30,11 @@ from megatron.cli.text_flags import (
     shard_given,
     tokenizer_of,
 )
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
-    from megatron.data.document_encoder import TextTotals
-    from megatron.data.preprocess import PreprocessJob
+    from megatron.data.prepare.document_encoder import TextTotals
+    from megatron.data.prepare.preprocess import PreprocessJob
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="time between saves of the state that --resume continues from (default: 20)",
     )
-    arguments = megatron_flags.parse(parser, argv)
+    arguments = text_flags.parse(parser, argv)
     check_numbers(parser, arguments)
     check_input_flags(parser, arguments)
     check_keys(parser, arguments.json_keys)
@@ -177,8 +177,8 @@ class ProgressReport:
 
 def job_of(arguments: argparse.Namespace) -> PreprocessJob:
     """Find every file and build the tokenizer. Raises DataError."""
-    from megatron.data.indexed import DataError
-    from megatron.data.preprocess import PreprocessJob
+    from megatron.data.index.indexed import DataError
+    from megatron.data.prepare.preprocess import PreprocessJob
 
     listing, keys = find_input(arguments), tuple(arguments.json_keys)
     if len(keys) > 1 and any(source.kind == "text" for source in listing.sources):
@@ -216,7 +216,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
     # one thread a worker: --workers alone decides how many cores are used
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from megatron.data.preprocess import preprocess
+    from megatron.data.prepare.preprocess import preprocess
 
     job = job_of(arguments)
     gc.freeze()  # a list of a million files would be searched for garbage again and again, a third of the time
@@ -228,8 +228,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def summarize(job: PreprocessJob, totals: TextTotals) -> None:
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.manifest import read_manifest
+    from megatron.data.index.indexed import IndexedDataset
+    from megatron.data.prepare.manifest import read_manifest
 
     for prefix, num_empty in zip(job.prefixes, totals.num_empty, strict=True):
         data = IndexedDataset(prefix)
@@ -248,8 +248,8 @@ def summarize(job: PreprocessJob, totals: TextTotals) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.indexed import DataError
-    from megatron.data.preprocess import kept_work
+    from megatron.data.index.indexed import DataError
+    from megatron.data.prepare.preprocess import kept_work
 
     prefix = arguments.output_prefix
     return run_command(lambda: run(arguments), (DataError,), prefix, lambda: kept_work(prefix))

@@ -25,7 +25,7 @@ from megatron.cli.text_flags import (
     name_unshown,
     shard_given,
 )
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.preference.encoder import PairCounts
@@ -109,9 +109,9 @@ def show_pairs(job: PreferenceJob, count: int) -> None:
     """Print the first pairs of the input, without bad rows: named if pairs run short. Raises DataError."""
     from dataclasses import replace
 
-    from megatron.data.chat.block_encoder import SHOWN_FAULTS
+    from megatron.data.chat.job import SHOWN_FAULTS
     from megatron.data.preference.preprocessing import encode_pairs, find_pairs, prepare_preferences
-    from megatron.data.source_reader import read_blocks
+    from megatron.data.read.archives import read_blocks
 
     setup, number, faults = prepare_preferences(job), 0, list[str]()
     for block in read_blocks(find_pairs(job).sources, job.reading(1 << 16)):
@@ -173,6 +173,6 @@ def _of_form(counts: PairCounts, form: str) -> str:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
 
     return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix or "")

@@ -1,4 +1,4 @@
-"""Flags for text and tokenizers, shared by the data commands. --help must be quick, so nothing heavy is imported."""
+"""Flags of Megatron's tools/preprocess_data.py that this project does not have, with the reason or what to use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,55 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config.escapes import unescaped
+from megatron.options.flags import unescaped
 
 if TYPE_CHECKING:
-    from megatron.data.input_shards import InputShard
-    from megatron.data.sources import InputListing, InputRules
+    from megatron.data.read.input_shards import InputShard
+    from megatron.data.read.sources import InputListing, InputRules
     from megatron.data.tokenizers.base import Tokenizer
+
+_TRIAL = "there is nothing to search for: threads share one tokenizer; use --workers, by default all cores"
+_VOCABULARY = "a dataset does not depend on it; give it to the training"
+_SENTENCES = "sentences are for BERT and T5; BLOOM and Llama train on whole documents"
+REFUSED = {
+    "--split-sentences": _SENTENCES,
+    "--lang": _SENTENCES,
+    "--find-optimal-num-workers": _TRIAL,
+    "--workers-to-check": _TRIAL,
+    "--performance-dir": _TRIAL,
+    "--use-gigatoken": "the fast tokenizer is always used where its ids are equal; --reference-tokenizer disables it",
+    "--null-tokenizer-eod-id": "use --eod-token ID",
+    "--null-tokenizer-pad-id": "documents are not padded",
+    "--tokenizer-hf-no-include-special-tokens": "use --no-prepend-bos",
+    "--tokenizer-hf-no-use-fast": "a tokenizer.json is needed, which AutoTokenizer's save_pretrained writes",
+    "--trust-remote-code": "code that comes with a tokenizer is never run; use a tokenizer.json",
+    "--tokenizer-metadata": "the type is given by --tokenizer-type, the files by --tokenizer-model",
+    "--tokenizer-special-tokens": "special tokens are those of the tokenizer's files; add them there",
+    "--tiktoken-special-tokens": "they have Megatron's default names, in ids below --tiktoken-num-special-tokens",
+    "--tokenizer-sentencepiece-legacy": "add tokens to the .model itself, as user-defined pieces",
+    "--tokenizer-sentencepiece-ignore-extra-whitespaces": "the .model's own rule for white space is followed",
+    "--vocab-extra-ids": "they are T5's",
+    "--padded-vocab-size": _VOCABULARY,
+    "--pad-vocab-size": _VOCABULARY,
+    "--make-vocab-size-divisible-by": _VOCABULARY,
+    "--seq-length": "documents keep their length; the training cuts them into samples",
+}
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags. Exits with a message, which says what to do about those of Megatron that are refused."""
+    arguments, unknown = parser.parse_known_args(argv)
+    names = [word.partition("=")[0] for word in unknown]
+    reasons = [f"{name} is not supported: {REFUSED[name]}" for name in dict.fromkeys(names) if name in REFUSED]
+    if reasons:
+        parser.error("\n  ".join(reasons))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags for text and tokenizers, shared by the data commands. --help must be quick, so nothing heavy is imported.
 
 
 def add_input_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse._ArgumentGroup:
@@ -130,7 +173,7 @@ def check_sample_flags(parser: argparse.ArgumentParser, arguments: argparse.Name
 
 def name_unshown(faults: Sequence[str], num_shown: int) -> None:
     """Name the bad rows where --show has found too few others. Raises DataError if it has found none."""
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
 
     if not num_shown:
         raise DataError(faults[0] if faults else "no row of the input can be shown; a whole run counts why")
@@ -140,7 +183,7 @@ def name_unshown(faults: Sequence[str], num_shown: int) -> None:
 
 def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> InputShard | None:
     """Return --shard. Exits with a message if it is not one, or not to be had with --max-documents."""
-    from megatron.data.input_shards import InputShard
+    from megatron.data.read.input_shards import InputShard
 
     if arguments.max_documents is not None and arguments.max_documents < 1:
         parser.error("--max-documents must be at least 1")
@@ -156,18 +199,18 @@ def shard_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 def name_rules(arguments: argparse.Namespace) -> InputRules:
     """Return which names of files are read, and as what."""
-    from megatron.data.sources import InputRules
+    from megatron.data.read.sources import InputRules
 
     return InputRules(arguments.text_files, tuple(arguments.exclude), arguments.stdin_filename)
 
 
 def find_input(arguments: argparse.Namespace) -> InputListing:
     """Return the input files. Raises DataError."""
-    from megatron.data.sources import find_sources
+    from megatron.data.read.sources import find_sources
 
     listing = find_sources(arguments.input, name_rules(arguments))
     if any(source.kind in ("parquet", "arrow") for source in listing.sources):
-        from megatron.data.tables import check_columns
+        from megatron.data.read.tables import check_columns
 
         check_columns(listing.sources, arguments.json_keys)
     return listing

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.cli.command import command, run_command
 from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, name_rules, separator
-from megatron.command_names import command_name
+from megatron.runtime.commands import command_name
 
 NUM_BYTE_SYMBOLS = 256
 
@@ -42,8 +42,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
-    from megatron.data.document_blocks import ReadingRules
-    from megatron.data.document_parser import read_texts
+    from megatron.data.read.document_blocks import ReadingRules
+    from megatron.data.read.document_parser import read_texts
     from megatron.data.tokenizers.base import END_OF_TEXT
     from megatron.data.tokenizers.training import train_tokenizer, write_tokenizer
 
@@ -66,6 +66,6 @@ def run(arguments: argparse.Namespace) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
 
     return run_command(lambda: run(arguments), (DataError,), arguments.output_dir)

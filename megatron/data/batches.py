@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 
 K = TypeVar("K")
 T = TypeVar("T")

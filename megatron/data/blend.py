@@ -7,15 +7,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.data.extension import helpers
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
-from megatron.data.indexed import DataError
+from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
+from megatron.data.index.indexed import DataError
 
 SURPLUS = 0.005
 """Excess length of each dataset over its share, since a blend may draw slightly more. The same as megatron-core's."""
@@ -224,3 +224,45 @@ def _count_drawn(arrays: Arrays, num_datasets: int, paths: list[Path]) -> list[i
         raise DataError(f"{paths[0]} names datasets outside the {num_datasets} of the blend; it is damaged, delete it")
     drawn: list[int] = np.bincount(index, minlength=num_datasets).tolist()
     return drawn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held-out data of several datasets that are evaluated one by one (`multiple_validation_sets`).
+
+
+class SeparateSets:
+    """Datasets of one split, by name, with the weight of each in their mean; None: by what their losses count.
+
+    A task's `open_data` may return one in place of a validation or test dataset.
+    """
+
+    def __init__(self, prefixes: Sequence[str], datasets: Sequence[Any], weights: Sequence[float] | None):
+        self.prefixes, self.datasets = list(prefixes), list(datasets)
+        self.names = names_of(prefixes)
+        self.weights = None if weights is None else normalize(weights).tolist()
+        self.fingerprint = digest("separate", [dataset.fingerprint for dataset in datasets], self.weights)
+
+    def __len__(self) -> int:
+        """Return the number of samples of the shortest dataset."""
+        return min(map(len, self.datasets))
+
+    def map(self, function: Callable[[Any], Any]) -> SeparateSets:
+        """Return the results of a function of each dataset."""
+        return SeparateSets(self.prefixes, [function(dataset) for dataset in self.datasets], self.weights)
+
+
+def sets_of(dataset: Any) -> list[Any]:
+    """Return the datasets that are evaluated one by one, or the dataset itself; none for None."""
+    if dataset is None:
+        return []
+    return dataset.datasets if isinstance(dataset, SeparateSets) else [dataset]
+
+
+def names_of(prefixes: Sequence[str]) -> list[str]:
+    """Return the shortest ends of paths, of whole parts, that differ from each other."""
+    parts = [PurePath(prefix).parts for prefix in prefixes]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(prefixes, 1)]  # one of them twice

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.config.data import parse_data_path, parse_split
-from megatron.config.options import Config, DataConfig
-from megatron.data.blend import TokenDataset, blend_by_size, blend_by_weight, digest
+from megatron.data.blend import SeparateSets, TokenDataset, blend_by_size, blend_by_weight, digest, sets_of
 from megatron.data.extension import helpers
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
-from megatron.data.indexed import DataError, IndexedDataset, check_vocabulary
-from megatron.data.separate_sets import SeparateSets, sets_of
-from megatron.planning.schedule import Schedule
+from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
+from megatron.data.index.indexed import DataError, IndexedDataset, check_vocabulary
+from megatron.options.config import Config, DataConfig
+from megatron.options.data import parse_data_path, parse_split
+from megatron.options.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.data.extension import helpers
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 
 LARGEST = 2**63 - 1
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.flags import HelpFormatter, add_flags, dashed, read_flags, unknown_flags
-from megatron.config.options import ConfigError
 from megatron.evaluation.options import EvaluationOptions
-from megatron.generation.load_options import LoadOptions
+from megatron.generation.options import LoadOptions
+from megatron.options.config import ConfigError
+from megatron.options.flags import HelpFormatter, add_flags, dashed, read_flags, unknown_flags
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Added
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.scoring import Continuation
+from megatron.options.config import ConfigError
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 for _name in OFFLINE:  # before datasets and huggingface_hub are imported; =0 allows downloads

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from megatron.config.types import STRICT, NonNegative, Positive, PositiveFloat
+from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat
 
 
 @dataclass(frozen=True, config=STRICT)

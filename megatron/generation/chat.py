@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO, Any
 
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.generation.jsonl import INPUT_OF_LAUNCHER
-from megatron.generation.kept_text import KeptText
+from megatron.generation.passes import KeptText
 from megatron.generation.requests import Completion, Request
 from megatron.generation.session import Session
+from megatron.options.config import ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
 
 YOU = "you: "

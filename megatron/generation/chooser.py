@@ -1,18 +1,159 @@
-"""Decisions of the rank that decides: the next token of each row, and which texts end with it."""
+"""Beam search: the texts of highest score, by transformers' definition.
+
+The score of a text is the sum of the log-probabilities of its tokens, after penalties, divided by its length to the
+power of length_penalty. A sequence takes num_beams neighbouring rows of the batch.
+
+Dimensions: B rows of the batch, R sequences, N beams of one, V ids of the vocabulary.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.generation.batch import ActiveRow, Unit, Verdict
-from megatron.generation.beam_search import BeamResult, BeamSearch
 from megatron.generation.options import GenerationOptions
-from megatron.generation.requests import Reason
-from megatron.generation.sampling import TokenSampler, final_ids
+from megatron.generation.requests import ActiveRow, Reason, Unit, Verdict
+from megatron.generation.sampling import Penalties, TokenSampler, final_ids
+
+IMPOSSIBLE = -1.0e9
+
+
+class BeamResult(NamedTuple):
+    """A finished text."""
+
+    ids: tuple[int, ...]
+    """The generated tokens, with the final one that ended it."""
+    score: float
+    reason: Reason
+
+
+class BeamStep(NamedTuple):
+    """One more token for every beam."""
+
+    ids_B: Tensor
+    """int64 on the host"""
+    sources: list[int]
+    """For each of the B rows, the place among them of the row that it continues: the cache must be reordered so."""
+    finished: dict[int, list[BeamResult]]
+    """First row and the best `num_samples` texts of each sequence that has ended; its rows must be removed."""
+
+
+@dataclass
+class _Sequence:
+    """Beams of one prompt."""
+
+    scores: list[float]
+    texts: list[tuple[int, ...]]
+    complete: list[BeamResult] = field(default_factory=list)
+    """The best num_beams texts so far that have ended, the best first."""
+
+
+class BeamSearch:
+    """The beams of the sequences in a batch of rows.
+
+    Args:
+        vocab_size: size of the true vocabulary, without padding.
+        eos_ids: ids that end a text by the model's own account.
+    """
+
+    def __init__(self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int]):
+        self.options = options
+        self.num_beams = options.num_beams
+        self._final = final_ids(options, eos_ids)
+        # so many that num_beams of them are not final ones
+        self._num_candidates = max(2, 1 + len(self._final)) * self.num_beams
+        self._vocab_size = vocab_size
+        self._penalties = Penalties(options, vocab_size, self._final)
+        self._sequences: dict[int, _Sequence] = {}
+
+    def add(self, first_row: int, prompt: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """Begin a sequence in num_beams rows, each of which holds the prompt. `device`: that of the logits to come."""
+        rows = range(first_row, first_row + self.num_beams)
+        self._penalties.add(rows, [prompt] * self.num_beams, torch.device(device))
+        scores = [0.0] + [IMPOSSIBLE] * (self.num_beams - 1)  # the beams are still the same
+        self._sequences[first_row] = _Sequence(scores, [()] * self.num_beams)
+
+    def remove(self, first_row: int) -> None:
+        """Empty the rows of a sequence."""
+        del self._sequences[first_row]
+        self._penalties.remove(range(first_row, first_row + self.num_beams))
+
+    def choose(self, logits_BV: Tensor, rows: Sequence[int] | None = None) -> BeamStep:
+        """Return the next token of every beam, and the sequences that end with it.
+
+        Args:
+            logits_BV: float32 [B, vocab_size]; left as they are.
+            rows: the row of each of the B, whole sequences in order; None: 0 to B - 1. Rows without a sequence get any
+                id.
+        """
+        rows = list(range(len(logits_BV)) if rows is None else rows)
+        scores_BV = logits_BV.log_softmax(dim=1)
+        if self._penalties.changes_logits:
+            self._penalties.apply(scores_BV, rows)
+        firsts = rows[:: self.num_beams]
+        running = [self._sequences[row].scores if row in self._sequences else [0.0] * self.num_beams for row in firsts]
+        scores_BV += torch.tensor(running, device=scores_BV.device).view(-1, 1)
+        joined = scores_BV.view(len(firsts), self.num_beams * self._vocab_size)
+        values, places = joined.topk(min(self._num_candidates, joined.shape[1]), dim=1)
+        ids, sources, finished = [], list[int](), dict[int, list[BeamResult]]()
+        for number, (first, scores, found) in enumerate(zip(firsts, values.tolist(), places.tolist(), strict=True)):
+            here = range(number * self.num_beams, (number + 1) * self.num_beams)
+            if first not in self._sequences:
+                ids += [0] * self.num_beams
+                sources += here
+                continue
+            candidates = [(score, *divmod(place, self._vocab_size)) for score, place in zip(scores, found, strict=True)]
+            kept, results = self._advance(self._sequences[first], candidates)
+            ids += [token for _, token in kept]
+            sources += [here[beam] for beam, _ in kept]
+            if results:
+                finished[first] = results
+        ids_B = torch.tensor(ids)
+        if self._penalties.changes_logits:
+            self._penalties.copy([rows[source] for source in sources], rows)
+        self._penalties.extend(ids_B.to(logits_BV.device), rows)
+        return BeamStep(ids_B, sources, finished)
+
+    def _advance(
+        self, sequence: _Sequence, candidates: list[tuple[float, int, int]]
+    ) -> tuple[list[tuple[int, int]], list[BeamResult]]:
+        """Continue the beams by the best of (score, beam, token), the best first.
+
+        Returns the beam and the token of each continued beam, and the best texts if the search has ended.
+        """
+        count, options = self.num_beams, self.options
+        length = len(sequence.texts[0]) + 1
+        at_end = length == options.max_new_tokens
+        divisor = length**options.length_penalty
+        ends = [at_end or token in self._final for _, _, token in candidates]
+        if not (options.early_stopping and len(sequence.complete) == count):
+            sequence.complete += [
+                BeamResult(
+                    (*sequence.texts[beam], token), score / divisor, "stop" if token in self._final else "length"
+                )
+                for (score, beam, token), ended in zip(candidates[:count], ends, strict=False)
+                if ended
+            ]
+            sequence.complete = sorted(sequence.complete, key=lambda text: -text.score)[:count]
+        # those that end go on only where all do, and the search ends
+        ongoing = sorted(zip(ends, candidates, strict=True), key=lambda pair: pair[0])[:count]
+        kept = [candidate for _, candidate in ongoing]
+        sequence.texts = [(*sequence.texts[beam], token) for _, beam, token in kept]
+        sequence.scores = [score for score, _, _ in kept]
+        is_full = len(sequence.complete) == count
+        can_improve = not is_full or sequence.scores[0] / divisor > sequence.complete[-1].score
+        has_ended = all(ends) or not can_improve or (options.early_stopping and is_full)
+        results = sequence.complete[: options.num_samples] if has_ended else []
+        return [(beam, token) for _, beam, token in kept], results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decisions of the rank that decides: the next token of each row, and which texts end with it.
 
 IsFinished = Callable[[int, int, Sequence[int]], Reason | None]
 """(number of the request, sample, generated ids so far) -> why the text ends here, as by a stop string; None: it goes

@@ -13,12 +13,10 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron.config.escapes import unescaped
-from megatron.config.flags import HelpFormatter, add_flags, dashed, flag, read_flags, unknown_flags
-from megatron.config.options import ConfigError
-from megatron.config.types import STRICT, Positive
-from megatron.generation.load_options import LoadOptions
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, LoadOptions
+from megatron.options.config import ConfigError
+from megatron.options.flags import HelpFormatter, add_flags, dashed, flag, read_flags, unescaped, unknown_flags
+from megatron.options.types import STRICT, Positive
 
 
 @dataclass(frozen=True, config=STRICT)

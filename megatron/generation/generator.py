@@ -18,28 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.accelerator import free_memory_bytes
-from megatron.config.options import ConfigError
-from megatron.generation.batch import (
-    REASONS,
-    MostTokens,
-    RowGroup,
-    Unit,
-    Verdict,
-    units_of,
-)
-from megatron.generation.beam_search import BeamResult
-from megatron.generation.chooser import Chooser, IsFinished
+from megatron.generation.chooser import BeamResult, Chooser, IsFinished
 from megatron.generation.graphs import uses_graphs
-from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
-from megatron.generation.passes import PromptPass, StagePasses, prompt_passes
-from megatron.generation.requests import Completion, Request
+from megatron.generation.passes import KeptText, PromptPass, StagePasses, prompt_passes
+from megatron.generation.requests import REASONS, Completion, MostTokens, Request, RowGroup, Unit, Verdict, units_of
 from megatron.models.attention import SelfAttention
 from megatron.models.kv_cache import KVCache, row_bytes
+from megatron.options.config import ConfigError
 from megatron.parallel.messages import Sends, receive
 from megatron.resilience.errors import raise_on_all_ranks
+from megatron.runtime.accelerator import free_memory_bytes
 
 VERDICT_TAG = 5
 TURNS_BETWEEN_EXCHANGES = 32

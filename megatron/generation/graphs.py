@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.accelerator import is_lazy
-from megatron.config.options import ConfigError
-from megatron.device_graphs import graph_faults
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
+from megatron.runtime.accelerator import is_lazy
+from megatron.runtime.devices import graph_faults
 
 T = TypeVar("T")
 

@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron.data.indexed import DataError
-from megatron.files import lock_file, replacing
+from megatron.data.index.indexed import DataError
 from megatron.generation.command import GenerateCommand
 from megatron.generation.model import InferenceModel
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Completion, Request
-from megatron.observability.append_file import AppendFile
+from megatron.runtime.files import AppendFile, lock_file, replacing
 
 RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
 ID_KEYS = ("ids", "prompt_ids")

@@ -17,39 +17,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.accelerator import check_precision, is_lazy, widened_line
 from megatron.checkpoint.format import MANIFEST, CheckpointError, iteration_of
 from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint, open_checkpoint
-from megatron.config.options import Config, ConfigError
-from megatron.config.validation import check_layout
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
-from megatron.generation.load_options import LoadOptions
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
+from megatron.generation.options import LoadOptions
 from megatron.generation.saved_model import inference_config
-from megatron.interop.folder_files import is_adapter_folder
-from megatron.interop.foreign_files import ForeignFiles
-from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
-from megatron.interop.huggingface_config import find_base
-from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
-from megatron.interop.native import config_of_run, source_of
-from megatron.interop.peft import open_adapter
-from megatron.interop.peft_start import PeftStart, with_options_of
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, declared_shards, named_parameters, shard_of
-from megatron.planning.sizes import declared_layers
+from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
+from megatron.runtime.accelerator import check_precision, is_lazy, widened_line
+from megatron.settings.validation import check_layout
 from megatron.weights.adapter_start import (
     AdapterStart,
     check_quantization,
     holds_adapters,
     open_adapters,
 )
+from megatron.weights.folder_files import is_adapter_folder
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files
+from megatron.weights.huggingface_config import find_base
+from megatron.weights.huggingface_start import HuggingFaceStart, is_huggingface
 from megatron.weights.merging import AdapterMerge, merged_config
+from megatron.weights.native import config_of_run, source_of
 from megatron.weights.opening import TAG, Resumable, first_whole, tokenizer_of
+from megatron.weights.peft.folder import open_adapter
+from megatron.weights.peft.start import PeftStart, with_options_of
 
 WEIGHTS = ("weight",)
 

@@ -16,18 +16,18 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config.options import Config, ConfigError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.models.sequential import build_layers, compute_dtype, default_dtype
 from megatron.models.transformer import OutputProjection, WordEmbedding
-from megatron.parallel import products
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.cpu_weights import lay_out, onednn_product, pack, transpose, transposed_product
 from megatron.parallel.losses import gather_logits
-from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
+from megatron.parallel.operators import products
+from megatron.parallel.operators.cpu_weights import lay_out, onednn_product, pack, transpose, transposed_product
+from megatron.parallel.operators.nf4 import QuantizedWeight, quantized_weights
 from megatron.parallel.shards import named_parameters
-from megatron.planning.pipeline import stage_bounds
-from megatron.planning.sizes import declared_layers
+from megatron.plan.flops import declared_layers
+from megatron.plan.pipeline import stage_bounds
 
 Layer = Callable[[Any], Any]
 OutputProduct = Callable[[Tensor, Tensor], Tensor]

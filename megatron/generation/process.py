@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron.generation.load_options import LoadOptions
+from megatron.generation.options import LoadOptions
 from megatron.resilience.process import print_error
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def work_with_model(
 
     `use_graphs`: passes are to be replayed as graphs of the device.
     """
-    from megatron import accelerator
-    from megatron.device_graphs import set_graph_variables
+    from megatron.runtime import accelerator
+    from megatron.runtime.devices import set_graph_variables
 
     if use_graphs:
         set_graph_variables(load.device, load.tensor_model_parallel_size, lazy=True)

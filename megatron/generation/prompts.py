@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.chat.template import TEMPLATE_NAME, ChatTemplate, find_template, named_tokens, read_config
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, Tokenizer
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.generation.model import InferenceModel, ModelOrigin

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from megatron.generation.options import GenerationOptions
 
 Reason = Literal["stop", "length", "interrupted"]
 
@@ -37,3 +42,142 @@ class Completion:
     """Log-probability of each id, where the options request it."""
     alternatives: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """For each id the most probable ones in its place, with their log-probabilities."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of a batch and the texts in them: the host's part of generation, the same on every rank of a replica.
+
+REASONS: tuple[Reason | None, ...] = (None, "stop", "length", "interrupted")
+"""By their numbers in messages. None: the text has not ended."""
+
+
+class Verdict(NamedTuple):
+    """Next token of a row, as the deciding rank sends it to the others."""
+
+    token: int
+    reason: Reason | None
+    source: int
+    """Beam search: the row that this row continues."""
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+    def encode(self) -> list[int]:
+        """Return plain integers, a float as the bits of its float32."""
+        logprob = -1 if self.logprob is None else _bits(self.logprob)
+        pairs = [number for token, value in self.alternatives for number in (token, _bits(value))]
+        return [self.token, REASONS.index(self.reason), self.source, logprob, *pairs]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Verdict:
+        token, reason, source, logprob, *rest = numbers
+        pairs = tuple((rest[i], _float(rest[i + 1])) for i in range(0, len(rest), 2))
+        return cls(token, REASONS[reason], source, None if logprob < 0 else _float(logprob), pairs)
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+
+
+@dataclass
+class Unit:
+    """A prompt with the texts that are generated for it together: its samples or beams, a row for each."""
+
+    request: Request
+    samples: Sequence[int]
+    """Their numbers; those of the beams."""
+
+
+def units_of(requests: Sequence[Request], options: GenerationOptions, most_rows: int) -> deque[Unit]:
+    """Return the units of all requests in order, of at most `most_rows` rows each."""
+    if options.num_beams > 1:
+        return deque(Unit(request, range(options.num_beams)) for request in requests)
+    starts = range(0, options.num_samples, most_rows)
+    return deque(
+        Unit(request, range(start, min(start + most_rows, options.num_samples)))
+        for request in requests
+        for start in starts
+    )
+
+
+@dataclass
+class ActiveRow:
+    """A row of the batch in use, and its text so far."""
+
+    request: Request
+    sample: int
+    most_tokens: int
+    """Largest number of new tokens."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Place of its newest token, which the next pass reads."""
+        return len(self.request.prompt) + len(self.ids) - 1
+
+    def completion(self, reason: Reason) -> Completion:
+        found = Completion(self.request.number, self.sample, tuple(self.ids), reason)
+        if not self.logprobs:
+            return found
+        return replace(found, logprobs=tuple(self.logprobs), alternatives=tuple(self.alternatives))
+
+
+class RowGroup:
+    """Rows that go through the stages together."""
+
+    def __init__(self, first: int, size: int) -> None:
+        self.first, self.size = first, size
+        self.active: dict[int, ActiveRow] = {}
+        """By row of the cache."""
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + self.size)
+
+    def place(self, waiting: deque[Unit], most_tokens: MostTokens, block: int) -> list[tuple[Unit, list[int]]]:
+        """Take units from the front of the queue into free rows, and return them with these.
+
+        `block`: rows of a beam search, which begin at a multiple of it.
+        """
+        placed = []
+        free = [row for row in self.rows if row not in self.active]
+        while waiting and len(waiting[0].samples) <= len(free):
+            unit = waiting.popleft()
+            rows, free = free[: len(unit.samples)], free[len(unit.samples) :]
+            assert block == 1 or (rows[0] - self.first) % block == 0
+            for row, sample in zip(rows, unit.samples, strict=True):
+                self.active[row] = ActiveRow(unit.request, sample, most_tokens(unit.request))
+            placed.append((unit, rows))
+        return placed
+
+    def apply(self, rows: Sequence[int], verdicts: Sequence[Verdict]) -> Iterator[tuple[ActiveRow, Verdict]]:
+        """Append the tokens, and free the rows of texts that ended. Yields each row in use that got a token."""
+        for row, verdict in zip(rows, verdicts, strict=True):
+            if row not in self.active:
+                continue
+            active = self.active[row]
+            active.ids.append(verdict.token)
+            if verdict.logprob is not None:
+                active.logprobs.append(verdict.logprob)
+                active.alternatives.append(verdict.alternatives)
+            if verdict.reason:
+                del self.active[row]
+            yield active, verdict
+
+
+class MostTokens(NamedTuple):
+    """Largest number of new tokens of a request."""
+
+    max_new_tokens: int
+    max_positions: int | None
+
+    def __call__(self, request: Request) -> int:
+        if self.max_positions is None:
+            return self.max_new_tokens
+        # the last token is never read, so it needs no position
+        return min(self.max_new_tokens, self.max_positions - len(request.prompt) + 1)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.data import DataConfig
-from megatron.config.model import NOT_COMPUTED, ModelConfig
-from megatron.config.options import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
-from megatron.config.training import ParallelConfig
-from megatron.config.validation import check_layout
-from megatron.generation.load_options import LoadOptions
-from megatron.interop.folder_files import own_file, read_json
-from megatron.interop.huggingface_config import config_of
+from megatron.generation.options import LoadOptions
+from megatron.options.config import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
+from megatron.options.data import DataConfig
+from megatron.options.model import NOT_COMPUTED, ModelConfig
+from megatron.options.training import ParallelConfig
+from megatron.settings.validation import check_layout
+from megatron.weights.folder_files import own_file, read_json
+from megatron.weights.huggingface_config import config_of
 
 
 def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[str]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.options import ConfigError
 from megatron.data.packing import pack_dataset
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
 from megatron.models.kv_cache import CachedTokens
 from megatron.models.transformer import unpack
+from megatron.options.config import ConfigError
 from megatron.parallel.chosen_log_probs import label_scores
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.messages import StageMessages

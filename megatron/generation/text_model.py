@@ -12,20 +12,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.accelerator import choose_device
-from megatron.config.flags import read_values
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.generation.command import GenerateCommand, PromptOptions
 from megatron.generation.jsonl import ids_of
-from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.session import Session
+from megatron.options.config import ConfigError
+from megatron.options.flags import read_values
 from megatron.parallel.context import ParallelContext
+from megatron.runtime.accelerator import choose_device
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages: [{"role": "user", "content": "Hello"}, ...]."""

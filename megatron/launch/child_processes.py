@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-from megatron.exit_codes import shell_status
-from megatron.files import IMPORT_ROOT
+from megatron.runtime.commands import shell_status
+from megatron.runtime.files import IMPORT_ROOT
 
 
 class InterruptedBySignal(SystemExit):

@@ -15,23 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from megatron.command_names import command_name
-from megatron.config.flags import dashed
-from megatron.config.options import Config, ConfigError
-from megatron.device_graphs import LAZY_MODE, graph_faults, graph_variables
-from megatron.devices import detect_device
-from megatron.exit_codes import DONE, REFUSED
-from megatron.generation.load_options import LoadOptions
+from megatron.generation.options import LoadOptions
 from megatron.generation.saved_model import layout_faults
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
-from megatron.launch.hl_requests import inference_request
-from megatron.launch.hl_variables import VARIABLES, Script, path_of
+from megatron.launch.dialects.hl_requests import inference_request
+from megatron.launch.dialects.hl_variables import VARIABLES, Script, path_of
 from megatron.launch.host_environment import check_variables, sent_variables
-from megatron.launch.hostsfile import check_addresses, find_hosts
-from megatron.launch.plan import LaunchPlan, LaunchRequest
+from megatron.launch.plan import LaunchPlan, LaunchRequest, check_addresses, find_hosts
 from megatron.launch.preflight import run_id
+from megatron.options.config import Config, ConfigError
+from megatron.options.flags import dashed
 from megatron.resilience.process import leave, status_of
+from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables
 
 
 class Command(Protocol):
@@ -107,7 +104,7 @@ class InferenceCommand(Generic[C]):
         if plan.nodes * plan.devices_per_node == 1 and not plan.hosts:
             os.environ.update(plan.environment)
             return self._run_here(plan.train_flags, ends=argv is None)
-        from megatron.launch.hosts import launch
+        from megatron.launch.agents.hosts import launch
 
         return launch(plan if plan.hosts else with_terminal(plan, "MEGATRON_TERMINAL"))
 

@@ -10,25 +10,29 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config.command_line import CommandLine, faults_in_all, read_command_line
-from megatron.config.data import parse_data_path
-from megatron.config.dependents import slow_mode
-from megatron.config.devices import known_device
-from megatron.config.flags import flag
-from megatron.config.options import Config, on_device
-from megatron.config.validation import check, idle
-from megatron.device_graphs import LAZY_MODE, graph_faults, graph_variables
-from megatron.devices import detect_device
 from megatron.launch import checks
+from megatron.launch.agents.mpirun import check_mpirun
+from megatron.launch.checks import check_start, is_empty, missing_start
 from megatron.launch.child_processes import threads_per_rank
-from megatron.launch.host_environment import check_variables, sent_variables
-from megatron.launch.hostsfile import DEVICES_PER_NODE, check_addresses, find_hosts
-from megatron.launch.modules import warn_of_modules
-from megatron.launch.mpirun import check_mpirun
-from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError
-from megatron.launch.start_checks import check_start, is_empty, missing_start
-from megatron.planning.pipeline import partition_warnings
-from megatron.training.deepspeed_config import check_deepspeed
+from megatron.launch.host_environment import check_variables, sent_variables, warn_of_modules
+from megatron.launch.plan import (
+    DEVICES_PER_NODE,
+    Host,
+    LaunchPlan,
+    LaunchRequest,
+    RefusedError,
+    check_addresses,
+    find_hosts,
+)
+from megatron.options.config import Config, on_device
+from megatron.options.data import parse_data_path
+from megatron.options.dependents import slow_mode
+from megatron.options.flags import flag
+from megatron.plan.pipeline import partition_warnings
+from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables, known_device
+from megatron.settings.command_line import CommandLine, faults_in_all, read_command_line
+from megatron.settings.validation import check, idle
+from megatron.training.deepspeed.config import check_deepspeed
 
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 MEETING = frozenset({"hostsfile", "rendezvous"})

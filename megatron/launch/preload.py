@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 
-from megatron.devices import defer_backends
 from megatron.launch.child_processes import end_with_parent
+from megatron.runtime.devices import defer_backends
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
 if set_death_signal := end_with_parent():

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron.config.adapters import LoraConfig
-from megatron.config.options import Config
-from megatron.parallel.adapter_layout import Adapter
+from megatron.options.config import Config
+from megatron.options.model import LoraConfig
+from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"

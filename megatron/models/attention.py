@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.options import Config, ConfigError, ModelConfig
-from megatron.config.plugins import load_task
-from megatron.devices import BLOCKWISE_LENGTHS
 from megatron.models.blockwise_attention import attend_blockwise, attend_widened, is_faster
 from megatron.models.kv_cache import CachedTokens
-from megatron.parallel import products
+from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.kernels import choose_kernels
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import gather_channels
+from megatron.parallel.operators import products
+from megatron.parallel.operators.fused import choose_kernels
 from megatron.parallel.shards import Shards
+from megatron.runtime.devices import BLOCKWISE_LENGTHS
+from megatron.settings.plugins import load_task
 
 log = logging.getLogger(__name__)
 

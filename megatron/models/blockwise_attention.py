@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.devices import attends_blockwise
+from megatron.runtime.devices import attends_blockwise
 
 BLOCK = 64
 """Queries of a block: their scores stay in the cache from product to product."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.options import Config, ModelConfig
+from megatron.options.config import Config, ModelConfig
 from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.config.options import Config, ConfigError, ModelConfig
-from megatron.config.plugins import load_plugin
 from megatron.models import adapters
-from megatron.parallel.nf4_layout import cut_fault
+from megatron.options.config import Config, ConfigError, ModelConfig
+from megatron.parallel.operators.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, LayoutError, declared_shards
-from megatron.planning.pipeline import waits_like_1f1b
+from megatron.plan.pipeline import waits_like_1f1b
+from megatron.settings.plugins import load_plugin
 
 
 class ConfigFields(Protocol):

@@ -11,11 +11,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config.options import Config
 from megatron.models.attention import Shared
 from megatron.models.family import family_of
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.fp8 import with_fp8
+from megatron.parallel.operators.fp8 import with_fp8
 from megatron.parallel.shards import LayerDeclaration
 
 

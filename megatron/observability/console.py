@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.options import LoggingConfig
-from megatron.mpi_variables import prints_to_terminal
 from megatron.observability import lines
-from megatron.observability.append_file import AppendFile, WriteErrors
-from megatron.observability.rank_stats import RankStats
+from megatron.observability.rank_times import RankStats
 from megatron.observability.step_metrics import Speed, StepMetrics, Validation
+from megatron.options.config import LoggingConfig
+from megatron.runtime.files import AppendFile, WriteErrors
+from megatron.runtime.network import prints_to_terminal
 
 LOG_FILE = "train.log"
 HEADER_EVERY = 20

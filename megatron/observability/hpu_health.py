@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron import accelerator
+from megatron.runtime import accelerator
 
 UTILISATION = "utilisation (%)"
 TEMPERATURE = "temperature (C)"

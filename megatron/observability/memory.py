@@ -6,14 +6,14 @@ readers of the allocator's counters keep theirs.
 
 from __future__ import annotations
 
-from megatron import accelerator
-from megatron.config.options import LoggingConfig
 from megatron.observability.console import prints_rows
 from megatron.observability.hpu_health import read_health
 from megatron.observability.lines import GAP, label_width, memory_line, memory_row
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.rank_stats import RankStats, gather_stats
+from megatron.observability.rank_times import RankStats, gather_stats
+from megatron.options.config import LoggingConfig
 from megatron.parallel.context import ParallelContext
+from megatron.runtime import accelerator
 
 EVENTS = ("before_model", "after_model", "after_optimizer", "after_restore", "first_step", "interval")
 """Times of a record. `after_model` is before the optimizer; `first_step` is the first of this start."""

@@ -14,16 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from megatron.config.options import Config
-from megatron.observability.append_file import WriteErrors
 from megatron.observability.console import Console
-from megatron.observability.metrics_file import ANSWERS_FILE, METRICS_FILE, RowFile
-from megatron.observability.rank_stats import RankStats
-from megatron.observability.run_totals import RunTotals
-from megatron.observability.step_metrics import Speed, StepMetrics, Validation, step_row, step_scalars
-from megatron.observability.tensorboard_log import TensorBoardLog
-from megatron.observability.wandb_log import WandbLog
-from megatron.planning.flops import flops_per_token
+from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
+from megatron.observability.rank_times import RankStats
+from megatron.observability.step_metrics import RunTotals, Speed, StepMetrics, Validation, step_row, step_scalars
+from megatron.options.config import Config
+from megatron.plan.flops import flops_per_token
+from megatron.runtime.files import WriteErrors
 
 MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.config.options import LoggingConfig
 from megatron.observability.instruction_trace import (
     TRACE_FILE,
     InstructionTrace,
@@ -20,6 +19,7 @@ from megatron.observability.instruction_trace import (
     simulated_idle_shares,
     write_trace,
 )
+from megatron.options.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,21 +23,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron import accelerator
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import Run, of_run
 from megatron.checkpoint.reader import checkpoint_folders, read_latest
-from megatron.config.command_line import to_yaml
-from megatron.config.options import Config
 from megatron.data.blend import Drawn, describe_mix
-from megatron.data.indexed import DataError
-from megatron.files import IMPORT_ROOT, replacing
+from megatron.data.index.indexed import DataError
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.run_totals import LossAt, RunTotals
+from megatron.observability.step_metrics import LossAt, RunTotals
+from megatron.options.config import Config
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import Progress
-from megatron.resilience import job
+from megatron.resilience import shutdown
 from megatron.resilience.errors import is_lost_peer
+from megatron.runtime import accelerator
+from megatron.runtime.files import IMPORT_ROOT, replacing
+from megatron.settings.command_line import to_yaml
 from megatron.weights.opening import TAG
 
 CONFIG_FILE = "config.yaml"
@@ -103,7 +103,7 @@ class RunFolder:
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
             # since the start of the job: users wait for imports, the build and restarts too
-            "wall_s": round(time.monotonic() - job.began_s(), 3),
+            "wall_s": round(time.monotonic() - shutdown.began_s(), 3),
             **self._mix(),
             **self._best(),
         }
@@ -140,7 +140,7 @@ class RunFolder:
         try:
             starts: Any = json.loads(path.read_text(encoding="utf-8"))["starts"]
             if all(isinstance(start, dict) for start in starts):
-                is_restart = bool(starts) and job.restarts() > 0 and starts[-1].get("job") == job.identity()
+                is_restart = bool(starts) and shutdown.restarts() > 0 and starts[-1].get("job") == shutdown.identity()
                 if self._progress.iteration > 0 or is_restart:
                     return list(starts)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -281,9 +281,9 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
     return {
         "started": _now(),
         "resumed_iteration": progress.iteration,
-        "job": job.identity(),
-        "restart": job.restarts(),
-        "command": job.command(),
+        "job": shutdown.identity(),
+        "restart": shutdown.restarts(),
+        "command": shutdown.command(),
         "folder": os.getcwd(),
         "world_size": ctx.world_size,
         "hosts": {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)},

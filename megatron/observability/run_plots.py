@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.accelerator import ALLOCATED, MAX_ALLOCATED
-from megatron.files import replacing
 from megatron.observability.lines import TIMER_SUFFIX
-from megatron.observability.metrics_file import METRICS_FILE
+from megatron.observability.metric_writers import METRICS_FILE
+from megatron.runtime.accelerator import ALLOCATED, MAX_ALLOCATED
+from megatron.runtime.files import replacing
 
 SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers that are not part of a step."""

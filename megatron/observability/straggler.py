@@ -13,11 +13,10 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from megatron.config.options import Config
-from megatron.observability.rank_stats import gather_numbers
-from megatron.observability.rank_times import StragglerStats, straggler_stats
+from megatron.observability.rank_times import StragglerStats, gather_numbers, straggler_stats
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.planning.pipeline import stage_work
+from megatron.plan.pipeline import stage_work
 from megatron.resilience.rank_record import OWN_PHASES, RankPlace, RankRecord
 
 WINDOW = 16

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import Head, head_of, join_rows
-from megatron.parallel.softmax import RowSums, normalise_, row_sums, sum_dtype
-from megatron.parallel.weight_gradient import WeightGradient, scaled
+from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, sum_dtype
+from megatron.parallel.operators.weight_gradient import WeightGradient, scaled
 
 
 class _ChosenLogProbs(torch.autograd.Function):

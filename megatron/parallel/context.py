@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron import network
-from megatron.accelerator import quiet
 from megatron.parallel import plain_data
-from megatron.parallel.adapter_layout import AdapterSwitch
-from megatron.parallel.deferred import DeferredGradients
+from megatron.parallel.block_sizes import AdapterSwitch
+from megatron.parallel.deferred import DeferredGradients, Fp8Passes
 from megatron.parallel.finite_checks import FiniteChecks
-from megatron.parallel.fp8_passes import Fp8Passes
 from megatron.parallel.phase_clock import StepClock
 from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shards import LayoutError
+from megatron.runtime import network
+from megatron.runtime.accelerator import quiet
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from megatron.config.options import ParallelConfig
+    from megatron.options.config import ParallelConfig
 
 COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.kernels import PLAIN, Kernels
 from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
 from megatron.parallel.mappings import reduce_from_tensor_region, reduce_scatter_to_sequence
+from megatron.parallel.operators.fused import PLAIN, Kernels
+from megatron.parallel.operators.weight_gradient import Lookup, own_sum
 from megatron.parallel.shards import Shards, shard_of
-from megatron.parallel.weight_gradient import Lookup, own_sum
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel import products
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.deferred import DeferredGradients
-from megatron.parallel.distributed_waits import wait_for
 from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
@@ -27,10 +25,12 @@ from megatron.parallel.mappings import (
     leave_tensor_region,
     reduce_scatter_into,
 )
-from megatron.parallel.nf4 import QuantizedWeight
+from megatron.parallel.messages import wait_for
+from megatron.parallel.operators import products
+from megatron.parallel.operators.nf4 import QuantizedWeight
+from megatron.parallel.operators.weight_gradient import add_product, own_sum
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import Shard, Shards
-from megatron.parallel.weight_gradient import add_product, own_sum
 
 
 class LinearMethod(ABC):

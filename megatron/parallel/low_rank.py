@@ -1,26 +1,154 @@
-"""Linear layers with low-rank adapters (models/adapters.py says which have some).
+"""Products with low-rank adapters in few passes over memory: they are added to what the base layer has computed.
 
-Shapes: S sequence, B batch, R the ranks of a layer's adapters together, tp tensor-parallel ranks; "rows" as in
-linear.py.
+Shapes: R the ranks of a layer's adapters together, A [R, in], B [out, R].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron.parallel import products
-from megatron.parallel.adapter_layout import Adapter
+from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
-from megatron.parallel.low_rank_product import adapted_product, plus
 from megatron.parallel.mappings import all_reduce, enter_tensor_region
-from megatron.parallel.principal import START, start_of
-from megatron.parallel.shards import Shard
+from megatron.parallel.operators import products
+from megatron.parallel.rng import derive_seed
+from megatron.parallel.shards import Shard, shard_of
+
+
+def plus(output: Tensor, low: Tensor, up: Tensor) -> Tensor:
+    """output [..., out] + low [..., R] up^T, into the memory of `output`, which nothing reads later."""
+    if torch.compiler.is_compiling():
+        return output + products.linear(low, up)
+    return _Plus.apply(output, low, up)  # type: ignore[no-any-return]
+
+
+def adapted_product(layer: ParallelLinear, x: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+    """Return x W^T + bias + x A^T B^T with this rank's frozen weight W: [..., in] -> [..., out]."""
+    if torch.compiler.is_compiling():
+        return plus(layer.base.linear(layer, x, bias), products.linear(x, down), up)
+    return _AdaptedProduct.apply(x, bias, down, up, layer)  # type: ignore[no-any-return]
+
+
+class _Plus(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, output: Tensor, low: Tensor, up: Tensor) -> Tensor:
+        function.save_for_backward(low, up)
+        result = output.detach()  # the same memory; autograd forbids changes of a view, which some outputs are
+        products.add_mm_(_rows(result), low.flatten(0, -2), up.t())
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (low, up), (_, needs_low, needs_up) = function.saved_tensors, function.needs_input_grad
+        return grad, products.mm(grad, up) if needs_low else None, _up_gradient(grad, low) if needs_up else None
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """The gradient of x is also one sum. A weight in 4 bits is dequantised again for it."""
+
+    @staticmethod
+    def forward(
+        function: Any, x: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, layer: ParallelLinear
+    ) -> Tensor:
+        low, output = products.linear(x, down), products.linear(x, layer.dense_weight(x.dtype), bias)
+        function.layer = layer
+        function.save_for_backward(x, low, down, up)
+        products.add_mm_(_rows(output), low.flatten(0, -2), up.t())
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        x, low, down, up = function.saved_tensors
+        layer, grad_low, grad_x = function.layer, products.mm(grad, up), None
+        if function.needs_input_grad[0]:
+            grad_x = products.mm(grad, layer.dense_weight(grad.dtype))
+            products.add_mm_(_rows(grad_x), grad_low.flatten(0, -2), down)
+        grad_bias = grad.flatten(0, -2).sum(0) if function.needs_input_grad[1] else None
+        grad_down = products.mm(grad_low.flatten(0, -2).t(), x.flatten(0, -2))
+        return grad_x, grad_bias, grad_down, _up_gradient(grad, low), None
+
+
+def _up_gradient(grad: Tensor, low: Tensor) -> Tensor:
+    """[out, R]. CPUs compute few rows of a product faster than few columns."""
+    return products.mm(low.flatten(0, -2).t(), grad.flatten(0, -2)).t()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [tokens, n], the same memory."""
+    return x.view(-1, x.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start of a low-rank adapter from the principal singular vectors of its weight (PiSSA).
+#
+# Source: Meng et al. 2024 (arXiv:2404.02948). There, and in PEFT, what the adapter holds at its start is subtracted
+# from the base. Here the base stays as it is: the adapter's start is kept beside it, frozen, and subtracted from its
+# output.
+
+START = "lora_start_"
+"""Begins the names of the frozen copies: `lora_start_A`, `lora_start_B`."""
+
+
+@torch.no_grad()
+def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: ParallelContext) -> dict[str, Tensor]:
+    """Return this rank's part of the start of A and B and of their frozen copies, by local name, float32. Collective.
+
+    `local` is this rank's part of the adapted rows, cut as `whole` says. One rank computes for all of its stage.
+    """
+    parts = [local.contiguous()]
+    if ctx.tensor_size > 1:
+        parts = [torch.empty_like(parts[0]) for _ in range(ctx.tensor_size)]
+        dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
+    parameters = [layer.get_parameter(f"lora_{name}{adapter.suffix}") for name in "AB"]
+    wide = torch.promote_types(local.dtype, torch.float32)
+    found = [torch.empty(shard_of(p).shape, dtype=wide, device=local.device) for p in parameters]
+    if ctx.tensor_rank == 0 and ctx.grad_rank == 0:
+        seed = derive_seed(parameters[0].full_name)
+        computed = _factors(whole.assemble(parts).to(wide), adapter, seed)
+        for tensor, values in zip(found, computed, strict=True):
+            tensor.copy_(values)
+    for group, size in ((ctx.tensor_group, ctx.tensor_size), (ctx.grad_group, ctx.grad_size)):
+        for tensor in found if size > 1 else ():
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+    start: dict[str, Tensor] = {}
+    for name, parameter, full in zip("AB", parameters, found, strict=True):
+        own = shard_of(parameter).take(full, ctx.tensor_rank, ctx.tensor_size)
+        start |= {f"lora_{name}{adapter.suffix}": own, f"{START}{name}{adapter.suffix}": own}
+    return start
+
+
+def _factors(weight: Tensor, adapter: Adapter, seed: int) -> tuple[Tensor, Tensor]:
+    """Return A [r, in] and B [out, r]: scale * B A is the best approximation of rank r of weight [out, in]."""
+    if weight.device.type not in ("cpu", "cuda"):
+        weight = weight.cpu()
+    rank = adapter.rank
+    if adapter.svd_iterations is None:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            torch.manual_seed(seed)
+            left, values, right = torch.svd_lowrank(weight, rank, niter=adapter.svd_iterations)
+        right = right.t()
+    roots = (values[:rank] / adapter.scale).sqrt()
+    return roots[:, None] * right[:rank], left[:, :rank] * roots
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear layers with low-rank adapters (models/adapters.py says which have some).
+#
+# Shapes: S sequence, B batch, R the ranks of a layer's adapters together, tp tensor-parallel ranks; "rows" as in
+# linear.py.
 
 
 class LowRankMethod(LinearMethod):

@@ -1,16 +1,13 @@
-"""Messages from rank to rank that are received whole, or not at all.
+"""The one place where collectives and messages that run in the background are waited for.
 
-gloo gives a receiver a message that is shorter than its buffer without a word, and what lies in the rest would be
-computed with. So a sender compares the shape with the one that both sides derive, and a receiver marks the last number
-of its buffer, which a whole message overwrites.
-
-Shapes: S tokens, B rows, H hidden.
+Their own `wait` is native code without a frame in Python. The watchdog recognises the calls of this file, so that it
+can distinguish a rank that waits for others from one that hangs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.distributed_waits import wait_for
+
+
+def wait_for(works: Iterable[Any]) -> None:
+    """Wait until each `torch.distributed.Work` is done."""
+    for work in works:
+        work.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages from rank to rank that are received whole, or not at all.
+#
+# gloo gives a receiver a message that is shorter than its buffer without a word, and what lies in the rest would be
+# computed with. So a sender compares the shape with the one that both sides derive, and a receiver marks the last
+# number of its buffer, which a whole message overwrites.
+#
+# Shapes: S tokens, B rows, H hidden.
 
 MOST_SENDS = 4
 """Messages that a rank may have under way: each keeps its tensor."""

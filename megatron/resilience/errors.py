@@ -9,13 +9,13 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron.accelerator import DeviceError
 from megatron.checkpoint.format import CheckpointError, SaveError
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
-from megatron.exit_codes import ABORTED, FAILED, REFUSED
+from megatron.data.index.indexed import DataError
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayoutError
+from megatron.runtime.accelerator import DeviceError
+from megatron.runtime.commands import ABORTED, FAILED, REFUSED
 from megatron.tasks.loss_result import LossError
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.format import LATEST, MANIFEST, CheckpointError
-from megatron.config.options import Config, ConfigError
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
 

@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megatron.config.options import ConfigError
-from megatron.devices import defer_backends
 from megatron.early_interrupt import raise_at_interrupt
-from megatron.exit_codes import DONE, REFUSED
-from megatron.files import READER_LEFT, discard_output
-from megatron.mpi_variables import adopt_mpi_variables
+from megatron.options.config import ConfigError
+from megatron.runtime.commands import DONE, REFUSED
+from megatron.runtime.devices import defer_backends
+from megatron.runtime.files import READER_LEFT, discard_output
+from megatron.runtime.network import adopt_mpi_variables
 
 INTERRUPTED = 130
 

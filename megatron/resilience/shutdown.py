@@ -1,30 +1,75 @@
-"""End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
+"""The job that this rank belongs to: the agent that started it, through all restarts, and the command that was typed.
 
-All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each rank
-contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a shared file
-system would leave some of them waiting in a collective for those that ended.) A reason on a single rank is enough: a
-scheduler may signal one rank only, and a kill switch may be on the disk of one node.
+A rank without an agent is a job by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.options import TrainingConfig
-from megatron.resilience import job
+from megatron.options.config import TrainingConfig
 
 if TYPE_CHECKING:
+    from megatron.options.progress import Progress
     from megatron.parallel.context import ParallelContext
-    from megatron.planning.progress import Progress
+
+BEGAN = "MEGATRON_JOB_BEGAN_S"
+"""Variable with the start of the agent, before any restart, on the host's monotonic clock."""
+COMMAND = "MEGATRON_JOB_COMMAND"
+"""Variable with the command that started the agent, a JSON list: a forked rank has that of its fork server."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Variable with the number of restarts by the agent so far, as torchrun calls it."""
+
+
+def began_s() -> float:
+    """Return when the job began, by time.monotonic()."""
+    began = os.environ.get(BEGAN)
+    return time.monotonic() - process_age_s() if began is None else float(began)
+
+
+def identity() -> str | None:
+    """Return a name that no other job has; None without an agent."""
+    began = os.environ.get(BEGAN)
+    return None if began is None else f"{socket.gethostname()} {began}"
+
+
+def restarts() -> int:
+    """Return the number of restarts of this job so far."""
+    return int(os.environ.get(RESTARTS, "0"))
+
+
+def command() -> list[str]:
+    """Return the words of the command that started the job."""
+    typed: list[str] = json.loads(os.environ.get(COMMAND, "null")) or sys.orig_argv
+    return typed
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process began."""
+    import psutil
+
+    created_s: float = psutil.Process().create_time()
+    return time.time() - created_s
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
+#
+# All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each
+# rank contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a
+# shared file system would leave some of them waiting in a collective for those that ended.) A reason on a single rank
+# is enough: a scheduler may signal one rank only, and a kill switch may be on the disk of one node.
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +252,7 @@ class Shutdown:
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
         self._limit_s = 60 * (self._limit_mins or 0.0)
-        self._began_s = 0.0 if self._limit_mins is None else job.began_s()
+        self._began_s = 0.0 if self._limit_mins is None else began_s()
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
 

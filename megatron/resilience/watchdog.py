@@ -24,14 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
-from megatron.config.options import Config
-from megatron.control.agent_link import AgentLink
-from megatron.descriptors import shortage
-from megatron.exit_codes import HUNG
-from megatron.network import LOOPBACK, address_towards
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer, is_passing
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, Channel, Report, verdict
+from megatron.runtime.agent_link import AgentLink
+from megatron.runtime.commands import HUNG
+from megatron.runtime.descriptors import shortage
+from megatron.runtime.network import LOOPBACK, address_towards
 
 if TYPE_CHECKING:
     from types import FrameType

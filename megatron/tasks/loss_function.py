@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.config.options import Config, ConfigError
-from megatron.config.plugins import filled_options, import_attribute
+from megatron.options.config import Config, ConfigError
+from megatron.settings.plugins import filled_options, import_attribute
 from megatron.tasks.loss_result import REDUCTIONS
 
 FORMS = (

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.config.data import parse_data_path
-from megatron.config.options import Config, ConfigError
+from megatron.options.config import Config, ConfigError
+from megatron.options.data import parse_data_path
 from megatron.tasks.loss_function import loss_function
 from megatron.tasks.loss_result import LossError, LossResult, Metric
 

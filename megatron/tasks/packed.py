@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.config.data import parse_split
-from megatron.config.dependents import idle_options
-from megatron.config.options import Config
-from megatron.config.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
+from megatron.options.config import Config
+from megatron.options.data import parse_split
+from megatron.options.dependents import idle_options
+from megatron.settings.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
 from megatron.tasks.task import LabelPlace, SampleLabels, Task
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.data.batches import BatchPlan
-    from megatron.data.blend import Drawn
+    from megatron.data.blend import Drawn, SeparateSets
     from megatron.data.samples import PackedSamples, SampleDataset
-    from megatron.data.separate_sets import SeparateSets
     from megatron.parallel.context import ParallelContext
 
     PackedDataset = SampleDataset[Any] | PackedSamples
@@ -171,9 +170,9 @@ class PackedTask(Task):
     def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | SeparateSets | None]:
         import numpy as np
 
+        from megatron.data.blend import sets_of
         from megatron.data.packing import bucket_edges
         from megatron.data.samples import check_weights
-        from megatron.data.separate_sets import sets_of
 
         self._device, self._num_batch_ranks = ctx.device.type, ctx.num_batch_ranks
         config = self.config
@@ -192,8 +191,8 @@ class PackedTask(Task):
         return datasets
 
     def _packed(self, samples: Any) -> Any:
+        from megatron.data.blend import SeparateSets
         from megatron.data.samples import PackedSamples
-        from megatron.data.separate_sets import SeparateSets
 
         if isinstance(samples, SeparateSets):
             return samples.map(self._packed)

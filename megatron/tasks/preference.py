@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.config.dependents import idle_options
-from megatron.config.options import Config
-from megatron.config.preference import OBJECTIVES
+from megatron.options.config import Config
+from megatron.options.dependents import idle_options
+from megatron.options.preference import OBJECTIVES
 from megatron.tasks.loss_result import LossResult
 from megatron.tasks.packed import PackedTask, samples_of
 from megatron.tasks.task import Forward, Microbatch, StartWeights
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from megatron.data.preference.answers import AnswerDataset
-    from megatron.data.preference.dataset import Answer, PairDataset
+    from megatron.data.preference.dataset import Answer, AnswerDataset, PairDataset
     from megatron.parallel.context import ParallelContext
     from megatron.tasks.packed import PackedDataset, Rows
 
@@ -155,8 +154,7 @@ class PreferenceTask(PackedTask):
     # The data
 
     def open_samples(self) -> Sequence[Any]:
-        from megatron.data.preference.answers import open_answers
-        from megatron.data.preference.dataset import open_pairs
+        from megatron.data.preference.dataset import open_answers, open_pairs
 
         if self.config.preference.is_unpaired:
             return open_answers(self.config)
@@ -291,7 +289,7 @@ class PreferenceTask(PackedTask):
             for own, result in zip(added, forward(microbatches, logps, adapters=False), strict=False):
                 own.append(result)
         if needs_kl:
-            from megatron.tasks.kto import mean_kl
+            from megatron.tasks.preference_losses import mean_kl
 
             beside = [batch.beside for batch in microbatches if batch.beside is not None]
             policy = forward(beside, logps)
@@ -313,7 +311,7 @@ class PreferenceTask(PackedTask):
         """Compute the reference of all answers that lack it, and give it to the datasets. Raises DataError."""
         if not self.stores_reference:
             return []
-        from megatron.data.separate_sets import sets_of
+        from megatron.data.blend import sets_of
         from megatron.tasks.stored_reference import StoredReference
 
         lines = []
@@ -334,8 +332,7 @@ class PreferenceTask(PackedTask):
         """Return the sum over samples, and the metrics, each a sum over samples and their number."""
         import torch
 
-        from megatron.tasks.kto import unpaired_loss
-        from megatron.tasks.preference_losses import label_logps, paired_loss, split_targets
+        from megatron.tasks.preference_losses import label_logps, paired_loss, split_targets, unpaired_loss
 
         options = self.config.preference
         labels, (is_chosen_A, step, *_) = split_targets(targets)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.options import Config
+from megatron.options.config import Config
 from megatron.tasks.task import Microbatch, SampleLabels, Task
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class PretrainTask(Task):
 
 def end_of_document(config: Config) -> int | None:
     """Return the id that ends a document, from the config or its tokenizer. Raises DataError if it is missing."""
-    from megatron.data.indexed import DataError
+    from megatron.data.index.indexed import DataError
     from megatron.data.tokenizers.build import tokenizer_of_run
 
     data = config.data

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.data import parse_data_path
+from megatron.data.blend import sets_of
 from megatron.data.gpt import SPLITS
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.label_file import LabelFile, StoredLabels, create_label_file, label_path
-from megatron.data.separate_sets import sets_of
+from megatron.options.data import parse_data_path
 from megatron.parallel.chosen_log_probs import top_log_probs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
+from megatron.data.label_file import Values, open_reference, reference_path
 from megatron.data.preference.dataset import PairDataset, PairFile
 from megatron.data.preference.preprocessing import SEQUENCES
-from megatron.data.preference.reference import Values, open_reference, reference_path
 from megatron.parallel.context import ParallelContext
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference_losses import answer_logps

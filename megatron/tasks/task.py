@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from megatron.command_names import command_name
-from megatron.config.dependents import idle_options
-from megatron.config.options import Config
-from megatron.config.plugins import filled_options
-from megatron.config.validation import parallel_batch_size
+from megatron.options.config import Config
+from megatron.options.dependents import idle_options
+from megatron.runtime.commands import command_name
+from megatron.settings.plugins import filled_options
+from megatron.settings.validation import parallel_batch_size
 from megatron.tasks.loss_result import LossResult, MetricTable
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron import accelerator
-from megatron.planning.progress import Progress
-from megatron.planning.schedule import Schedule
+from megatron.options.progress import Progress
+from megatron.options.schedule import Schedule
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
+from megatron.runtime import accelerator
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine, pinned
 

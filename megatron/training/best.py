@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.config.options import Config
-from megatron.data.blend import content_of
-from megatron.data.indexed import DataError
-from megatron.data.separate_sets import SeparateSets
+from megatron.data.blend import SeparateSets, content_of
+from megatron.data.index.indexed import DataError
+from megatron.options.config import Config
+from megatron.options.progress import BestEvaluation, Progress
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import BestEvaluation, Progress
 
 
 class BestTracker:

@@ -8,25 +8,28 @@ import deepspeed
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
-from megatron.accelerator import quiet
-from megatron.config.options import Config
 from megatron.models.sequential import build_layers
-from megatron.parallel import fp8
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.operators import fp8
+from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
+from megatron.runtime.accelerator import quiet
 from megatron.tasks.task import Task
-from megatron.training.adapter_values import start_from_base
-from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.deepspeed_versions import adapted, import_muon_uncompiled, prints_steps
-from megatron.training.engine import Engine
-from megatron.training.lean_optimizers import lean
-from megatron.training.losses import StepLosses
+from megatron.training.deepspeed.config import deepspeed_config
+from megatron.training.deepspeed.lean_optimizers import lean
+from megatron.training.deepspeed.pipeline_engine import (
+    PipelineEngine,
+    adapted,
+    import_muon_uncompiled,
+    pipeline_module,
+    prints_steps,
+)
+from megatron.training.deepspeed.pipeline_executor import run_schedule
+from megatron.training.engine import Engine, SequentialEngine, sequential_module
+from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.optimizer import add_placeholder, build_optimizer
-from megatron.training.pipeline_engine import PipelineEngine, pipeline_module
-from megatron.training.pipeline_executor import run_schedule
-from megatron.training.sequential_engine import SequentialEngine, sequential_module
-from megatron.training.spikes import SpikeDetector
+from megatron.training.state import start_from_base
 
 
 def build_engine(
@@ -67,7 +70,7 @@ def build_engine(
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
     if optimizer is not None and engine.load_universal_checkpoint():
-        from megatron.interop.universal import compare_sizes  # late: few runs need it
+        from megatron.weights.deepspeed.universal import compare_sizes  # late: few runs need it
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
     lean(engine, config, ctx)

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.options import Config, ConfigError
-from megatron.config.plugins import import_attribute
+from megatron.options.config import Config, ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
+from megatron.settings.plugins import import_attribute
 
 if TYPE_CHECKING:
-    from megatron.planning.progress import Progress
-    from megatron.planning.schedule import Schedule
+    from megatron.options.progress import Progress
+    from megatron.options.schedule import Schedule
     from megatron.training.engine import Engine, StepResult
 
 log = logging.getLogger("megatron.callbacks")

@@ -19,10 +19,10 @@ from typing import Any
 from megatron.checkpoint.format import MANIFEST, SaveError
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.saver import Saver
-from megatron.config.options import Config
+from megatron.options.config import Config
+from megatron.options.progress import Progress
+from megatron.options.schedule import ParamSchedule
 from megatron.parallel.context import ParallelContext
-from megatron.planning.param_schedule import ParamSchedule
-from megatron.planning.progress import Progress
 from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
 from megatron.resilience.replica_check import ReplicaCheck

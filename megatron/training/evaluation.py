@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.data.separate_sets import SeparateSets
+from megatron.data.blend import SeparateSets
 from megatron.observability.metrics import MetricsLog
-from megatron.planning.progress import Progress
+from megatron.options.progress import Progress
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.tasks.loss_result import MetricTable

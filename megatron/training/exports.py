@@ -1,21 +1,10 @@
-"""Hugging Face exports of a run's checkpoints, each complete or absent: models, or adapters in PEFT's format.
-
-    SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
-    SAVE_HF/last_epoch/                     the newest one alone
-    SAVE_HF/best/                           that of the best validation, at the end of a run with keep_best
-    SAVE_HF/samples_4096/export.json        the checkpoint it was made of, and what was checked of it
-    SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
-    SAVE_HF/.last_epoch.replaced-TOKEN/     the previous one, while the new one is renamed
-    SAVE_HF/.lock                           held by the run that exports there
-
-Rank 0 alone works, from the files that all ranks have saved, a tensor at a time and in a thread; the others wait in
-short collectives, so that neither the watchdog nor a collective's time limit ends a run whose export takes long.
-"""
+"""The model that a checkpoint of adapters and its base make together."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import threading
@@ -33,22 +22,87 @@ from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
-from megatron.command_names import command_name
-from megatron.config.options import Config
-from megatron.files import appearing, write_durably
-from megatron.interop.folder_files import EXPORT_RECORD, check_space, read_json
-from megatron.interop.huggingface import (
-    check_tokenizer,
-    export_huggingface,
-    name_map,
-)
-from megatron.interop.huggingface_files import DTYPES
-from megatron.interop.native import count, native_model
-from megatron.interop.peft_export import check_exportable, export_adapter, native_adapter
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.training.merged_model import MergedModel
-from megatron.weights.merging import merged_config
+from megatron.parallel.shards import Shard
+from megatron.runtime.commands import command_name
+from megatron.runtime.files import appearing, write_durably
+from megatron.weights.adapter_start import AdapterStart, open_base
+from megatron.weights.base_identity import BaseIdentity, differing
+from megatron.weights.folder_files import EXPORT_RECORD, check_space, read_json
+from megatron.weights.huggingface import check_tokenizer, export_huggingface, name_map, parameters_of
+from megatron.weights.huggingface_files import DTYPES
+from megatron.weights.merging import AdapterMerge, merged_config
+from megatron.weights.native import count, native_model, source_of
 from megatron.weights.opening import tokenizer_of
+from megatron.weights.peft.export import check_exportable, export_adapter, native_adapter
+
+
+class MergedModel:
+    """Weights of a base with a checkpoint's adapters merged, one tensor at a time.
+
+    A base that the run held in 4 bits is merged as its folder holds it. Raises CheckpointError if the base is not
+    where the checkpoint says, or is another one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        config = native_adapter(checkpoint).config
+        self._record = checkpoint.metadata["base"]
+        folder = self._record.get("folder")
+        base = None if folder is None else open_base(Path(folder), self._record, config, checkpoint)
+        self._start = AdapterStart(config, base, checkpoint, self._record)
+        self._expected = BaseIdentity.from_json(self._record.get("identity"), checkpoint.folder)
+        self._merge = AdapterMerge(config, self._read)
+        self._shards = parameters_of(merged_config(config))
+
+    @property
+    def num_parameters(self) -> int:
+        return count(self._shards)
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """Hugging Face's config.json and generation_config.json, where the base came from there."""
+        return source_of(self._start.metadata)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full float32 tensor), each parameter of the merged model once."""
+        for name in self._shards:
+            held = self._merge.held(name)
+            shard = dataclasses.replace(self._merge.shards[held], padding=0)
+            weight = self._read(held, shard)
+            if self._expected is not None:
+                self._check(held, shard, weight, self._expected)
+            yield name, self._merge.merged(name, weight)
+
+    def _check(self, held: str, shard: Shard, weight: Tensor, expected: BaseIdentity) -> None:
+        """Raise CheckpointError unless a tensor of the base is what it was when the adapters were trained."""
+        sums = self._start.new_sums()
+        sums.add(held, shard, 0, 1, 0, weight)
+        if wrong := differing(expected, BaseIdentity(sums.totals))[0]:
+            raise CheckpointError(
+                f"{self._start.base_place} has another {wrong[0]} than when the adapters were trained; restore the "
+                "folder of their base"
+            )
+
+    def _read(self, name: str, shard: Shard, tensor_rank: int = 0, tensor_size: int = 1) -> Tensor:
+        """Return a whole tensor: the only rank is the first."""
+        values = self._start.read(name, "weight", shard, tensor_rank, tensor_size, 0, math.prod(shard.shape))
+        return values.view(shard.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face exports of a run's checkpoints, each complete or absent: models, or adapters in PEFT's format.
+#
+#     SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
+#     SAVE_HF/last_epoch/                     the newest one alone
+#     SAVE_HF/best/                           that of the best validation, at the end of a run with keep_best
+#     SAVE_HF/samples_4096/export.json        the checkpoint it was made of, and what was checked of it
+#     SAVE_HF/.samples_4096.partial-TOKEN/    one that is being written: renamed when it is complete
+#     SAVE_HF/.last_epoch.replaced-TOKEN/     the previous one, while the new one is renamed
+#     SAVE_HF/.lock                           held by the run that exports there
+#
+# Rank 0 alone works, from the files that all ranks have saved, a tensor at a time and in a thread; the others wait in
+# short collectives, so that neither the watchdog nor a collective's time limit ends a run whose export takes long.
 
 LAST, BEST = "last_epoch", "best"
 SAMPLES = "samples_"

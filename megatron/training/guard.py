@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron.command_names import command_name
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
-from megatron.planning.progress import Progress
+from megatron.options.progress import Progress
 from megatron.resilience.attribution import FaultOrigin, find_origin
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.rank_record import RankPlace
 from megatron.resilience.replica_check import ReplicaCheck
+from megatron.runtime.commands import command_name
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult

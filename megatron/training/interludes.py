@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from megatron.config.options import Config
-from megatron.data.indexed import DataError
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
+from megatron.evaluation.commands import Commands
+from megatron.evaluation.options import EvaluationOptions
+from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.jsonl import ids_of, rows_of
 from megatron.generation.model import InferenceModel, ModelOrigin, training_model
-from megatron.observability.metrics import MetricsLog
-from megatron.planning.progress import Progress
+from megatron.generation.options import GenerationOptions
+from megatron.generation.prompts import PromptEncoder
+from megatron.generation.requests import Request
+from megatron.observability.metrics import GeneratedAnswer, MetricsLog
+from megatron.options.config import Config
+from megatron.options.progress import Progress
+from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.engine import Engine
+from megatron.weights.opening import tokenizer_of
 
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -72,3 +87,160 @@ def origin_of_run(folder: Path | None) -> ModelOrigin | None:
     path = folder / GENERATION_CONFIG
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return ModelOrigin(folder, tokenizer=folder, generation_config=content)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers generated while a run trains, with its weights of now (`generate_prompts`).
+#
+# Rank 0 reads the prompts and writes the texts; all ranks generate. Tokens are chosen greedily, so nothing is drawn,
+# and the training goes on as it would without.
+
+
+class Answers(Interlude):
+    """Generates for the prompts of a file and logs the answers. Collective in construction and use.
+
+    Raises DataError for a file that cannot be read, a prompt that is wrong, or a run without a tokenizer.
+    """
+
+    def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
+        logging = engine.config.logging
+        assert logging.generate_prompts is not None
+        super().__init__(engine, progress, log, watchdog, logging.generate_interval)
+        self._path = Path(logging.generate_prompts)
+        self._options = GenerationOptions(max_new_tokens=logging.generate_max_new_tokens)
+        self._encoder: PromptEncoder | None = None  # on rank 0
+        self._prompts: list[str] = []
+        with self._model() as model:
+            found = raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._read(model))
+        requests, self._eos_ids = engine.ctx.broadcast_object(found)
+        self._requests = [Request(number, tuple(ids)) for number, ids in enumerate(requests)]
+
+    def run(self) -> None:
+        """Generate and log an answer for each prompt. Collective. Raises ConfigError for a prompt that is too long."""
+        iteration, samples = self._progress.iteration, self._progress.consumed_samples
+        self._watchdog.phase("generation", iteration)
+        found = []
+        with self._engine.timers.on_host("generate"), self._model() as model:
+            for completion in generate(
+                model,
+                self._requests,
+                self._options,
+                eos_ids=self._eos_ids,
+                # no graphs: they would be captured at each evaluation, and hold memory that training needs
+                settings=BatchSettings(
+                    batch_size=min(len(self._requests), BatchSettings().batch_size), use_graphs=False
+                ),
+                on_token=lambda *token: self._watchdog.beat(),
+            ):
+                found.append(completion)
+        if self._encoder is not None:
+            decode = self._encoder.tokenizer.decode
+            hidden = self._encoder.tokenizer.special_ids
+            texts = [decode([token for token in each.ids if token not in hidden]) for each in found]
+            answers = [
+                GeneratedAnswer(prompt, text, each.reason, len(each.ids))
+                for prompt, text, each in zip(self._prompts, texts, found, strict=True)
+            ]
+            self._log.log_answers(iteration, samples, answers)
+
+    def _read(self, model: InferenceModel) -> tuple[list[list[int]], list[int]]:
+        """Return the ids of the prompts, and those that end an answer. On rank 0."""
+        config = self._engine.config
+        folder = tokenizer_of(config)
+        model.tokenizer = tokenizer_of_texts(config, folder, "generate_prompts")
+        model.origin = origin_of_run(folder)
+        self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
+        prompts, of_chats = [], False
+        as_chat = config.training.task != "pretrain" and self._path.suffix != ".jsonl"
+        for where, read in _rows(self._path):
+            try:
+                row = read()
+                prompts.append(list(ids_of(row, self._encoder, as_chat=as_chat)))
+            except DataError as error:
+                raise DataError(f"generate_prompts: {where}: {error}") from None
+            of_chats |= as_chat or row.get("messages") is not None
+            self._prompts.append(row.get("prompt") or str(row["messages"][-1].get("content")))
+        if not prompts:
+            raise DataError(f"generate_prompts={self._path} has no prompts; write one a line")
+        return prompts, sorted(self._encoder.final_ids(of_chats=of_chats))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the place of each prompt and a function that reads it. Raises DataError."""
+    try:
+        yield from rows_of(str(path))
+    except OSError as error:
+        raise DataError(f"generate_prompts={path} cannot be read: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# lm-eval's tasks while a run trains, with its weights of now (`lm_eval_tasks`).
+
+
+class TaskEvaluation(Interlude):
+    """Measures the model by lm-eval's tasks and logs the results. Collective in construction and use.
+
+    lm-eval runs on rank 0; all ranks compute. Raises ConfigError without lm-eval, DataError for a task that cannot be
+    read or a run without a tokenizer.
+    """
+
+    def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
+        config, logging = engine.config, engine.config.logging
+        super().__init__(engine, progress, log, watchdog, logging.lm_eval_interval)
+        self._options = EvaluationOptions(
+            tasks=logging.lm_eval_tasks, task_path=logging.lm_eval_task_path, limit=logging.lm_eval_limit
+        )
+        folder = tokenizer_of(config)
+        self._origin = origin_of_run(folder)
+        # on every rank: stop strings end texts on the last stage
+        self._tokenizer = raise_on_all_ranks(engine.ctx, lambda: tokenizer_of_texts(config, folder, "lm_eval_tasks"))
+        with kept_random_state():
+            raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._check())
+
+    def run(self) -> None:
+        """Run the tasks and log their results. Collective. Raises ConfigError or DataError."""
+        self._watchdog.phase("lm-eval", self._progress.iteration)
+        with self._engine.timers.on_host("lm-eval"), kept_random_state(), self._model() as model:
+            model.tokenizer, model.origin = self._tokenizer, self._origin
+            # no graphs: they would be captured at each evaluation, and hold memory that training needs
+            settings = BatchSettings(batch_size=self._options.batch_size, use_graphs=False)
+            found = Commands(model, settings, self._watchdog.beat).lead(self._measure)
+        if found is not None:
+            self._log.log_tasks(self._progress.iteration, self._progress.consumed_samples, found)
+
+    def _check(self) -> None:
+        from megatron.evaluation import harness  # late: it needs lm-eval
+
+        harness.check_tasks(self._options)
+
+    def _measure(self, commands: Commands) -> dict[str, dict[str, float]]:
+        from megatron.evaluation import harness
+
+        # none of a bootstrap's processes is forked from one that trains
+        return metrics_of(harness.run_tasks(commands, self._options, bootstrap_iters=0))
+
+
+def metrics_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task and group of lm-eval's results: `acc`, or `exact_match,FILTER` of a filter."""
+    return {
+        task: {
+            name.removesuffix(",none"): float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and "," in name and "_stderr," not in name
+        }
+        for task, values in results["results"].items()
+    }
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore the random generators of Python, NumPy and torch, which lm-eval seeds."""
+    accelerator = get_accelerator()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), accelerator.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        accelerator.set_rng_state(states[3])

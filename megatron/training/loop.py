@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron import accelerator
 from megatron.checkpoint.errors import SaveError
 from megatron.data.batches import Batches
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.observability.memory import MemoryLog
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.profiling import Profile
 from megatron.observability.step_metrics import StepMetrics
 from megatron.observability.straggler import Straggler
+from megatron.options.progress import Progress
+from megatron.options.schedule import Schedule
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import DATA
 from megatron.parallel.shards import named_parameters
-from megatron.planning.progress import Progress
-from megatron.planning.schedule import Schedule
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
+from megatron.runtime import accelerator
 from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Microbatch, Task
 from megatron.training.ahead import compile_ahead
@@ -143,11 +143,11 @@ class Loop:
         self._interludes: list[Interlude] = []
         parts = self.engine, self.progress, self.log, self.watchdog
         if config.logging.generate_prompts is not None:
-            from megatron.training.answers import Answers  # late: few runs generate
+            from megatron.training.interludes import Answers  # late: few runs generate
 
             self._interludes.append(Answers(*parts))
         if config.logging.lm_eval_tasks:
-            from megatron.training.task_evaluation import TaskEvaluation
+            from megatron.training.interludes import TaskEvaluation
 
             self._interludes.append(TaskEvaluation(*parts))
         self._straggler = Straggler(ctx, config, self._num_trained()) if config.logging.log_straggler else None

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config.options import Config
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
 from megatron.parallel.phase_clock import OPTIMIZER, WAIT
 from megatron.parallel.shards import Shard, shard_of
-from megatron.training.losses import StepLosses
-from megatron.training.spikes import SpikeDetector
+from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.state import EngineState
 
 log = logging.getLogger(__name__)

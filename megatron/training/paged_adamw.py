@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config.options import ConfigError
+from megatron.options.config import ConfigError
 
 
 def paged_adamw() -> Any:

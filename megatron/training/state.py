@@ -13,24 +13,26 @@ part of frozen parameters: they are owned as in float32 without ZeRO, or in ZeRO
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.options import Config
-from megatron.config.training import OptimizerConfig
-from megatron.interop.base_identity import BaseSums
 from megatron.models.sequential import compute_dtype
+from megatron.options.config import Config
+from megatron.options.training import OptimizerConfig
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
+from megatron.weights.base_identity import BaseSums
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -384,3 +386,23 @@ def _flat_partitions(optimizer: Any) -> list[Tensor]:
 
 def _numbers(scaler: Any) -> dict[str, float | int | bool]:
     return {name: value for name, value in vars(scaler).items() if isinstance(value, float | int | bool)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start of the adapters' parameters that follow from the base model's weights.
+
+
+def start_from_base(module: nn.Module, state: EngineState, config: Config) -> None:
+    """Set what depends on the base's weights, once these are there: DoRA's magnitudes. Collective."""
+    found: dict[str, Tensor] = {}
+    for layer in module.modules():
+        method: Any = getattr(layer, "method", None) or getattr(layer, "adapters", None)
+        if not getattr(method, "starts_from_base", False):
+            continue
+        whole = contextlib.nullcontext()
+        if config.optimizer.zero_stage == 3:
+            whole = deepspeed.zero.GatheredParameters(list(layer.parameters(recurse=False)))
+        with whole:
+            values = method.start(layer)
+        found |= {layer.get_parameter(name).full_name: value for name, value in values.items()}  # type: ignore[attr-defined]
+    state.set_weights(found)

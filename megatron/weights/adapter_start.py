@@ -18,28 +18,20 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_model_options
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.config.adapters import LoraConfig
-from megatron.config.model import differing
-from megatron.config.options import Config
-from megatron.interop.base_identity import (
-    BaseIdentity,
-    BaseSums,
-    check_identity,
-    joined,
-    parts_of_model,
-    read_identity,
-)
-from megatron.interop.huggingface_config import find_base
-from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
-from megatron.interop.peft_start import PeftStart
 from megatron.models.family import family_of
+from megatron.options.config import Config
+from megatron.options.model import LoraConfig, differing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
+from megatron.weights.base_identity import BaseIdentity, BaseSums, check_identity, joined, parts_of_model, read_identity
+from megatron.weights.huggingface_config import find_base
+from megatron.weights.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.weights.peft.start import PeftStart
 
 if TYPE_CHECKING:
-    from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
+    from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint
 
 Trained = Checkpoint | PeftStart
 Base = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart]
@@ -251,7 +243,7 @@ def open_base(
             "--lora-base"
         )
     if record.get("format") == "deepspeed" and not is_given:
-        from megatron.interop.deepspeed_checkpoint import read  # late: few runs need it
+        from megatron.weights.deepspeed.deepspeed_checkpoint import read  # late: few runs need it
 
         return read(folder, own)
     if is_huggingface(folder):

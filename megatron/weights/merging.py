@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.options import Config
 from megatron.models.adapters import LowRank, VocabularyLowRank
 from megatron.models.family import family_of
-from megatron.parallel.adapter_layout import Adapter
+from megatron.options.config import Config
+from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.low_rank import gain
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.weights.adapter_start import base_config

@@ -14,18 +14,18 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.model_options import check_model_options
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
-from megatron.config.options import Config
-from megatron.interop.folder_files import is_adapter_folder
-from megatron.interop.huggingface import TOKENIZER_FILES, tokenizer_files
-from megatron.interop.huggingface_start import HuggingFaceStart, is_huggingface
-from megatron.interop.peft_start import PeftStart
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.adapter_start import base_config, check_lora_options
+from megatron.weights.folder_files import is_adapter_folder
+from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files
+from megatron.weights.huggingface_start import HuggingFaceStart, is_huggingface
+from megatron.weights.peft.start import PeftStart
 
 if TYPE_CHECKING:
-    from megatron.interop.deepspeed_checkpoint import DeepSpeedCheckpoint
+    from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint
 
 Resumable = Union[Checkpoint, "DeepSpeedCheckpoint", HuggingFaceStart, PeftStart]
 
@@ -141,7 +141,7 @@ def _opened(folder: Path, ctx: ParallelContext, kinds: Collection[str] | None) -
 
 
 def _opened_universal(folder: Path, config: Config, ctx: ParallelContext) -> DeepSpeedCheckpoint:
-    from megatron.interop.deepspeed_checkpoint import read  # late: few runs need it
+    from megatron.weights.deepspeed.deepspeed_checkpoint import read  # late: few runs need it
 
     checkpoint = read(folder, base_config(config))
     checkpoint.verify((ctx.rank, ctx.world_size))

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint
 from megatron.checkpoint.foreign import foreign_format, not_deepspeed
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.interop.conversion import recognise
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.weights.conversion import recognise
 
 FOLDERS = {
     "megatron-core": (

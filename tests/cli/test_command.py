@@ -16,8 +16,8 @@ import pytest
 import tomllib
 
 from megatron.cli.command import command, run_command
-from megatron.config.command_line import load_config
-from megatron.files import IMPORT_ROOT, READER_LEFT
+from megatron.runtime.files import IMPORT_ROOT, READER_LEFT
+from megatron.settings.command_line import load_config
 
 TOOLS = sorted(path.stem for path in (IMPORT_ROOT / "tools").glob("*.py") if not path.stem.startswith("document_"))
 

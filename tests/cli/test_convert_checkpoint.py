@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
-from megatron.config.command_line import from_dict
-from megatron.interop import deepspeed_checkpoint, huggingface_config, huggingface_files
 from megatron.models.families import bloom
-from megatron.planning.progress import Progress
+from megatron.options.progress import Progress
+from megatron.settings.command_line import from_dict
+from megatron.weights import huggingface_config, huggingface_files
+from megatron.weights.deepspeed import deepspeed_checkpoint
 from tests.models.test_hf_logits import CASES, VOCABULARY, Case, llama
 
 transformers = pytest.importorskip("transformers")
@@ -171,7 +172,7 @@ def test_through_universal_and_back_is_bitwise(name: str, tmp_path: Path) -> Non
 
 
 def test_the_tokenizer_of_the_source_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.interop.test_huggingface import save_tokenizer
+    from tests.weights.test_huggingface import save_tokenizer
 
     make("llama_mha", tmp_path / "hf")
     save_tokenizer(tmp_path / "hf")

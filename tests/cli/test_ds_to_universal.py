@@ -14,11 +14,11 @@ from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.cli.ds_to_universal import main
-from megatron.config.command_line import parse_arguments
-from megatron.config.options import Config
-from megatron.interop.deepspeed_checkpoint import read
-from megatron.interop.huggingface import parameters_of
-from megatron.interop.pipeline_names import PipelineNames
+from megatron.options.config import Config
+from megatron.settings.command_line import parse_arguments
+from megatron.weights.deepspeed.deepspeed_checkpoint import read
+from megatron.weights.deepspeed.origins import PipelineNames
+from megatron.weights.huggingface import parameters_of
 from tests.training import layouts
 
 
@@ -114,7 +114,7 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
     assert "--config" in capsys.readouterr().err
     assert not target.exists()
 
-    from megatron.config.command_line import to_yaml
+    from megatron.settings.command_line import to_yaml
 
     (tmp_path / "model.yaml").write_text(to_yaml(config))
     assert main([*arguments_of(tmp_path, target), "--config", str(tmp_path / "model.yaml")]) == 0
@@ -127,7 +127,7 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
 
 
 def test_megatrons_args_need_no_config(tmp_path: Path) -> None:
-    """The tool converts without --config; tests/interop/test_deepspeed_checkpoint.py checks the tensors."""
+    """The tool converts without --config; tests/weights/test_deepspeed_checkpoint.py checks the tensors."""
     block = {
         "input_layernorm.weight": torch.ones(8),
         "self_attention.query_key_value.weight": torch.randn(24, 8),

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from megatron.cli import gaudi_spawn
-from megatron.config.flags import flag
-from megatron.config.options import options
 from megatron.generation.command import read_command
 from megatron.generation.options import GenerationOptions
-from megatron.launch import published_scripts
-from megatron.launch.hl_variables import VARIABLES
+from megatron.launch.dialects import published_scripts
+from megatron.launch.dialects.hl_variables import VARIABLES
+from megatron.launch.dialects.published_scripts import digest
+from megatron.launch.dialects.spawn_flags import TABLES
+from megatron.launch.dialects.spawn_requests import finetune_request, script_request
 from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
-from megatron.launch.published_scripts import digest
-from megatron.launch.spawn_flags import TABLES
-from megatron.launch.spawn_requests import finetune_request, script_request
+from megatron.options.config import options
+from megatron.options.flags import flag
 from tests.finetuning_files import write_chats, write_config
 from tests.ranks import HANG_S
 

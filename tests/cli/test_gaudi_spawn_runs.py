@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.indexed import IndexedDataset
 from tests import runs
 from tests.cli.test_gaudi_spawn import FINETUNE, LLAMA, PAGE, PAIRED, ZERO3, commands
 from tests.finetuning_files import write_chats, write_model

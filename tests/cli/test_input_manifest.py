@@ -27,12 +27,12 @@ import pytest
 import zstandard
 
 from megatron.cli import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
-from megatron.data import source_reader
-from megatron.data.indexed import DataError, IndexedDataset
-from megatron.data.input_shards import InputShard, shard_of
-from megatron.data.manifest import read_manifest
-from megatron.data.sources import InputListing, SourceFile, find_sources
-from megatron.data.verification import Findings, verify_manifest
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.index.verification import Findings, verify_manifest
+from megatron.data.prepare.manifest import read_manifest
+from megatron.data.read import archives as source_reader
+from megatron.data.read.input_shards import InputShard, shard_of
+from megatron.data.read.sources import InputListing, SourceFile, find_sources
 from tests.data.chat.test_preprocessing import chat, rows_of
 from tests.data.chat.test_preprocessing import tokenizer as tokenizer  # the fixture
 

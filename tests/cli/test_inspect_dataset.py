@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megatron.cli import inspect_dataset
-from megatron.data import statistics, verification
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index import verification
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.datasets import write_dataset
 
@@ -26,8 +26,8 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as it is, once in blocks so small that a tiny dataset crosses many of their borders."""
     if request.param:
-        monkeypatch.setattr(statistics, "BLOCK_ENTRIES", 3)
-        monkeypatch.setattr(statistics, "COUNTED_BELOW", 8)
+        monkeypatch.setattr(verification, "BLOCK_ENTRIES", 3)
+        monkeypatch.setattr(verification, "COUNTED_BELOW", 8)
         monkeypatch.setattr(verification, "BLOCK_ENTRIES", 3)
         monkeypatch.setattr(verification, "TOKENS_AT_A_TIME", 5)
 

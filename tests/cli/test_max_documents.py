@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from megatron.cli import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
-from megatron.data import document_blocks
-from megatron.data.indexed import IndexedDataset
-from megatron.data.manifest import read_manifest
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.prepare.manifest import read_manifest
+from megatron.data.read import document_blocks
 from tests.cli.test_input_manifest import NULL, data_of, lines, run, stdin, tar
 from tests.data.chat.test_preprocessing import chat, rows_of
 from tests.data.chat.test_preprocessing import tokenizer as tokenizer  # the fixture

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli import merge_adapter, merge_peft_adapter
-from megatron.files import IMPORT_ROOT, locked_output
-from megatron.interop import adapter_merge, merged_files
+from megatron.runtime.files import IMPORT_ROOT, locked_output
+from megatron.weights.peft import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
 
 transformers = pytest.importorskip("transformers")
@@ -425,7 +425,7 @@ def test_what_a_killed_merge_has_left_is_removed_by_the_next(
     save = tmp_path / "merged [1]"
     words = [f"--base={sound / 'base'}", f"--adapter={sound / 'adapter'}", f"--save={save}"]
     program = (
-        "import os, signal, sys\nfrom megatron.cli import merge_adapter\nfrom megatron.interop import adapter_merge\n"
+        "import os, signal, sys\nfrom megatron.cli import merge_adapter\nfrom megatron.weights.peft import adapter_merge\n"
         "adapter_merge.copy_changed = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_adapter.main(sys.argv[1:])\n"
     )

@@ -16,10 +16,10 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.cli import merge_datasets
-from megatron.data import indexed_builder
-from megatron.data.checksums import read_checksums
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index import indexed_builder
+from megatron.data.index.checksums import read_checksums
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
 
 
@@ -175,7 +175,7 @@ def test_a_difference_on_reading_back_prevents_publication(
     def failing_disk(path: str, progress: object) -> str:
         return hashlib.sha256(b"something else").hexdigest()
 
-    monkeypatch.setattr("megatron.data.merge.file_sha256", failing_disk)
+    monkeypatch.setattr("megatron.data.index.merge.file_sha256", failing_disk)
     assert merge("--input", tmp_path / "in", "--output-prefix", tmp_path / "d", "--overwrite") == 1
     assert "has the SHA-256" in capsys.readouterr().err
     assert {name: (tmp_path / name).read_bytes() for name in ("d.bin", "d.idx", "d.sha256")} == before

@@ -10,10 +10,10 @@ import yaml
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.cli import model_config
-from megatron.config.command_line import from_dict, load_config
-from megatron.config.model import NOT_COMPUTED
-from megatron.config.options import Config
-from megatron.interop.huggingface_config import config_of, differences, preset_of
+from megatron.options.config import Config
+from megatron.options.model import NOT_COMPUTED
+from megatron.settings.command_line import from_dict, load_config
+from megatron.weights.huggingface_config import config_of, differences, preset_of
 from tests.models.test_hf_logits import CASES
 
 
@@ -108,7 +108,7 @@ def test_a_position_table_must_have_as_many_rows(tmp_path: Path) -> None:
 
 def test_no_option_of_the_model_is_forgotten() -> None:
     """A new one either changes what is computed, and is compared and printed, or is the run's own."""
-    from megatron.interop import huggingface_config as module
+    from megatron.weights import huggingface_config as module
 
     own = {*module._OF_THE_RUN, "hidden_dropout", "attention_dropout", "init_method_std"}
     assert own == NOT_COMPUTED

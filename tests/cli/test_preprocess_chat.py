@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.cli import preprocess_chat
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.indexed import IndexedDataset
 from tests.data.chat.test_conversation import bytes_json, turn
 
 REPOSITORY = Path(__file__).resolve().parents[2]

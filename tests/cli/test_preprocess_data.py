@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from megatron.cli import merge_datasets, preprocess_data, train_tokenizer
-from megatron.data.document_blocks import BLOCK_BYTES
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.read.document_blocks import BLOCK_BYTES
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from tests.ranks import HANG_S
 

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from megatron.cli import preprocess_data
-from megatron.data import document_blocks, preprocess
-from megatron.data.checksums import read_checksums
-from megatron.data.indexed import IndexedDataset
+from megatron.data.index.checksums import read_checksums
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.prepare import preprocess
+from megatron.data.read import document_blocks
 from tests.ranks import HANG_S
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"

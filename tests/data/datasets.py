@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import IndexedDataset
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 
 
 def write_dataset(prefix: Path, lengths: Sequence[int], dtype: DTypeLike = np.uint16, vocab: int = 60000) -> Path:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.data import batches as batches_module
 from megatron.data.batches import STEPS_AHEAD, Batches, dealt_evenly
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from tests.ranks import HANG_S
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.options import DataConfig
 from megatron.data.blend import BlendedDataset, content_of
 from megatron.data.gpt import Datasets, GPTDataset, build_datasets
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
+from megatron.options.config import DataConfig
 from tests.data.datasets import write_dataset
 from tests.data.twins import numpy_blend
 

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from megatron.cli import inspect_dataset, merge_datasets
-from megatron.data.indexed import HEADER_BYTES, DataError, IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import HEADER_BYTES, DataError, IndexedDataset
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset
 from tests.ranks import HANG_S
 
@@ -323,7 +323,7 @@ def test_a_full_disk_is_predicted_and_handled(
     assert merge_datasets.main(command) == 1
     assert f"{small_disk} has 0.5 MB free, but the result needs 0.8 MB" in capsys.readouterr().err
     # others may fill the disk during the merge
-    monkeypatch.setattr("megatron.data.merge.check_space", lambda inputs, folder: None)
+    monkeypatch.setattr("megatron.data.index.merge.check_space", lambda inputs, folder: None)
     assert merge_datasets.main(command) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(small_disk) == []
@@ -334,7 +334,7 @@ import os, sys, time
 from pathlib import Path
 from megatron.data.blend import blend_by_weight
 from megatron.data.gpt import GPTDataset
-from megatron.data.indexed import SIZE_CHECK_INTERVAL_S, DataError, IndexedDataset
+from megatron.data.index.indexed import SIZE_CHECK_INTERVAL_S, DataError, IndexedDataset
 
 for case in range(10):
     folder = Path(sys.argv[1], str(case))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.data.document_blocks import Block, Position
-from megatron.data.document_parser import Parsed, object_of_line, parse
-from megatron.data.indexed import DataError
-from megatron.data.sources import find_sources
+from megatron.data.index.indexed import DataError
+from megatron.data.read.document_blocks import Block, Position
+from megatron.data.read.document_parser import Parsed, object_of_line, parse
+from megatron.data.read.sources import find_sources
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.epochs import EpochOrder, shuffled
+from megatron.data.samples import EpochOrder, shuffled
 from tests.data.twins import numpy_blend
 
 

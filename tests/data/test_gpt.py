@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.config.options import DataConfig
-from megatron.data import indexed
 from megatron.data.blend import content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
-from megatron.data.indexed import DataError
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index import indexed
+from megatron.data.index.indexed import DataError
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.options.config import DataConfig
 from tests.data.datasets import open_dataset, write_dataset
 from tests.data.twins import numpy_sample_index
 from tests.ranks import HANG_S
@@ -237,7 +237,7 @@ def test_a_cache_folder_that_cannot_be_written_gives_a_warning(
 def test_racing_processes_share_one_whole_cache(tmp_path: Path) -> None:
     write_dataset(tmp_path / "d", [10] * 1000)
     program = (
-        "import sys; from megatron.config.options import DataConfig; from megatron.data.gpt import build_datasets\n"
+        "import sys; from megatron.options.config import DataConfig; from megatron.data.gpt import build_datasets\n"
         "train, _, _ = build_datasets(DataConfig(data_path=(sys.argv[1],)), seq_length=4, seed=1,"
         " num_samples=(5000, 0, 0), vocab_size=60000)\n"
         "print(train.fingerprint, train[0].tolist(), train[4999].tolist())"

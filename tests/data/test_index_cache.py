@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import index_cache
-from megatron.data.index_cache import Arrays, ArraySpec, cached_arrays
+from megatron.data.index import index_cache
+from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays
 from tests.data.datasets import write_dataset
 from tests.ranks import HANG_S
 
@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_is_used(tmp_path: Path, monkeypatch: pytest
 # Builds a split, and says the digest of what it read and how many arrays this process built itself.
 RANK = """
 import hashlib, sys
-from megatron.config.options import DataConfig
+from megatron.options.config import DataConfig
 from megatron.data import gpt, helpers
 from megatron.data.gpt import build_datasets
 built = []

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data import helpers
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.packing import (
     Packs,
     StepPlan,

@@ -17,13 +17,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import contents, document_blocks
-from megatron.data.document_blocks import Block, Position, ReadingRules
-from megatron.data.document_parser import parse
-from megatron.data.indexed import DataError
-from megatron.data.source_reader import read_blocks
-from megatron.data.sources import find_sources
-from megatron.data.tables import check_columns
+from megatron.data.index.indexed import DataError
+from megatron.data.read import contents, document_blocks
+from megatron.data.read.archives import read_blocks
+from megatron.data.read.document_blocks import Block, Position, ReadingRules
+from megatron.data.read.document_parser import parse
+from megatron.data.read.sources import find_sources
+from megatron.data.read.tables import check_columns
 
 KEY = ("text",)
 

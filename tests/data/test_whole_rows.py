@@ -15,7 +15,7 @@ from megatron.cli.preprocess_chat import main as preprocess_chat
 from megatron.cli.preprocess_preferences import main as preprocess_preferences
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.row_forms import RowReader
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.preference.formats import parse_preference
 from megatron.data.preference.preprocessing import PreferenceJob
 from megatron.data.preference.preprocessing import preprocess_preferences as run_job

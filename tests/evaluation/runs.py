@@ -13,8 +13,8 @@ from megatron import evaluate
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
 from megatron.generation.generator import BatchSettings
-from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model
+from megatron.generation.options import LoadOptions
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.saved_model import parallel_options
 from megatron.parallel.context import ParallelContext

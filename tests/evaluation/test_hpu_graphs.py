@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from tests.evaluation import runs
 from tests.generation import commands
 from tests.habana import devices

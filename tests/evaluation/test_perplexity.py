@@ -15,11 +15,11 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron import evaluate
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
-from megatron.data.indexed_builder import IndexedDatasetBuilder
-from megatron.evaluation import perplexity
-from megatron.files import locked_output
+from megatron.data.index.indexed import DataError
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.evaluation import report
+from megatron.options.config import ConfigError
+from megatron.runtime.files import locked_output
 from tests import runs as training_runs
 from tests.evaluation import runs
 from tests.evaluation.local_tasks import SENTENCES, write_model
@@ -130,12 +130,12 @@ def test_a_dataset_of_another_tokenizer_is_refused_or_named(
         builder.add_document(np.array(ids, dtype=np.uint16))
         builder.finalize()
     made_by = {"type": "HFTokenizer", "vocab_size": 900, "sha256": "0" * 64}
-    monkeypatch.setattr(perplexity, "read_manifest", lambda prefix: SimpleNamespace(header={"tokenizer": made_by}))
+    monkeypatch.setattr(report, "read_manifest", lambda prefix: SimpleNamespace(header={"tokenizer": made_by}))
     said: list[str] = []
 
     def opened(sha256: str) -> None:
         tokenizer = SimpleNamespace(identity=made_by | {"sha256": sha256})
-        perplexity._opened(
+        report._opened(
             cast(Any, SimpleNamespace(vocab_size=1000, tokenizer=tokenizer)), str(tmp_path / "text"), said.append
         )
 

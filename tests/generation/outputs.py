@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.config.options import Config
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
-from megatron.generation.kept_text import KeptText
 from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions
+from megatron.generation.passes import KeptText
 from megatron.generation.requests import Completion, Request
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import named_parameters, shard_of
 from tests.models.outputs import Array, config_of
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.generation.generator import BatchSettings, generate
-from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, training_model
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.scoring import Continuation, score

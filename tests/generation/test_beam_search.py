@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation.beam_search import BeamResult, BeamSearch
+from megatron.generation.chooser import BeamResult, BeamSearch
 from megatron.generation.options import GenerationOptions
 
 Model = Callable[[list[int]], Tensor]

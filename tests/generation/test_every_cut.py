@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.planning.sizes import declared_layers
+from megatron.plan.flops import declared_layers
 from tests.generation.outputs import completions_of_cuts
 from tests.models.outputs import config_of
 from tests.models.test_hf_logits import VOCABULARY, to_ours

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.options import ConfigError
 from megatron.generation.model import build_stage
 from megatron.generation.requests import Completion
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import quantized_weights
+from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import named_parameters, shard_of
 from tests.generation.outputs import LAYOUT, completions, inference_model
 from tests.models.outputs import Array, config_of

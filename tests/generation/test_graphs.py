@@ -13,16 +13,16 @@ import pytest
 import torch
 from deepspeed.accelerator.hpu_accelerator import HPU_Accelerator
 
-from megatron import device_graphs
-from megatron.config.options import ConfigError
 from megatron.generation import graphs
 from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Request
 from megatron.models.attention import AttentionMask, Packing
 from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
+from megatron.runtime import devices
 from tests.generation.outputs import inference_model
 from tests.habana import stand_in_packages
 from tests.models.outputs import config_of
@@ -69,9 +69,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     with stand_in_packages(monkeypatch):
         found = Accelerator()
         monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: found)
-        monkeypatch.setattr(device_graphs, "DEVICES", ("cpu",))
+        monkeypatch.setattr(devices, "DEVICES", ("cpu",))
         # which take addresses, so the recorder would not see them
-        monkeypatch.setattr("megatron.parallel.token_kernels.takes", lambda *tensors: False)
+        monkeypatch.setattr("megatron.parallel.operators.token_kernels.takes", lambda *tensors: False)
         yield found
 
 

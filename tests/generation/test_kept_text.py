@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.generation import kept_text
+from megatron.generation import passes
 from tests.generation.outputs import LAYOUT, turns
 from tests.generation.test_generator import reference
 from tests.ranks import RankPools
@@ -51,7 +51,7 @@ def test_a_larger_cache_takes_what_memory_there_is(free: int, num_read: int, pla
     theirs = reference("llama_gqa")
     added = [(0, [5, 9] * 50), (SAME, [7] * 40)]
     ((*_, unit),) = turns(theirs.arguments, theirs.weights, [(0, [5])], NUM_NEW, True)
-    with patch.object(kept_text, "free_memory_bytes", lambda: free * unit):
+    with patch.object(passes, "free_memory_bytes", lambda: free * unit):
         first, second = turns(theirs.arguments, theirs.weights, added, NUM_NEW, True)
     assert first[2:] == (100, 2 * unit)
     assert second[2:] == (num_read, places / 64 * unit)

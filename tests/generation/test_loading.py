@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import newest_checkpoint, open_checkpoint
-from megatron.config.adapters import LoraConfig
-from megatron.config.options import ConfigError
-from megatron.interop.huggingface import export_huggingface
-from megatron.interop.huggingface_start import HuggingFaceStart
-from megatron.interop.native import native_model
-from megatron.interop.peft_export import AdaptedModel, export_adapter
+from megatron.options.config import ConfigError
+from megatron.options.model import LoraConfig
 from megatron.parallel.context import ParallelContext
+from megatron.weights.huggingface import export_huggingface
+from megatron.weights.huggingface_start import HuggingFaceStart
+from megatron.weights.native import native_model
 from megatron.weights.opening import find_checkpoint
+from megatron.weights.peft.export import AdaptedModel, export_adapter
 from tests.generation.stages import Array, loaded, loaded_logits, logits_in_training
 from tests.generation.theirs import CASES, LAYOUTS, VOCABULARY, their_logits, write_folder
 from tests.ranks import RankPools

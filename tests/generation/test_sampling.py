@@ -11,9 +11,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megatron.generation.noise import exponentials
 from megatron.generation.options import GenerationOptions
-from megatron.generation.sampling import Penalties, TokenSampler, filter_logits
+from megatron.generation.sampling import Penalties, TokenSampler, exponentials, filter_logits
 
 V = 300
 EOS = (7, 11)

@@ -16,10 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.config.options import ConfigError
 from megatron.data.chat.template_presets import PRESETS
-from megatron.data.indexed import DataError
-from megatron.files import lock_file
+from megatron.data.index.indexed import DataError
 from megatron.generate import run
 from megatron.generation import jsonl
 from megatron.generation.chat import TerminalChat
@@ -30,7 +28,9 @@ from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Request
 from megatron.generation.sampling import Choice
 from megatron.generation.session import Session
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
+from megatron.runtime.files import lock_file
 from tests.generation.commands import TEMPLATE, generate, write_model
 from tests.ranks import RankPools
 

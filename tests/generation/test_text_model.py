@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megatron.api
-from megatron.config.options import ConfigError
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.generation.text_model import TextModel
+from megatron.options.config import ConfigError
 from tests.generation.commands import write_model
 from tests.ranks import RankPools
 

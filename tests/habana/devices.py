@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import real_accelerator
 
-from megatron.acceptance import kernels
+from megatron.cli.acceptance import kernels
 from megatron.tasks.task import Microbatch
 from megatron.training.engine import Engine
 from tests import runs

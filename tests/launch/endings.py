@@ -24,11 +24,11 @@ from unittest.mock import patch
 
 import psutil
 
-from megatron.control.run_secret import SECRET
-from megatron.launch import agent, helper_processes, ownership, restart_policy
-from megatron.launch.agent_options import AgentOptions
+from megatron.launch.agents import agent, helper_processes, ownership, restart_policy
+from megatron.launch.agents.agent_command import AgentOptions
 from megatron.launch.child_processes import end_with_parent
 from megatron.resilience.shutdown import Signals
+from megatron.runtime.messages import SECRET
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 60.0

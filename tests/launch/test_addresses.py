@@ -20,7 +20,7 @@ from megatron.launch.addresses import (
     login_of,
     split_endpoint,
 )
-from megatron.launch.hostsfile import parse_hostsfile
+from megatron.launch.plan import parse_hostsfile
 
 GOOD = (
     *("h1", "H1", "worker-0", "a_b", "node1.cluster.local", "node1.cluster.local.", "10h", "localhost", "127.0.1.1"),

@@ -23,17 +23,17 @@ import pytest
 import yaml
 
 from benchmarks import chaos
-from megatron import network
 from megatron.cli import launch
-from megatron.control.agent_link import AgentLink
-from megatron.control.run_secret import SECRET
-from megatron.exit_codes import ABORTED, FAILED, HUNG, REFUSED
-from megatron.launch import agent, hosts, node_ranks, rank, rendezvous, restart_policy
-from megatron.launch.agent import AgentOptions
-from megatron.launch.hl_requests import from_environment
+from megatron.launch.agents import agent, hosts, node_ranks, rendezvous, restart_policy
+from megatron.launch.agents.agent import AgentOptions
+from megatron.launch.agents.restart_policy import Failure
+from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
-from megatron.launch.restart_policy import Failure
+from megatron.runtime import network
+from megatron.runtime.agent_link import AgentLink
+from megatron.runtime.commands import ABORTED, FAILED, HUNG, REFUSED
+from megatron.runtime.messages import SECRET
 from tests import runs
 from tests.ranks import HANG_S, free_port
 
@@ -179,7 +179,7 @@ def test_each_host_gets_one_agent_that_sees_all_devices(tmp_path: Path) -> None:
     assert "HABANA_VISIBLE_MODULES" not in env  # the user's own, if any, on that host
     words = env[env.index(sys.executable) :]
     assert words[1] == "-X"  # by which the agents of the run are found on their hosts
-    place = words.index("megatron.launch.agent") + 1
+    place = words.index("megatron.launch.agents.agent") + 1
     assert flag_value(words, "--node-rank") == "%n"  # pdsh writes the number of the host
     options, flags = agent.parse([word.replace("%n", "1") for word in words[place:]])
     assert flags == list(plan.train_flags)
@@ -230,7 +230,7 @@ def run(
 ) -> int:
     """Run an agent whose ranks call `train` with their flags, each in its environment."""
     monkeypatch.setattr(agent, "FAILED_GRACE_S", grace_s)
-    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
+    monkeypatch.setattr(node_ranks, "run_main", lambda main, flags: train(flags))
     return agent.run_agent(AgentOptions(ranks_per_node=ranks_per_node, max_restarts=max_restarts), [], "fork")
 
 
@@ -474,7 +474,7 @@ def test_a_signal_that_waits_while_a_rank_starts_is_a_clean_stop() -> None:
     """It came with the restart: the rank must handle it before it unblocks it."""
     code = (
         "import os, signal, sys, types\n"
-        "from megatron.launch import rank\n"
+        "from megatron.launch.agents import node_ranks as rank\n"
         "from megatron.resilience.shutdown import SIGNALS, Signals\n"
         "def process():\n"
         "    with Signals() as signals:\n"
@@ -511,7 +511,7 @@ def test_a_stopped_rank_is_gone_within_5_s_of_the_first_failure(monkeypatch: pyt
     clock = SimpleNamespace(monotonic=lambda: now_s + waited_s)
     monkeypatch.setattr(agent, "time", clock)
     monkeypatch.setattr(node_ranks, "time", clock)
-    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
+    monkeypatch.setattr(node_ranks, "run_main", lambda main, flags: train(flags))
     failed_s: list[float] = []
     original = agent.Agent._end_after
 
@@ -541,7 +541,7 @@ def test_a_pipeline_is_found_in_the_flags(flags: str, expected: bool) -> None:
 def test_one_node_needs_neither_torch_nor_a_listener() -> None:
     code = (
         "import os, sys, psutil\n"
-        "from megatron.launch import agent, rank\n"
+        "from megatron.launch.agents import agent, node_ranks as rank\n"
         "rank.run_main = lambda main, flags: os._exit(0)\n"
         "listening = []\n"
         "watch = agent.Agent._watch\n"
@@ -580,7 +580,7 @@ def test_an_agent_that_waits_for_others_ends_at_a_signal(monkeypatch: pytest.Mon
 
 WAITING_NODE = """
 import os, sys, time, types
-from megatron.launch import agent, rank, restart_policy
+from megatron.launch.agents import agent, node_ranks as rank, restart_policy
 sys.modules["megatron.launch.preload"] = types.ModuleType("preload")  # the ranks need no torch
 restart_policy.FIRST_DELAY_S = restart_policy.LONGEST_DELAY_S = 600.0
 rank.run_main = lambda main, flags: os._exit(1) if os.environ["RANK"] == "1" else time.sleep(600)
@@ -616,7 +616,7 @@ def test_a_node_that_waits_for_a_restart_stops_cleanly_with_the_others(stopped: 
 AGENT = """
 import os, sys
 from multiprocessing import forkserver
-from megatron.launch import agent, ownership, rank
+from megatron.launch.agents import agent, ownership, node_ranks as rank
 code = sys.argv[1]
 rank.run_main = lambda main, flags: exec(code, {})
 def run():
@@ -733,7 +733,7 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
 
 NODE = """
 import sys
-from megatron.launch import agent, rendezvous_server
+from megatron.launch.agents import agent, rendezvous_server
 rendezvous_server.LAST_CALL_S = 2
 rendezvous_server.KEEP_ALIVE_S = 60  # a node that the machine keeps waiting is not lost
 sys.exit(agent.main(sys.argv[1:]))
@@ -808,7 +808,9 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
         ranks = [psutil.Process(pid) for pid in chaos.session_leaders(agents[1].pid)]
         agents[1].kill()
         agents[1].wait()
-        wait_for(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), shown)
+        wait_for(
+            lambda: not any(node_ranks.is_running() and node_ranks.status() != "zombie" for node_ranks in ranks), shown
+        )
         wait_for_words(before, "2 ranks on 1 node from now on, instead of 4", "resumed", "saved")
 
         before = length()

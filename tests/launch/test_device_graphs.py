@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron import devices
-from megatron.device_graphs import LAZY_COLLECTIVES, LAZY_MODE, graph_faults, set_graph_variables
 from megatron.generation.command import read_command
-from megatron.launch.hl_requests import from_environment
+from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.inference import plan_ranks
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.runtime import devices
+from megatron.runtime.devices import LAZY_COLLECTIVES, LAZY_MODE, graph_faults, set_graph_variables
 
 LAZY = {"HL_DEVICE": "hpu", "HL_DRY_RUN": "1", "HL_TP": "2", "HL_DP": "4", "HL_PP": "1"}
 EXCLUDED = f"{LAZY_COLLECTIVES}=false keeps collectives out of HPU graphs"

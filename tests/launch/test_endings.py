@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.exit_codes import FAILED
+from megatron.runtime.commands import FAILED
 from tests.launch.endings import Trials
 from tests.ranks import free_port
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from megatron.cli.launch import parse_command_line
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
-from megatron.launch.finetune_file import KEYS
+from megatron.launch.dialects.finetune_file import KEYS
 from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.options.config import ConfigError
+from megatron.settings.command_line import load_config
 from tests.finetuning_files import write_chats, write_config
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "guides" / "finetuning.md"

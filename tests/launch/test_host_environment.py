@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import hosts
+from megatron.launch.agents import hosts
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from tests.finetuning_files import write_tokens

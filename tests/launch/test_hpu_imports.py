@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron.control.run_secret import SECRET
+from megatron.runtime.messages import SECRET
 from tests import runs
 from tests.habana import write_distribution
 from tests.launch.test_mpirun import FAKE, ROOT, put_first

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron.cli import evaluate, generate
-from megatron.config.options import ConfigError
-from megatron.launch.hl_variables import VARIABLES
+from megatron.launch.dialects.hl_variables import VARIABLES
+from megatron.options.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {"generate": (generate.main, "--prompt a"), "evaluate": (evaluate.main, "--dataset DATA")}
@@ -142,6 +142,6 @@ def test_a_wrong_command_loads_neither_torch_nor_deepspeed(name: str) -> None:
 
 def test_a_flag_without_effect_is_noted_once(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--load", folder, "--device", "cpu", "--prompt", "a", "--use_kv_cache"]
-    with patch("megatron.accelerator.choose_device", side_effect=ConfigError(["it ends here"])):
+    with patch("megatron.runtime.accelerator.choose_device", side_effect=ConfigError(["it ends here"])):
         assert generate.main(words) == 2
     assert capsys.readouterr().err.count("keys and values are always kept") == 1

@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 from megatron.cli import launch
-from megatron.config.parser import PRESETS_DIR
-from megatron.files import IMPORT_ROOT
-from megatron.launch import agent, checks, hosts, rank
-from megatron.launch.hl_refused import REFUSED
-from megatron.launch.hl_requests import from_environment
-from megatron.launch.hl_variables import VARIABLES, Script
-from megatron.launch.hostsfile import parse_hostsfile
-from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch import checks
+from megatron.launch.agents import agent, hosts, node_ranks
+from megatron.launch.dialects.hl_help import REFUSED
+from megatron.launch.dialects.hl_requests import from_environment
+from megatron.launch.dialects.hl_variables import VARIABLES, Script
+from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError, parse_hostsfile
 from megatron.launch.preflight import preflight
-from megatron.planning.sizes import declared_layers
+from megatron.plan.flops import declared_layers
+from megatron.runtime.files import IMPORT_ROOT
+from megatron.settings.parser import PRESETS_DIR
 from tests.finetuning_files import write_config, write_tokens
 from tests.launch.test_agent import wait_until_gone
 from tests.ranks import free_port
@@ -709,7 +709,7 @@ def test_threads_given_for_the_ranks_are_kept() -> None:
 
 LIBRARIES = """
 import sys
-import megatron.config.command_line
+import megatron.settings.command_line
 
 def libraries():
     return {{module.split(".")[0] for module in sys.modules}} - set(sys.stdlib_module_names) - {{"__mp_main__"}}
@@ -759,7 +759,7 @@ def test_the_remote_command_names_the_first_host_and_carries_the_environment(tmp
     assert "DS_ACCELERATOR=cpu" in env
     assert "PT_HPU_LAZY_MODE=0" in env
     python, option, run, *module = env[env.index(sys.executable) :][:6]
-    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.launch.agent"])
+    assert (python, option, module) == (sys.executable, "-X", ["-u", "-m", "megatron.launch.agents.agent"])
     assert run.startswith("run=")
 
 
@@ -791,18 +791,18 @@ def test_local_ranks_know_their_place_and_find_the_package(
     def train(flags: Sequence[str]) -> None:
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR DS_ACCELERATOR".split()
         shown = [os.environ[name] for name in names]
-        found = [sys.executable, "-c", "import megatron.config.options; print(megatron.config.options.__name__)"]
+        found = [sys.executable, "-c", "import megatron.options.config; print(megatron.options.config.__name__)"]
         shown.append(subprocess.run(found, cwd="/", capture_output=True, text=True).stdout.strip())
         os.write(1, (" ".join(shown) + "\n").encode())
         os._exit(os.environ["MASTER_PORT"] != str(port or os.environ["MASTER_PORT"]))
 
-    monkeypatch.setattr(rank, "run_main", lambda main, flags: train(flags))
+    monkeypatch.setattr(node_ranks, "run_main", lambda main, flags: train(flags))
     monkeypatch.setattr(hosts, "run_agent", lambda options, flags: agent.run_agent(options, flags, "fork"))
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # a launch sets it in this process; restored after the test
     plan = preflight(tiny("--data-path", dataset, data_parallel_size=2, master_port=port))
     assert hosts.run_plan(plan) == 0
-    place = "2 2 127.0.0.1 cpu megatron.config.options"
+    place = "2 2 127.0.0.1 cpu megatron.options.config"
     assert sorted(capfd.readouterr().out.splitlines()) == [f"0 0 {place}", f"1 1 {place}"]
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.control.run_secret import SECRET, find_secret
-from megatron.launch import agent_command, mpirun
-from megatron.launch.agent_messages import without_messages
+from megatron.launch.agents import agent_command, mpirun
+from megatron.launch.agents.agent_command import without_messages
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.runtime.messages import SECRET, find_secret
 from tests import runs
 from tests.ranks import HANG_S
 from tests.runs import TINY

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.exit_codes import HUNG
+from megatron.runtime.commands import HUNG
 from tests import runs
 from tests.host_runs import ITERATIONS, ROOT, Run, losses, python_processes, runs_ranks, wait_until
 from tests.hosts import SYSTEM_PATH, Host, Hosts, send_signal, why_not

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.exit_codes import HUNG
-from megatron.launch.mpirun import LOST_HOST, mpirun_fault
+from megatron.launch.agents.mpirun import LOST_HOST, mpirun_fault
+from megatron.runtime.commands import HUNG
 from tests import runs
 from tests.cli.test_gaudi_spawn_runs import SFT, made_up, run, write_examples
 from tests.host_runs import Run, assert_equal_runs, kill_rank, python_processes, wait_until
@@ -111,7 +111,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
 
         wait_until(lambda: metrics.exists() and '"iteration":2,' in metrics.read_text())
         seen = hosts[1].run("sh", "-c", "cat /proc/[0-9]*/cmdline").stdout
-        assert "megatron.launch.agent" in seen
+        assert "megatron.launch.agents.agent" in seen
         assert "this test knows" not in seen
         hosts_file = re.search(r"--hostfile\0([^\0]+)", hosts.login.run("sh", "-c", "cat /proc/[0-9]*/cmdline").stdout)
         assert hosts_file is not None
@@ -122,7 +122,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
         elif end in ("signal", "launcher"):
             send_signal(process, signal.SIGTERM if end == "signal" else signal.SIGKILL)
         else:
-            pattern = "multiprocessing.forkserver" if end == "rank" else "megatron.launch.agent"
+            pattern = "multiprocessing.forkserver" if end == "rank" else "megatron.launch.agents.agent"
             found = hosts[1].run("pgrep", "-f", pattern).stdout.split()
             victim = hosts[1].run("pgrep", "-P", found[0]).stdout.split()[0] if end == "rank" else found[0]
             hosts[1].run("kill", "-KILL", victim)
@@ -142,7 +142,7 @@ def test_a_run_over_two_hosts_ends_on_both(end: str, tmp_path: Path) -> None:
             left = [
                 host.name
                 for host in (*hosts, hosts.login)
-                if host.run("pgrep", "-f", "megatron.launch.agent|multiprocessing|orted|prted|mpirun").stdout
+                if host.run("pgrep", "-f", "megatron.launch.agents.agent|multiprocessing|orted|prted|mpirun").stdout
             ]
             time.sleep(0.2)
         assert left == [], said

@@ -17,13 +17,9 @@ from typing import Any
 
 import pytest
 
-from megatron import network
-from megatron.control.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SIZE, Connection, StrangerError
-from megatron.control.run_secret import SECRET
-from megatron.exit_codes import ABORTED, DONE
-from megatron.launch import nodes_rendezvous, rendezvous_server, restart_policy
-from megatron.launch.nodes_rendezvous import NodesRendezvous
-from megatron.launch.rendezvous import (
+from megatron.launch.agents import nodes_rendezvous, rendezvous_server, restart_policy
+from megatron.launch.agents.nodes_rendezvous import NodesRendezvous
+from megatron.launch.agents.rendezvous import (
     DifferentCodeError,
     Membership,
     NodeOptions,
@@ -32,7 +28,10 @@ from megatron.launch.rendezvous import (
     RunEndedError,
     split_endpoint,
 )
-from megatron.launch.restart_policy import Failure
+from megatron.launch.agents.restart_policy import Failure
+from megatron.runtime import network
+from megatron.runtime.commands import ABORTED, DONE
+from megatron.runtime.messages import LARGEST_BYTES, MAC_BYTES, NONCE_BYTES, SECRET, SIZE, Connection, StrangerError
 from tests.ranks import HANG_S, free_port
 from tests.strangers import Bomb
 
@@ -317,8 +316,8 @@ skew_s = float(sys.argv[1])
 for name in ("time", "monotonic"):
     clock = getattr(time, name)
     setattr(time, name, lambda clock=clock: clock() + skew_s)
-from megatron.launch import nodes_rendezvous
-from megatron.launch.rendezvous import NodeOptions
+from megatron.launch.agents import nodes_rendezvous
+from megatron.launch.agents.rendezvous import NodeOptions
 nodes_rendezvous.EXIT_BARRIER_S = 1e6
 node = nodes_rendezvous.NodesRendezvous(NodeOptions(2, 2, int(sys.argv[2]), sys.argv[3], max_restarts=1))
 for attempt in range(2):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.exit_codes import ABORTED, FAILED, HUNG
-from megatron.launch.restart_policy import LONGEST_DELAY_S, REPEATS, Failure, RestartPolicy
+from megatron.launch.agents.restart_policy import LONGEST_DELAY_S, REPEATS, Failure, RestartPolicy
+from megatron.runtime.commands import ABORTED, FAILED, HUNG
 
 KILLED = -int(signal.SIGKILL)
 

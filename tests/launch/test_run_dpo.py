@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import read_command_line
-from megatron.config.options import Config
-from megatron.launch.hl_requests import from_environment
+from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.plan import RefusedError
 from megatron.launch.preflight import preflight
+from megatron.options.config import Config
+from megatron.settings.command_line import read_command_line
 from tests import runs
 from tests.finetuning_files import write_model
 from tests.launch.test_run_scripts import run

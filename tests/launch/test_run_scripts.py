@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.options import ConfigError
-from megatron.launch.hl_help import script_help
-from megatron.launch.hl_refused import REFUSED
-from megatron.launch.hl_variables import LLAMA_PRESETS, VARIABLES, Script
+from megatron.launch.dialects.hl_help import REFUSED, script_help
+from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, VARIABLES, Script
+from megatron.options.config import ConfigError
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -203,7 +202,7 @@ def test_the_documentation_lists_every_variable() -> None:
 
 
 def test_the_example_hostsfile_has_a_line_for_each_node_of_the_readme() -> None:
-    from megatron.launch.hostsfile import parse_hostsfile
+    from megatron.launch.plan import parse_hostsfile
 
     hosts, wrong = parse_hostsfile((ROOT / "scripts" / "hostsfile").read_text(), "hostsfile")
     assert not wrong

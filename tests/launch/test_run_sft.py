@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megatron.cli.launch import launch_command, parse_command_line
-from megatron.config.adapters import LoraConfig
-from megatron.config.command_line import read_command_line
-from megatron.config.options import Config
 from megatron.launch.checks import warn_of_new_tokens
-from megatron.launch.hl_requests import from_environment
+from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.plan import RefusedError
 from megatron.launch.preflight import preflight
+from megatron.options.config import Config
+from megatron.options.model import LoraConfig
+from megatron.settings.command_line import read_command_line
 from tests import runs
 from tests.finetuning_files import write_chats, write_model
 from tests.launch.test_run_scripts import run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import agent_command
+from megatron.launch.agents import agent_command
 from tests.ranks import HANG_S
 
 NAME = ".megatron-login.11.1795440743117060914.0"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron.cli import launch
-from megatron.config.command_line import parse_arguments
-from megatron.config.options import ConfigError
 from megatron.launch.plan import FineTuning, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
+from megatron.options.config import ConfigError
+from megatron.settings.command_line import parse_arguments
 from tests.finetuning_files import write_config, write_tokens
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
-from megatron.config.command_line import read_command_line
-from megatron.launch.hl_refused import REFUSED
-from megatron.launch.hl_variables import LLAMA_PRESETS, VARIABLES
+from megatron.launch.dialects.hl_help import REFUSED
+from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, VARIABLES
+from megatron.settings.command_line import read_command_line
 
 HOSTS = "HL_HOSTSFILE=hostsfile "
 FP8_2024 = "HL_USE_CACHE_FP8_WEIGHT_FWD=1 HL_USE_CACHE_FP8_WEIGHT=1 HL_USE_TRANSFORMER_ENGINE=1 "

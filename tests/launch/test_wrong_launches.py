@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
-from megatron.files import IMPORT_ROOT
+from megatron.runtime.files import IMPORT_ROOT
 from tests.finetuning_files import write_tokens
 
 TINY = "HL_CONFIG=tiny_bloom HL_DEVICE=cpu HL_DP=1 HL_TP=1 HL_PP=1 "

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.command_line import parse_arguments
-from megatron.config.options import Config
-from megatron.config.validation import check
 from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
 from megatron.parallel.shards import initialise, named_parameters, shard_of
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.validation import check
 
 COMMON = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 123 --make-vocab-size-divisible-by 16 "

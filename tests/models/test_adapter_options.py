@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megatron.config.command_line import load_config
-from megatron.config.validation import idle
-from tests.config.faults import VALID, faults_of
+from megatron.settings.command_line import load_config
+from megatron.settings.validation import idle
+from tests.settings.faults import VALID, faults_of
 
 LLAMA = [*VALID, *"--architecture llama --position-embedding-type rope --num-layers 2 --hidden-size 64".split()]
 NAMES = "embed_tokens, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"

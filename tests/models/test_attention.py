@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron import devices
-from megatron.config.command_line import parse_arguments
-from megatron.config.options import ConfigError, ModelConfig
 from megatron.models import attention, blockwise_attention
 from megatron.models.attention import (
     AttentionMask,
@@ -26,8 +23,11 @@ from megatron.models.attention import (
     repeat_heads,
     rotary_frequencies,
 )
+from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.kernels import EAGER
+from megatron.parallel.operators.fused import EAGER
+from megatron.runtime import devices
+from megatron.settings.command_line import parse_arguments
 
 CPU = torch.device("cpu")
 S, B, HEADS, HEAD_SIZE = 12, 2, 4, 8

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.family import family_of
-from megatron.parallel.adapter_layout import Adapter
+from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.low_rank import LowRankMethod

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from megatron.config.command_line import from_dict
-from megatron.config.options import Config, ConfigError
-from megatron.config.plugins import known_plugins
-from megatron.config.validation import check
 from megatron.models.family import family_of
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.shards import declared_shards
+from megatron.settings.command_line import from_dict
+from megatron.settings.plugins import known_plugins
+from megatron.settings.validation import check
 
 
 def config(*freeze: str, architecture: str = "bloom") -> Config:

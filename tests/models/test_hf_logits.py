@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.interop.huggingface import name_map
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
+from megatron.weights.huggingface import name_map
 from tests.models.outputs import COMMON, Array, Outputs, config_of, run
 from tests.ranks import RankPools
 

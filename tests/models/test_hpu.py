@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron import accelerator
-from megatron.config.options import ModelConfig
 from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
 from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.kernels import PLAIN
-from megatron.parallel.kernels import habana as habana_kernels
 from megatron.parallel.layers import RMSNorm
+from megatron.parallel.operators.fused import PLAIN
+from megatron.parallel.operators.fused import habana as habana_kernels
+from megatron.runtime import accelerator
 from megatron.training.loop import Loop
 from megatron.training.optimizer import build_optimizer
 from tests.habana import stand_in_packages

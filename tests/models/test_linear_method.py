@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.options import Config
-from megatron.interop.huggingface import parameters_of
 from megatron.models.families import llama
+from megatron.options.config import Config
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.shards import LayerDeclaration, Shard
+from megatron.weights.huggingface import parameters_of
 from tests.models import outputs
 from tests.models.outputs import Array, Outputs
-from tests.planning.test_sizes import assert_planned_is_allocated
+from tests.plan.test_sizes import assert_planned_is_allocated
 from tests.ranks import RankPools
 
 RANK = 4

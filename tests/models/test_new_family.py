@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.config.command_line import load_config
-from megatron.config.options import Config, ConfigError
 from megatron.generation.generator import generate
 from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Request
-from megatron.interop.huggingface import export_huggingface, import_huggingface, parameters_of
-from megatron.interop.native import native_model
 from megatron.models.attention import SelfAttention, Shared
 from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.models.transformer import GeluMLP, TransformerLayer, rms_norm
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, named_parameters
-from megatron.planning.describe import describe
-from megatron.planning.sizes import count_parameters
+from megatron.plan.describe import describe
+from megatron.plan.flops import count_parameters
+from megatron.settings.command_line import load_config
+from megatron.weights.huggingface import export_huggingface, import_huggingface, parameters_of
+from megatron.weights.native import native_model
 from tests import runs
 from tests.models import outputs
-from tests.planning.test_sizes import assert_planned_is_allocated
+from tests.plan.test_sizes import assert_planned_is_allocated
 from tests.ranks import RankPools
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.config.command_line import parse_arguments
-from megatron.config.parser import PRESETS_DIR
 from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.parser import PRESETS_DIR
 from tests.models.outputs import Array, build_model, config_of, context_of, logits_of, mean_loss
 from tests.ranks import RankPools
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron import accelerator
-from megatron.config.options import LoggingConfig
 from megatron.observability import hpu_health
 from megatron.observability.hpu_health import driver_warning, module_id, read_health
 from megatron.observability.lines import memory_row
 from megatron.observability.memory import MemoryLog
-from megatron.observability.rank_stats import RankStats
+from megatron.observability.rank_times import RankStats
+from megatron.options.config import LoggingConfig
 from megatron.parallel.context import ParallelContext
+from megatron.runtime import accelerator
 from tests.habana import stand_in_packages
 
 

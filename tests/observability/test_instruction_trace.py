@@ -20,7 +20,7 @@ from megatron.observability.instruction_trace import (
     simulated_idle_shares,
 )
 from megatron.observability.profiling import Profile
-from megatron.planning.pipeline import bubble_fraction
+from megatron.plan.pipeline import bubble_fraction
 from tests.observability.test_timers import Stream
 from tests.ranks import RankPools
 from tests.training import layouts

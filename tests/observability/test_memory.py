@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron import accelerator
-from megatron.config.options import Config, LoggingConfig, ParallelConfig, TrainingConfig
 from megatron.observability.lines import memory_line
 from megatron.observability.memory import MemoryLog
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.rank_stats import RankStats, gather_stats
+from megatron.observability.rank_times import RankStats, gather_stats
+from megatron.options.config import Config, LoggingConfig, ParallelConfig, TrainingConfig
 from megatron.parallel.context import ParallelContext
+from megatron.runtime import accelerator
 from tests import runs
 from tests.ranks import RankPools
 

@@ -17,12 +17,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron.config.options import Config, LoggingConfig, TrainingConfig
 from megatron.observability.metrics import MetricsLog
-from megatron.observability.rank_stats import RankStats
-from megatron.observability.rank_times import straggler_stats
+from megatron.observability.rank_times import RankStats, straggler_stats
 from megatron.observability.step_metrics import Speed, StepMetrics
-from megatron.planning.flops import flops_per_token
+from megatron.options.config import Config, LoggingConfig, TrainingConfig
+from megatron.plan.flops import flops_per_token
 from tests.observability.test_rank_times import rank_times
 from tests.ranks import HANG_S
 
@@ -403,7 +402,7 @@ def test_tensorboard_dir_of_its_own_is_used(tmp_path: Path) -> None:
 def test_torch_is_not_imported_where_no_tensorboard_is_written() -> None:
     program = """
 import sys
-from megatron.config.options import *
+from megatron.options.config import *
 from megatron.observability.metrics import MetricsLog
 with MetricsLog(Config(), writes=True, world_size=1, device_peak_tflops=None, total_iterations=1) as log:
     log.message("ran")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.options import LoggingConfig
 from megatron.observability.profiling import Profile, trace_file
 from megatron.observability.timers import StepTimers
+from megatron.options.config import LoggingConfig
 
 
 def options(folder: Path, **more: Any) -> LoggingConfig:

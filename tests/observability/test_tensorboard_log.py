@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.observability.append_file import WriteErrors
-from megatron.observability.tensorboard_log import TensorBoardLog
+from megatron.observability.metric_writers import TensorBoardLog
+from megatron.runtime.files import WriteErrors
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, Any]]:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.command_line import load_config
 from megatron.observability.lines import timer_lines
-from megatron.observability.rank_stats import RankStats
+from megatron.observability.rank_times import RankStats
 from megatron.observability.timers import StepTimers
 from megatron.parallel import phase_clock as module
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import load_config
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from tests import runs

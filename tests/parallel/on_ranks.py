@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.options import ParallelConfig
-from megatron.parallel import chosen_log_probs, layers, linear, loss_chunks, losses, messages
+from megatron.options.config import ParallelConfig
+from megatron.parallel import block_sizes, chosen_log_probs, layers, linear, losses, messages
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
@@ -167,7 +167,7 @@ def cross_entropy(
     rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, padded_size, ctx)
     rows.data, own.data = rows.data.to(getattr(torch, dtype)), own.data.to(getattr(torch, dtype))
     labels, token_weights = torch.from_numpy(labels_BS), torch.from_numpy(token_weights_BS)
-    with mock.patch.object(loss_chunks, "least_tokens", return_value=chunk_tokens):
+    with mock.patch.object(block_sizes, "least_tokens", return_value=chunk_tokens):
         loss = losses.linear_cross_entropy(rows, own, labels, token_weights, ctx, label_smoothing=smoothing)
         gradients = torch.autograd.grad(loss * scale, (rows, own))
         log_probs = losses.token_log_probs(rows, own, labels, ctx)
@@ -191,7 +191,7 @@ def chosen(
     ctx = context(tp, sequence_parallel)
     rows, own = own_rows(hidden, ctx), vocabulary_weight(weight, 32, ctx)
     rows.data, own.data = rows.data.to(getattr(torch, dtype)), own.data.to(getattr(torch, dtype))
-    with mock.patch.object(loss_chunks, "least_tokens", return_value=5):
+    with mock.patch.object(block_sizes, "least_tokens", return_value=5):
         log_probs = chosen_log_probs.chosen_log_probs(rows, own, torch.from_numpy(ids_BSK), ctx)
         gradients = torch.autograd.grad((log_probs * torch.from_numpy(grads_BSK)).sum(), (rows, own))
         top, ids = chosen_log_probs.top_log_probs(rows, own, 4, ctx)

@@ -7,9 +7,9 @@ import socket
 import psutil
 import pytest
 
-from megatron.network import interface_towards
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayoutError
+from megatron.runtime.network import interface_towards
 
 
 def test_interface_is_the_one_an_address_is_reached_from() -> None:

@@ -13,9 +13,9 @@ from megatron.generation.generator import attention_layers
 from megatron.generation.model import InferenceModel, build_stage, training_model
 from megatron.models.kv_cache import DecodeStep, KVCache
 from megatron.models.transformer import TransformerLayer
-from megatron.parallel import cpu_weights
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear
+from megatron.parallel.operators import cpu_weights
 from megatron.parallel.shards import named_parameters
 from tests.models.outputs import config_of
 

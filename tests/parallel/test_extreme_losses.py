@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import loss_chunks
+from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy, token_log_probs
 from tests.parallel import on_ranks
@@ -48,7 +48,7 @@ def near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 def test_equals_float64(
     monkeypatch: pytest.MonkeyPatch, name: str, least: int, dtype: torch.dtype, smoothing: float
 ) -> None:
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     hidden, rows = (x.to(dtype, copy=True) for x in INPUTS[name])
     labels = torch.arange(len(hidden)) * 7919 % len(rows)
     labels[-1] = len(rows) - 1
@@ -87,7 +87,7 @@ def test_what_is_not_finite_in_one_token_reaches_the_guard(
     monkeypatch: pytest.MonkeyPatch, least: int, token_weight: float, value: float
 ) -> None:
     """The guard sees the loss and the norm of the gradient; a token of weight 0 is checked like any other."""
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     hidden, rows = INPUTS["one channel"]
     hidden = hidden.clone()
     hidden[4, 0, 0] = value

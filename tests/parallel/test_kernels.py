@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.options import Config, ConfigError, ModelConfig, TrainingConfig
-from megatron.parallel import kernels
-from megatron.parallel.kernels import EAGER, PLAIN, Kernels, choose_kernels, compiled
+from megatron.options.config import Config, ConfigError, ModelConfig, TrainingConfig
+from megatron.parallel.operators import fused
+from megatron.parallel.operators.fused import EAGER, PLAIN, Kernels, choose_kernels, compiled
 
 S, B, QUERIES, KEYS, HEAD_SIZE, WIDTH = 6, 2, 4, 2, 8, 24
 CPU = torch.device("cpu")
@@ -182,7 +182,7 @@ def config_with(choice: str, torch_compile: bool = False) -> Config:
 def test_form_by_device_and_option(
     monkeypatch: pytest.MonkeyPatch, device: str, choice: str, torch_compile: bool, missing: str, form: str
 ) -> None:
-    monkeypatch.setattr(kernels, "missing_compiler", lambda device: missing)
+    monkeypatch.setattr(fused, "missing_compiler", lambda device: missing)
     assert choose_kernels(config_with(choice, torch_compile), torch.device(device)).form == form
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.parallel import weight_gradient
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.operators import weight_gradient
+from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import LayoutError, Shard, shard_of
-from megatron.parallel.weight_gradient import GradientSum
 from tests.parallel import on_ranks
 from tests.parallel.on_ranks import declared
 from tests.ranks import RankPools

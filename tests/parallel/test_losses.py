@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import loss as loss_benchmark
-from megatron.parallel import loss_chunks, softmax, weight_gradient
+from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy, log_probs_of, token_log_probs
+from megatron.parallel.operators import softmax, weight_gradient
+from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import Shard, alias, shard_of
-from megatron.parallel.weight_gradient import GradientSum
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
@@ -134,7 +135,7 @@ def test_16_bit_gradients_are_near_dense(
 @pytest.mark.parametrize("least", [1, 2, 11, 12, 13, 23, 24, 25])
 def test_the_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     batch = Batch()  # 24 tokens
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     hidden, weight, loss = batch.ours()
     loss.backward()
     assert_near(loss, batch.loss)
@@ -143,11 +144,11 @@ def test_the_result_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_chunks_are_neither_short_nor_long() -> None:
-    assert loss_chunks.least_tokens(512) == 1024
-    assert loss_chunks.least_tokens(1536) == 1536
-    assert loss_chunks.least_tokens(8192) == 2048
+    assert block_sizes.least_tokens(512) == 1024
+    assert block_sizes.least_tokens(1536) == 1536
+    assert block_sizes.least_tokens(8192) == 2048
     for tokens in [0, 1, 1023, 1024, 1025, 2047, 2048, 2049, 3000, 16384]:
-        sizes = [part.stop - part.start for part in loss_chunks.chunks(tokens, 512)]
+        sizes = [part.stop - part.start for part in block_sizes.chunks(tokens, 512)]
         assert sum(sizes) == tokens
         assert all(size < 2048 for size in sizes)
         # even, so that none is a short remainder
@@ -157,7 +158,7 @@ def test_chunks_are_neither_short_nor_long() -> None:
 
 @pytest.mark.parametrize("least", [24, 5])
 def test_gradients_equal_finite_differences(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     batch = Batch()
     hidden = torch.from_numpy(batch.hidden).double().requires_grad_()
     weight = on_ranks.vocabulary_weight(batch.weight.astype(np.float64), 12, SINGLE)
@@ -293,7 +294,7 @@ def test_gradients_are_added_to_the_optimizers_sum(
     monkeypatch: pytest.MonkeyPatch, least: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Three microbatches, of which DeepSpeed takes the mean; weights near zero gain nothing from 16-bit remains."""
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     batch = Batch(scale=1 / 3, dtype=dtype)
     weight = on_ranks.vocabulary_weight(batch.weight, 16, SINGLE)
     weight.data = weight.data.to(dtype)
@@ -311,7 +312,7 @@ def test_gradients_are_added_to_the_optimizers_sum(
 
 @pytest.mark.parametrize("least", [24, 5], ids=["whole", "chunks"])
 def test_a_factor_that_the_sum_does_not_expect_shows(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     batch = Batch(scale=2.0)
     weight = on_ranks.vocabulary_weight(batch.weight, VOCABULARY, SINGLE)
     weight.gradient_sum = into = Sum(weight, 1.0)  # type: ignore[attr-defined]
@@ -388,12 +389,12 @@ def test_the_logits_of_one_chunk_are_held(monkeypatch: pytest.MonkeyPatch, dtype
     # 600 tokens x 64 logits; hidden states and weight are smaller than the logits of 100 tokens
     batch = Batch(vocabulary=64, seq_length=200)
     assert max(batch.hidden.size, batch.weight.size) < 100 * 64
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 100)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 100)
     with Recorder() as recorder:
         _, _, loss = batch.ours(dtype)
         loss.backward()
     assert max(recorder.sizes) == 100 * 64
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 600)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 600)
     with Recorder() as recorder:
         _, _, whole = batch.ours(dtype)
     assert max(recorder.sizes) == 600 * 64  # the recorder does see them
@@ -402,12 +403,12 @@ def test_the_logits_of_one_chunk_are_held(monkeypatch: pytest.MonkeyPatch, dtype
 
 def test_the_gradient_of_the_weight_is_summed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(vocabulary=2000, seq_length=8)
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 4)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 4)
     monkeypatch.setattr(weight_gradient, "BLOCK_NUMBERS", 600)
     with Recorder() as recorder:
         _, weight, loss = batch.ours(torch.bfloat16)
         loss.backward()
-    assert len(list(loss_chunks.chunks(24, H))) == 6
+    assert len(list(block_sizes.chunks(24, H))) == 6
     large = [name for name, size in zip(recorder.operators, recorder.sizes, strict=True) if size == weight.numel()]
     of_batch = ["aten.empty.memory_format", "aten.cat.default", "aten._to_copy.default"]
     assert large == [*of_batch, *2 * ["aten.empty_like.default"]]  # the sum in float32 and the rounded gradient
@@ -442,7 +443,7 @@ def test_no_gradients_are_computed_where_none_are_wanted() -> None:
 
 def test_several_chunks_take_three_products_each_and_log_probs_four(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch()
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 12)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 12)
     with Recorder() as summed:
         hidden, weight, loss = batch.ours()
         loss.backward()
@@ -458,7 +459,7 @@ def test_log_probs_of_some_tokens_take_no_product_of_the_others(
     monkeypatch: pytest.MonkeyPatch, least: int, is_trained: bool
 ) -> None:
     """In chunks too a frozen weight takes two products for each, one with the logits and one with their gradient."""
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: least)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: least)
     hidden, weight, _ = (batch := Batch()).ours()
     weight.requires_grad_(is_trained)
     places, factors = torch.tensor([11, 0, 3, 17, 8, 20]), torch.tensor([0.5, 0, 2, -1, 3, 0.1])
@@ -518,7 +519,7 @@ def test_frozen_inputs_get_no_gradient() -> None:
 @pytest.mark.parametrize("loss", ["sum", "log_probs"])
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     """The first is computed without autograd, so a second would lack terms."""
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 5)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 5)
     batch = Batch()
     hidden, weight, value = batch.ours()
     if loss == "log_probs":

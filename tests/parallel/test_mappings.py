@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.parallel import kernels, linear, losses, mappings
+from megatron.parallel import linear, losses, mappings
+from megatron.parallel.operators import fused
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
@@ -69,7 +70,7 @@ def test_no_function_is_differentiated_twice_in_silence() -> None:
     """Autograd sees neither a collective nor what a forward pass has computed for its backward."""
     functions = [
         value
-        for module in (kernels, linear, losses, mappings)
+        for module in (fused, linear, losses, mappings)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, torch.autograd.Function)
     ]

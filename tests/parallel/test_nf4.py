@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.step_counts import AllOperators
-from megatron.parallel import nf4, products
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4_layout import num_bytes
+from megatron.parallel.operators import nf4, products
+from megatron.parallel.operators.nf4_layout import num_bytes
 from megatron.parallel.shards import Shard
 from tests.parallel import on_ranks
 from tests.ranks import RankPools

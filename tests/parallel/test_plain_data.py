@@ -55,7 +55,13 @@ def test_what_is_not_plain_data_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("os:system", "builtins:print", "subprocess:Popen", "megatron.files:write_durably", "megatron.train:os"),
+        *(
+            "os:system",
+            "builtins:print",
+            "subprocess:Popen",
+            "megatron.runtime.files:write_durably",
+            "megatron.train:os",
+        ),
         *("megatron.parallel.context:os", "megatron.no_such_module:A", "nonsense"),
     ],
 )

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
-from megatron import accelerator, devices
 from megatron.models.attention import Packing, SDPAttention, alibi_slopes
-from megatron.parallel import products
+from megatron.parallel.operators import products
+from megatron.runtime import accelerator, devices
 from tests.ranks import HANG_S
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ SIMULATED = {
     "AVX512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
 }
 """Processors without bfloat16 products, by what torch uses: limits of its operators, of oneDNN and of MKL."""
-ROOMS = ("parallel", "models", "planning", "generation", "tasks", "interop", "checkpoint", "training")
+ROOMS = ("parallel", "models", "plan", "generation", "tasks", "weights", "checkpoint", "training")
 """Tests of what is computed from 16-bit numbers."""
 
 
@@ -250,9 +250,9 @@ def test_another_architecture_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) 
 
 PROGRAM = """
 import torch
-from megatron import accelerator
+from megatron.runtime import accelerator
 from megatron.models import blockwise_attention
-from megatron.parallel import cpu_weights, products
+from megatron.parallel.operators import cpu_weights, products
 print(accelerator.processor())
 print(sorted(map(str, products.WIDENED)), cpu_weights.pack(torch.ones(16, 16, dtype=torch.bfloat16)))
 print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line("cpu", "bf16"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.parallel import softmax
-from megatron.parallel.softmax import RowSums
+from megatron.parallel.operators import softmax
+from megatron.parallel.operators.softmax import RowSums
 
 SHAPES = [(3, 1), (5, 37), (2, 9000)]
 
@@ -91,7 +91,7 @@ def test_triton_equals_float64() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.parallel.softmax_triton import run
+    from megatron.parallel.operators.softmax_triton import run
 
     softmax._run = lambda logits, given, *, write: RowSums(*run(logits, given, write=write))
     for one in (torch.float32, torch.bfloat16, torch.float16):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.options import Config
-from megatron.parallel import token_kernels
-from megatron.parallel.kernels import choose_kernels
+from megatron.options.config import Config
+from megatron.parallel.operators import token_kernels
+from megatron.parallel.operators.fused import choose_kernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

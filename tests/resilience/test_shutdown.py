@@ -23,15 +23,15 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.config.options import TrainingConfig
-from megatron.data.indexed import DataError
-from megatron.exit_codes import FAILED, REFUSED
+from megatron.data.index.indexed import DataError
+from megatron.options.config import TrainingConfig
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import Progress
-from megatron.resilience import job
+from megatron.resilience import shutdown
 from megatron.resilience import shutdown as stop
 from megatron.resilience.errors import OtherRankFailed, exit_status, message_of
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
+from megatron.runtime.commands import FAILED, REFUSED
 from megatron.training.checkpoints import Checkpoints
 from tests import runs
 from tests.ranks import HANG_S, RankPools
@@ -114,9 +114,9 @@ def test_exit_duration_counts_from_the_start_of_the_job(monkeypatch: pytest.Monk
     """That of the agent, before its restarts, or of a process without one."""
     now_s = 5000.0
     if began_s is not None:
-        monkeypatch.setenv(job.BEGAN, began_s)
-    monkeypatch.setattr(job, "process_age_s", lambda: 600.0 if began_s is None else 2.0)
-    for module in (stop, job):
+        monkeypatch.setenv(shutdown.BEGAN, began_s)
+    monkeypatch.setattr(shutdown, "process_age_s", lambda: 600.0 if began_s is None else 2.0)
+    for module in (stop, shutdown):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=12.5)
     assert not decision.decide(at(1))
@@ -128,7 +128,9 @@ def test_exit_duration_counts_from_the_start_of_the_job(monkeypatch: pytest.Monk
 
 
 def test_the_age_of_the_process_is_known() -> None:
-    code = "import time; time.sleep(1.5); from megatron.resilience.job import process_age_s; print(process_age_s())"
+    code = (
+        "import time; time.sleep(1.5); from megatron.resilience.shutdown import process_age_s; print(process_age_s())"
+    )
     began_s = time.monotonic()
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     # the kernel tells its own start in whole seconds
@@ -311,7 +313,7 @@ def largest_of_each_place(world_size: int) -> list[int]:
     """The largest number among the first `world_size` ranks, for each of them that has it."""
     import torch.distributed as dist
 
-    from megatron.config.options import ParallelConfig
+    from megatron.options.config import ParallelConfig
 
     ctx = ParallelContext.build(ParallelConfig(), "cpu")
     group = dist.new_group(list(range(world_size)), backend="gloo")
@@ -461,10 +463,10 @@ def test_the_end_of_the_samples_is_told(ranks: RankPools, tmp_path: Path, data: 
 
 PROGRAM = """
 import signal, sys
-from megatron.config.options import TrainingConfig
+from megatron.options.config import TrainingConfig
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown as stop
-from megatron.planning.progress import Progress
+from megatron.options.progress import Progress
 stop.REPEAT_S = float(sys.argv[1])
 with stop.Shutdown(TrainingConfig(), ParallelContext.single()) as decision:
     for name in sys.argv[2:]:

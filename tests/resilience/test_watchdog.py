@@ -20,16 +20,16 @@ from typing import Any
 
 import pytest
 
-from megatron.config.options import Config, GuardConfig, LoggingConfig, ParallelConfig
-from megatron.control import datagrams
-from megatron.control.messages import MAC_BYTES, unseal
-from megatron.descriptors import raise_limit
+from megatron.options.config import Config, GuardConfig, LoggingConfig, ParallelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.resilience import host_probe
+from megatron.resilience import rank_reports
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
 from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
 from megatron.resilience.watchdog import Watchdog
+from megatron.runtime import agent_link
+from megatron.runtime.descriptors import raise_limit
+from megatron.runtime.messages import MAC_BYTES, unseal
 from tests.ranks import HANG_S, RankPools
 
 
@@ -100,7 +100,7 @@ def test_a_host_that_nothing_reaches_is_named_in_place_of_its_ranks() -> None:
 def test_a_host_that_refuses_a_connection_is_reached_and_one_that_says_nothing_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_probe, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(rank_reports, "PATIENCE_S", 0.3)
     with contextlib.ExitStack() as opened:
         full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(8):  # the kernel drops what comes to a full queue, as a broken link does
@@ -109,13 +109,13 @@ def test_a_host_that_refuses_a_connection_is_reached_and_one_that_says_nothing_i
             filler.connect_ex(full.getsockname())
         held = opened.enter_context(socket.socket())
         held.bind(("127.0.0.1", 0))  # and does not listen
-        probe = host_probe.HostProbe({"refuses": held.getsockname(), "silent": full.getsockname()})
+        probe = rank_reports.HostProbe({"refuses": held.getsockname(), "silent": full.getsockname()})
         assert probe.unreachable() == [], "too early"
         time.sleep(0.4)
         assert probe.unreachable() == ["silent"]
         assert probe.unreachable() == ["silent"]
         probe.close()
-        assert host_probe.HostProbe({"no route": ("240.0.0.1", 9)})._attempts.keys() <= {"no route"}
+        assert rank_reports.HostProbe({"no route": ("240.0.0.1", 9)})._attempts.keys() <= {"no route"}
 
 
 def test_without_a_majority_no_rank_is_blamed() -> None:
@@ -362,7 +362,7 @@ def test_a_thousand_ranks_are_heard_and_called(monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(content) + 28)  # with the headers of IP and UDP
         return unseal(key, purpose, content, largest_bytes)
 
-    monkeypatch.setattr(datagrams, "unseal", opened_and_counted)
+    monkeypatch.setattr(agent_link, "unseal", opened_and_counted)
     raise_limit()
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(4000)]
     made = channels(1000)

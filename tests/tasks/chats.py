@@ -9,15 +9,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.config.validation import check
 from megatron.data.chat.dataset import ChatDataset
-from megatron.data.indexed import LOSS_MASK_SUFFIX
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import LOSS_MASK_SUFFIX
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import WordEmbedding, unpack
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rng import derive_seed
 from megatron.parallel.shards import named_parameters
-from megatron.planning.progress import Progress
+from megatron.settings.validation import check
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
 from megatron.training.build import build_engine
@@ -54,7 +54,7 @@ def some_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def build(arguments: str) -> tuple[Engine, SFTTask, ChatDataset]:
-    from megatron.config.command_line import parse_arguments
+    from megatron.settings.command_line import parse_arguments
 
     words = [*layouts.COMMON.replace("--train-iters 1000 --data-path none", "").split(), "--task", "sft"]
     config, _ = parse_arguments([*words, "--num-epochs", "2", "--micro-batch-size", "1", *arguments.split()])
@@ -145,7 +145,7 @@ def dense_gradient(
 
 def greedy(arguments: str, prompts: list[list[int]], count: int) -> list[list[int]]:
     """What the loaded weights say to each prompt: so many tokens, each time the likeliest."""
-    from megatron.config.command_line import load_config
+    from megatron.settings.command_line import load_config
     from tests import runs
 
     config = load_config([*runs.TINY.split(), *arguments.split(), "--no-pipeline-parallel"])

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.lineage import Run
-from megatron.config.command_line import parse_arguments
-from megatron.config.validation import check
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.models.transformer import unpack
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
-from megatron.planning.progress import Progress
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.validation import check
 from megatron.tasks.packed import samples_of
 from megatron.tasks.preference import PreferenceTask
 from megatron.training.build import build_engine
 from megatron.training.engine import Engine
 from megatron.training.resume import Start
-from megatron.training.start_weights import prepare_task
+from megatron.training.start import prepare_task
 from tests.training import layouts
 
 VOCABULARY = 250

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.command_line import from_dict
-from megatron.config.dependents import idle_without
-from megatron.data.indexed import LOSS_MASK_SUFFIX
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.indexed import LOSS_MASK_SUFFIX
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.samples import rows_of_split
+from megatron.options.dependents import idle_without
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import from_dict
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask

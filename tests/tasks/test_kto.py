@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.command_line import from_dict
-from megatron.data.indexed import DataError
-from megatron.data.preference.answers import AnswerDataset
+from megatron.data.index.indexed import DataError
+from megatron.data.preference.dataset import AnswerDataset
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
+from megatron.settings.command_line import from_dict
 from megatron.tasks.preference import PreferenceTask
 from tests.models.outputs import build_model, config_of
 from tests.models.test_adapters import their_model

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.command_line import from_dict
 from megatron.data.blend import SHOWN_DATASETS, Drawn, describe_mix
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import from_dict
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
+from megatron.settings.command_line import load_config
 from megatron.tasks.objective import LossBatch
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import load_config
 from megatron.tasks.loss_result import LossError, MetricTable
 from megatron.tasks.objective import LossBatch, Teacher, row_places
 from megatron.tasks.pretrain import PretrainTask

@@ -15,11 +15,11 @@ from pydantic.dataclasses import dataclass
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from megatron.config.command_line import load_config
-from megatron.config.options import Config, ConfigError
-from megatron.config.validation import idle
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
+from megatron.settings.command_line import load_config
+from megatron.settings.validation import idle
 from megatron.tasks.loss_result import LossResult, Metric
 from megatron.tasks.task import Microbatch, Task
 from tests import runs

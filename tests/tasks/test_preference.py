@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megatron.config.command_line import parse_arguments
+from megatron.settings.command_line import parse_arguments
 from megatron.tasks.preference import PreferenceTask
 from tests import runs
 from tests.ranks import RankPools

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.preference import OBJECTIVES, Objective, PreferenceConfig
+from megatron.options.preference import OBJECTIVES, Objective, PreferenceConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
 from megatron.tasks.preference import PreferenceTask

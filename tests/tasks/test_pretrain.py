@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.command_line import from_dict, parse_arguments
-from megatron.parallel import loss_chunks
+from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import from_dict, parse_arguments
 from megatron.tasks.loss_result import LossResult
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.task import Microbatch
@@ -170,7 +170,7 @@ class HalfTask(PretrainTask):
 @pytest.mark.parametrize("task", [PretrainTask, HalfTask])
 def test_a_task_may_scale_the_loss_of_its_base(monkeypatch: pytest.MonkeyPatch, task: type[PretrainTask]) -> None:
     """Also in several chunks, where the optimizer's sum would take the gradient before that factor is known."""
-    monkeypatch.setattr(loss_chunks, "least_tokens", lambda _: 5)
+    monkeypatch.setattr(block_sizes, "least_tokens", lambda _: 5)
     batch, factor = Batch(), 0.5 if task is HalfTask else 1.0
     hidden = torch.from_numpy(batch.hidden).requires_grad_()
     weight = on_ranks.vocabulary_weight(batch.weight, len(batch.weight), SINGLE)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.command_line import from_dict
-from megatron.data import indexed
-from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index import indexed
+from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
+from megatron.settings.command_line import from_dict
 from megatron.tasks.sft import SFTTask
 from tests import runs
 from tests.ranks import RankPools

@@ -178,7 +178,8 @@ def note_time() -> None:
 
 def launch(order: dict[str, Any]) -> int:
     """Run the agent of one run, in a process of its own."""
-    from megatron.launch import agent, rank
+    from megatron.launch.agents import agent
+    from megatron.launch.agents import node_ranks as rank
 
     reading, writing = os.pipe()  # a file of output would be on the full disk, too
     os.dup2(writing, 1)
@@ -230,7 +231,7 @@ def serve() -> None:
     import torch
     import torch.utils.tensorboard.writer
 
-    import megatron.launch.agent  # noqa: F401
+    import megatron.launch.agents.agent  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import numpy as np
 
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.config.command_line import parse_arguments
-from megatron.config.validation import check
+from megatron.options.progress import Progress
+from megatron.options.schedule import Schedule
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import Progress
-from megatron.planning.schedule import Schedule
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.validation import check
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
@@ -156,10 +156,10 @@ def train_on_text(arguments: str, steps: int, path: str) -> list[float]:
 
 def train_in_chunks(arguments: str, steps: int, chunk_tokens: int) -> tuple[dict[str, Any], int]:
     """`train` with a loss in chunks of so many tokens, and how often it adds to the optimizer's gradients itself."""
-    from megatron.training.reduction import BufferedSum
+    from megatron.training.deepspeed.reduction import BufferedSum
 
     with (
-        patch("megatron.parallel.loss_chunks.least_tokens", lambda _: chunk_tokens),
+        patch("megatron.parallel.block_sizes.least_tokens", lambda _: chunk_tokens),
         patch.object(BufferedSum, "open", autospec=True, side_effect=BufferedSum.open) as opened,
     ):
         return train(arguments, steps), opened.call_count
@@ -255,8 +255,8 @@ def calls_marked(arguments: str, steps: int) -> list[str]:
         return call
 
     with (
-        patch("megatron.training.pipeline_engine.marked", marked),
-        patch("megatron.training.sequential_engine.marked", marked),
+        patch("megatron.training.deepspeed.pipeline_engine.marked", marked),
+        patch("megatron.training.engine.marked", marked),
     ):
         engine, task = build(arguments)
         for step in range(steps):

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 import megatron.evaluation
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
 from megatron.generation.generator import BatchSettings
-from megatron.generation.load_options import LoadOptions
 from megatron.generation.loading import load_model
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.scoring import Continuation
 from megatron.parallel.context import ParallelContext

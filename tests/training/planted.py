@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron.checkpoint.saver import Saver
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
+from megatron.options.progress import Progress
 from megatron.parallel.linear import RowParallelLinear
 from megatron.parallel.shards import named_parameters
-from megatron.planning.progress import Progress
 from megatron.resilience.attribution import find_origin
 from megatron.resilience.rank_record import RankPlace
 from megatron.resilience.watchdog import Watchdog

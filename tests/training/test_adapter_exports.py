@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.cli import convert_checkpoint, merge_adapter
-from megatron.config.command_line import load_config, parse_arguments
-from megatron.interop.peft_export import AdaptedModel, compare_export, export_adapter, native_adapter
-from megatron.launch.start_checks import check_start
+from megatron.launch.checks import check_start
+from megatron.settings.command_line import load_config, parse_arguments
+from megatron.weights.peft.export import AdaptedModel, compare_export, export_adapter, native_adapter
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.interop.native import native_model
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
-from megatron.training.merged_model import MergedModel
+from megatron.training.exports import MergedModel
 from megatron.training.resume import find_start, restore_start
+from megatron.weights.native import native_model
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import RECOMPUTE

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.adapters import LoraConfig
-from megatron.config.command_line import parse_arguments
-from megatron.config.validation import check, idle
-from megatron.interop.huggingface import export_huggingface, parameters_of
-from megatron.interop.peft_export import AdaptedModel, adapter_config
+from megatron.options.model import LoraConfig
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.validation import check, idle
 from megatron.training.optimizer import _lr_mult
+from megatron.weights.huggingface import export_huggingface, parameters_of
+from megatron.weights.peft.export import AdaptedModel, adapter_config
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import (

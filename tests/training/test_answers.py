@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.models.kv_cache import KVCache
-from megatron.training.task_evaluation import kept_random_state
+from megatron.training.interludes import kept_random_state
 from tests import runs
 from tests.finetuning_files import write_tokenizer
 from tests.ranks import RankPools

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.command_line import load_config
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import Progress
+from megatron.settings.command_line import load_config
 from megatron.training.best import BestTracker
 from megatron.training.evaluation import Evaluator
 from tests import runs

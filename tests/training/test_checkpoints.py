@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
-from megatron.interop import universal
+from megatron.weights.deepspeed import universal
 from tests.ranks import RankFailure, RankPools
 from tests.training import layouts
 from tests.training.test_layouts import LAYOUTS, arguments

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
-from megatron.training.deepspeed_config import deepspeed_config
-from megatron.training.deepspeed_json import KEYS, UNUSED, check_values
+from megatron.options.config import ConfigError
+from megatron.settings.command_line import load_config
+from megatron.training.deepspeed.config import KEYS, UNUSED, check_values, deepspeed_config
 
 Check = Callable[..., dict[str, Any]]
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 
-from megatron.training.deepspeed_versions import NEVER, adapted, prints_steps
+from megatron.training.deepspeed.pipeline_engine import NEVER, adapted, prints_steps
 from tests.ranks import RankPools
 from tests.runs import rows, train, write_dataset
 

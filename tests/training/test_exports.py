@@ -16,18 +16,18 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatron import files
 from megatron.checkpoint import saver
 from megatron.checkpoint.format import Fragment, iteration_of
 from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.config.command_line import parse_arguments
-from megatron.interop import conversion, verification
-from megatron.interop.huggingface import import_huggingface, parameters_of
-from megatron.interop.huggingface_files import WeightsWriter
 from megatron.observability.metrics import MetricsLog
 from megatron.parallel.context import ParallelContext
+from megatron.runtime import files
+from megatron.settings.command_line import parse_arguments
 from megatron.training import exports
+from megatron.weights import conversion
+from megatron.weights.huggingface import import_huggingface, parameters_of
+from megatron.weights.huggingface_files import WeightsWriter
 from tests import runs
 from tests.ranks import RankFailure, RankPools
 
@@ -173,8 +173,8 @@ def test_an_export_has_our_logits_in_transformers(
     assert model.dtype == (torch.bfloat16 if "bf16" in layout else torch.float32)
     native, found = conversion.open_weights(tmp_path / "saved"), conversion.open_weights(export)
     precision = native.config.training.precision
-    assert verification.compare_tensors(native, found, precision, lambda numel: None) > 10
-    assert "largest logit difference" in verification.compare_logits(native, found, precision)
+    assert conversion.compare_tensors(native, found, precision, lambda numel: None) > 10
+    assert "largest logit difference" in conversion.compare_logits(native, found, precision)
     assert transformers.AutoTokenizer.from_pretrained(export).convert_tokens_to_ids("t7") == 7
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.command_line import load_config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
+from megatron.settings.command_line import load_config
 from tests.models.outputs import build_model
 from tests.ranks import RankPools
 from tests.training import layouts, planted

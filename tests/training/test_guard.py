@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.command_line import load_config
 from megatron.data.gpt import open_datasets
-from megatron.data.indexed import IndexedDataset
-from megatron.planning.progress import Progress, RunningEstimate
+from megatron.data.index.indexed import IndexedDataset
+from megatron.options.progress import Progress, RunningEstimate
 from megatron.resilience.replica_check import checksum, odd_ones
+from megatron.settings.command_line import load_config
 from tests import runs
 from tests.ranks import HANG_S, RankPools
 from tests.training import layouts, planted

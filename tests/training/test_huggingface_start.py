@@ -12,12 +12,12 @@ import torch
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
-from megatron.config.command_line import parse_arguments
-from megatron.interop.huggingface import import_huggingface
-from megatron.interop.huggingface_config import their_config
-from megatron.interop.huggingface_start import HuggingFaceStart
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
+from megatron.settings.command_line import parse_arguments
+from megatron.weights.huggingface import import_huggingface
+from megatron.weights.huggingface_config import their_config
+from megatron.weights.huggingface_start import HuggingFaceStart
 from megatron.weights.opening import find_checkpoint
 from tests import runs
 from tests.ranks import RankPools
@@ -120,7 +120,7 @@ def test_any_stretch_of_any_cut_is_read(
     flags = [*layouts.COMMON.split(), *layouts.MODELS[model].split(), "--num-layers", "1"]
     config, _ = parse_arguments(flags)
     start, whole = HuggingFaceStart(folder, config), import_huggingface(folder)
-    monkeypatch.setattr("megatron.interop.huggingface_start.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("megatron.weights.huggingface_start.CHUNK_BYTES", chunk_bytes)
     for name, shard in whole.map.shards.items():
         full = whole.read(name).clone()
         for size in (1, 2):

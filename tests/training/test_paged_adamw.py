@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.command_line import load_config
-from megatron.config.options import ConfigError
+from megatron.options.config import ConfigError
+from megatron.settings.command_line import load_config
 from megatron.training import optimizer as optimizers
-from tests.config.faults import VALID, faults_of
+from tests.settings.faults import VALID, faults_of
 
 FLAGS = [*VALID, "--optimizer", "paged_adamw_32bit", "--clip-grad", "0"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.exit_codes import DONE, FAILED, HUNG, REFUSED
+from megatron.runtime.commands import DONE, FAILED, HUNG, REFUSED
 from tests import runs
 from tests.training.faulty_run import STEP, Ended, Zygote
 

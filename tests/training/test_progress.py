@@ -10,9 +10,9 @@ import pytest
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.command_line import from_dict
-from megatron.config.options import Config
 from megatron.data.gpt import open_datasets
+from megatron.options.config import Config
+from megatron.settings.command_line import from_dict
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.resume import SavedData, check_data
 from tests import runs

@@ -13,17 +13,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.live_bytes import LiveBytes
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.config.command_line import load_config, parse_arguments
 from megatron.models.family import family_of
-from megatron.parallel import nf4
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.nf4 import QuantizedWeight, quantized_weights
+from megatron.parallel.operators import nf4
+from megatron.parallel.operators.nf4 import QuantizedWeight, quantized_weights
 from megatron.parallel.shards import declared_shards, named_parameters
 from megatron.resilience.replica_check import ReplicaCheck
+from megatron.settings.command_line import load_config, parse_arguments
 from megatron.training.engine import Engine
 from megatron.weights.opening import find_checkpoint
-from tests.config.faults import faults_of
 from tests.ranks import RankPools
+from tests.settings.faults import faults_of
 from tests.training import layouts
 
 MODELS = {

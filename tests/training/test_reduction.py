@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.config.command_line import parse_arguments
+from megatron.settings.command_line import parse_arguments
 from tests.ranks import RankPools
 from tests.training import layouts
 
@@ -154,7 +154,7 @@ def edge_cases() -> dict[str, Any]:
 
     from megatron.parallel.context import ParallelContext
     from megatron.parallel.shards import Shard
-    from megatron.training.reduction import GradientBuffers, ReductionOptions
+    from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
 
     ctx = ParallelContext.build(parse_arguments([*layouts.COMMON.split()])[0].parallel, "cpu")
     module, names, size = nn.Module(), ["own", "deferred", "plain", "last"], 6

@@ -18,16 +18,15 @@ from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.model_options import check_known_options
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
-from megatron.config.command_line import parse_arguments
-from megatron.config.model import NOT_COMPUTED, ModelConfig
-from megatron.config.options import Config
-from megatron.exit_codes import FAILED
-from megatron.interop.megatron_options import model_options
+from megatron.options.config import Config
+from megatron.options.model import NOT_COMPUTED, ModelConfig
+from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.planning.progress import Progress
 from megatron.resilience.errors import exit_status
-from megatron.training.resume import Start, checkpoint_before, find_start, read_progress
-from megatron.training.resume_plan import RestorePlan, plan_restore
+from megatron.runtime.commands import FAILED
+from megatron.settings.command_line import parse_arguments
+from megatron.training.resume import RestorePlan, Start, checkpoint_before, find_start, plan_restore, read_progress
+from megatron.weights.deepspeed.deepspeed_checkpoint import model_options
 from megatron.weights.opening import find_checkpoint
 from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts

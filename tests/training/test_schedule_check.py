@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.config.options import OptimizerConfig, TrainingConfig
-from megatron.planning.schedule import Schedule
-from megatron.training.schedule_check import resumed_schedule
+from megatron.options.config import OptimizerConfig, TrainingConfig
+from megatron.options.schedule import Schedule
+from megatron.training.start import resumed_schedule
 
 RUN: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "linear", "lr_warmup_samples": 10}
 TRAINING = TrainingConfig(global_batch_size=10, train_iters=20)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.config.command_line import parse_arguments
-from megatron.config.options import ConfigError
-from megatron.config.validation import check
-from megatron.interop import universal
+from megatron.options.config import ConfigError
+from megatron.settings.command_line import parse_arguments
+from megatron.settings.validation import check
+from megatron.weights.deepspeed import universal
 from tests.ranks import RankPools
 from tests.training import layouts
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config.command_line import load_config
-from megatron.config.validation import idle
-from megatron.data.separate_sets import names_of
+from megatron.data.blend import names_of
+from megatron.settings.command_line import load_config
+from megatron.settings.validation import idle
 from megatron.training.evaluation import Evaluated, mean_of
 from tests import runs
 from tests.ranks import RankPools

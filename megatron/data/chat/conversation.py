@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from megatron.data.chat.template import NO_VARIABLES, Message
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SYSTEM_ROLES = ("system", "developer")

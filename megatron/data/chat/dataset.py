@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.command_names import command_name
-from megatron.config.options import Config
 from megatron.data.gpt import SPLITS
-from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens, check_vocabulary
+from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens, check_vocabulary
 from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
+from megatron.options.config import Config
+from megatron.runtime.commands import command_name
 
 logger = logging.getLogger(__name__)
 

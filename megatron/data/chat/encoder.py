@@ -19,7 +19,7 @@ from megatron.data.chat.marks import Span
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
 from megatron.data.chat.tokenizer import ChatTokenizer, EncodedText
 from megatron.data.chat.turns import Rendered, TurnFinder
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 
 TrainOn = Literal["assistant", "all_but_system", "all"]
 Turns = Literal["together", "as_prompted"]

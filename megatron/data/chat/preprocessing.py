@@ -16,20 +16,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks
-from megatron.data.chat.block_encoder import SHOWN_FAULTS, EncodedBlock, encode_batch, encode_in_worker
 from megatron.data.chat.encoder import ChatCounts
-from megatron.data.chat.job import ChatJob, ChatSetup, prepare_chats
+from megatron.data.chat.job import (
+    SHOWN_FAULTS,
+    ChatJob,
+    ChatSetup,
+    EncodedBlock,
+    encode_batch,
+    encode_in_worker,
+    prepare_chats,
+)
 from megatron.data.chat.row_forms import MIXED
 from megatron.data.chat.tokenizer import write_tokenizer
-from megatron.data.document_blocks import ReadingRules
-from megatron.data.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
-from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent
-from megatron.data.input_shards import shard_of
-from megatron.data.manifest import LOG_NAME, ManifestLog, manifest_writer
-from megatron.data.source_reader import read_batches
-from megatron.data.sources import UNCOMPRESSED_ONLY, InputListing, find_sources
-from megatron.data.splits import of_split
+from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, best_dtype
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder, check_absent
+from megatron.data.prepare.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks
+from megatron.data.prepare.manifest import LOG_NAME, ManifestLog, manifest_writer
+from megatron.data.read.archives import read_batches
+from megatron.data.read.document_blocks import ReadingRules
+from megatron.data.read.input_shards import of_split, shard_of
+from megatron.data.read.sources import UNCOMPRESSED_ONLY, InputListing, find_sources
 
 BLOCK_BYTES = 1 << 20
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
@@ -204,7 +210,7 @@ def find_chats(job: ChatJob) -> ChatInput:
     """Return the files of a job. Raises DataError."""
     whole = of_split(find_sources(job.inputs, job.names), job.split, job.inputs)
     if any(source.kind in UNCOMPRESSED_ONLY for source in whole.sources):
-        from megatron.data.tables import check_columns  # pyarrow, which takes its time
+        from megatron.data.read.tables import check_columns  # pyarrow, which takes its time
 
         check_columns(whole.sources, job.reader.keys, as_rows=True)
     return ChatInput(whole, shard_of(whole, job.shard) if job.shard else whole)

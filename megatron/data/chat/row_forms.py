@@ -27,8 +27,8 @@ from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, SYSTEM, Row, te
 from megatron.data.chat.conversation import ROW_KEYS as VARIABLE_KEYS
 from megatron.data.chat.conversation import BadRow, Chat, list_of, messages_or_text, parse_row
 from megatron.data.chat.template import Message
-from megatron.data.document_parser import value_at
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
+from megatron.data.read.document_parser import value_at
 
 PLAIN = "plain"
 """Chat template that writes contents alone, one after the other."""

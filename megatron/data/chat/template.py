@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.data.chat.template_presets import PRESETS
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 
 if TYPE_CHECKING:
     import jinja2

@@ -22,11 +22,11 @@ from megatron.data.chat.template import (
     named_tokens,
     read_config,
 )
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import AcceleratedTokenizer, NotAccelerated, accelerate, check_equal
 from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, refusal
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer, LibraryTokenizer
-from megatron.files import replacing
+from megatron.runtime.files import replacing
 
 TOKENIZER_NAME = "tokenizer.json"
 PROOF_CHARACTERS = 1 << 14

@@ -18,7 +18,7 @@ from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
 from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text
 from megatron.data.chat.turns import TurnFinder
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.preference.formats import Preference
 
 Ids = NDArray[np.int32]

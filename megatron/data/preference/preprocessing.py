@@ -17,23 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks, rows_of
-from megatron.data.chat.block_encoder import SHOWN_FAULTS
 from megatron.data.chat.conversation import BadRow
-from megatron.data.chat.job import BadRows, compile_templates, tokenizer_folder
+from megatron.data.chat.job import SHOWN_FAULTS, BadRows, compile_templates, tokenizer_folder
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from megatron.data.document_blocks import Block, Fault, ReadingRules
-from megatron.data.indexed import DataError, best_dtype
-from megatron.data.indexed_builder import IndexedDatasetBuilder, check_absent
-from megatron.data.input_shards import InputShard, shard_of
-from megatron.data.manifest import LOG_NAME, BlockCounts, ManifestLog, manifest_writer
+from megatron.data.index.indexed import DataError, best_dtype
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder, check_absent
 from megatron.data.preference.encoder import Pair, PairCounts, PreferenceEncoder, Templates
 from megatron.data.preference.formats import Preference, parse_preference
 from megatron.data.preference.rows import EXAMPLE, ROW_COLUMNS
-from megatron.data.source_reader import read_batches
-from megatron.data.sources import ROW_KINDS, STDIN_FILENAME, InputListing, InputRules, find_sources
-from megatron.data.splits import of_split
+from megatron.data.prepare.block_workers import BYTES_WORTH_A_PROCESS, encode_blocks, rows_of
+from megatron.data.prepare.manifest import LOG_NAME, BlockCounts, ManifestLog, manifest_writer
+from megatron.data.read.archives import read_batches
+from megatron.data.read.document_blocks import Block, Fault, ReadingRules
+from megatron.data.read.input_shards import InputShard, of_split, shard_of
+from megatron.data.read.sources import ROW_KINDS, STDIN_FILENAME, InputListing, InputRules, find_sources
 
 BLOCK_BYTES = 1 << 20
 SEQUENCES = 3

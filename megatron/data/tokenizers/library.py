@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
     END_OF_TEXT,
     KNOWN_EOD_TOKENS,
     Added,
     IdentifiedTokenizer,
     TokenBatch,
+    decode_utf8,
     end_to_end,
+    looks_like,
     option_bytes,
+    parse_json,
+    read_bytes,
     refusal,
 )
-from megatron.data.tokenizers.files import decode_utf8, looks_like, parse_json, read_bytes
 
 if TYPE_CHECKING:
     import tokenizers

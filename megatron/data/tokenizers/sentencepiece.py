@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
     IdentifiedTokenizer,
     TokenBatch,
     any_of,
     end_to_end,
+    looks_like,
     option_bytes,
+    read_bytes,
     refusal,
     unknown_id,
 )
-from megatron.data.tokenizers.files import looks_like, read_bytes
 
 
 class SentencePieceTokenizer(IdentifiedTokenizer):

@@ -12,17 +12,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
     END_OF_TEXT,
     IdentifiedTokenizer,
     TokenBatch,
     end_to_end,
+    looks_like,
     option_bytes,
+    parse_json,
+    read_bytes,
     refusal,
     unknown_id,
 )
-from megatron.data.tokenizers.files import looks_like, parse_json, read_bytes
 
 
 class TiktokenScheme(NamedTuple):

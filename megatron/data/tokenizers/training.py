@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import END_OF_TEXT
-from megatron.files import replacing
+from megatron.runtime.files import replacing
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, min_frequency: int) -> dict[str, str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.config.options import Config, ModelConfig
 from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
+from megatron.options.config import Config, ModelConfig
 from megatron.parallel.shards import LayerDeclaration
 
 log = logging.getLogger(__name__)

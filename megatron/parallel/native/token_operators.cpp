@@ -1,7 +1,7 @@
 // Operators of generation on a CPU, each in one call: a pass over single tokens is short, and the dispatch of torch's
 // operators takes as long as what they compute. Numbers are float32 or bfloat16 in memory and float32 in registers.
 //
-// Addresses are those of contiguous tensors whose sizes megatron/parallel/token_kernels.py has checked.
+// Addresses are those of contiguous tensors whose sizes megatron/parallel/operators/token_kernels.py has checked.
 
 #include <pybind11/pybind11.h>
 

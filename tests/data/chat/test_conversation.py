@@ -27,7 +27,7 @@ from megatron.data.chat.template import (
 from megatron.data.chat.template_presets import PRESETS
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.chat.turns import TurnFinder
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from tests.data.chat.chat_oracle import Oracle, Refused, Unclear
 
 Message = dict[str, Any]

@@ -17,9 +17,9 @@ from megatron.cli.inspect_dataset import main as inspect
 from megatron.cli.merge_datasets import main as merge
 from megatron.cli.preprocess_chat import main
 from megatron.data.chat.preprocessing import preprocess_chats
-from megatron.data.indexed import DataError
-from megatron.data.manifest import read_manifest
-from megatron.files import IMPORT_ROOT
+from megatron.data.index.indexed import DataError
+from megatron.data.prepare.manifest import read_manifest
+from megatron.runtime.files import IMPORT_ROOT
 from tests.data.chat.test_conversation import bytes_json
 from tests.data.chat.test_preprocessing import SPECIAL, chat, job_of, names, rows_of
 
@@ -29,8 +29,8 @@ from pathlib import Path
 from megatron.cli import preprocess_chat, preprocess_preferences
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import BLOCK_BYTES, find_chats
-from megatron.data.document_blocks import ReadingRules
-from megatron.data.source_reader import read_batches
+from megatron.data.read.document_blocks import ReadingRules
+from megatron.data.read.archives import read_batches
 
 folder, tokenizer, how = sys.argv[1:]
 

@@ -17,14 +17,14 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.data import block_workers
 from megatron.data.chat import preprocessing
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from megatron.data.checksums import read_checksums
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.index.checksums import read_checksums
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.prepare import block_workers
 from tests.data.chat.test_conversation import bytes_json, turn
 from tests.ranks import HANG_S
 

@@ -16,9 +16,9 @@ import pytest
 from megatron.cli.preprocess_chat import main
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import preprocess_chats
-from megatron.data.indexed import DataError
-from megatron.data.input_shards import InputShard
-from megatron.data.json_array import lines_of_array
+from megatron.data.index.indexed import DataError
+from megatron.data.read.input_shards import InputShard
+from megatron.data.read.json_array import lines_of_array
 from tests.data.chat.test_conversation import bytes_json
 from tests.data.chat.test_preprocessing import SPECIAL, job_of, rows_of, samples, texts
 

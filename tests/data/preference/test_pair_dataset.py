@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.command_line import parse_arguments
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.preference.dataset import open_pairs
+from megatron.settings.command_line import parse_arguments
 from tests.tasks.pairs import write_pairs
 
 Pairs = list[list[list[int]]]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.cli.preprocess_preferences import main
 from megatron.data.chat.conversation import BadRow
-from megatron.data.indexed import DataError, IndexedDataset
+from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.preference.formats import parse_preference
 from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
 from tests.data.chat.test_conversation import bytes_json

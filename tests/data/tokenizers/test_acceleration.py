@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import (
     UNICODE_17,
     NotAccelerated,
@@ -27,8 +27,7 @@ from megatron.data.tokenizers.acceleration import (
     has_unicode_17_character,
 )
 from megatron.data.tokenizers.base import TokenBatch, Tokenizer
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.null import NullTokenizer
+from megatron.data.tokenizers.build import NullTokenizer, build_tokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 pytest.importorskip("gigatoken")

@@ -13,10 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.extension import helpers
-from megatron.data.indexed import DataError
-from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate, check_equal
+from megatron.data.index.indexed import DataError
+from megatron.data.tokenizers.acceleration import (
+    PRE_TOKENIZER,
+    SEPARATORS,
+    NotAccelerated,
+    accelerate,
+    byte_symbols,
+    check_equal,
+)
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.data.tokenizers.bloom import PRE_TOKENIZER, SEPARATORS, byte_symbols
 from megatron.data.tokenizers.build import build_tokenizer
 
 LANGUAGES = (

@@ -14,10 +14,10 @@ import sentencepiece
 import tokenizers
 from tokenizers import processors
 
-from megatron.config.command_line import from_dict
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import accelerate
 from megatron.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.settings.command_line import from_dict
 from megatron.tasks.pretrain import end_of_document
 from tests.data.tokenizers.test_tokenizers import ROOT, build_real, documents, openai_encoding
 

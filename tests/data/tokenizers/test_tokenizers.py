@@ -15,13 +15,12 @@ import regex
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.config.command_line import from_dict
-from megatron.data.indexed import DataError
+from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import TokenBatch, Tokenizer
-from megatron.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.data.tokenizers.build import TOKENIZER_TYPES, NullTokenizer, build_tokenizer
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
-from megatron.data.tokenizers.null import NullTokenizer
 from megatron.data.tokenizers.tiktoken import TIKTOKEN_SCHEMES, TikTokenizer
+from megatron.settings.command_line import from_dict
 from megatron.tasks.pretrain import end_of_document
 
 ODD_TEXTS = [

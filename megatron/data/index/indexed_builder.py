@@ -1,0 +1,498 @@
+"""Writer of indexed datasets, which appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from megatron.data.index.checksums import (
+    ReportBytes,
+    checksum_line,
+    file_blocks,
+    file_sha256,
+    note_lines,
+    read_checksums,
+)
+from megatron.data.index.indexed import (
+    BLOCK_ENTRIES,
+    DTYPES,
+    LARGEST_LENGTH,
+    MAGIC,
+    VERSION,
+    DataError,
+    IndexedDataset,
+    Tokens,
+)
+from megatron.runtime.commands import command_name
+from megatron.runtime.files import sync_file, sync_folder
+
+
+@dataclass(frozen=True)
+class BuilderState:
+    """Size of the part of a dataset that is safely on disk; IndexedDatasetBuilder.resume continues after it."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_documents: int = 0
+    num_listed_documents: int = 0
+    """Entries in the file of document ends: num_documents, or 0 while every document has one sequence."""
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BuilderState:
+        """Raises DataError if a field is missing, unknown or not a count."""
+        names = [field.name for field in fields(cls)]
+        if sorted(content) != sorted(names) or not all(type(i) is int and i >= 0 for i in content.values()):
+            raise DataError(f"{dict(content)} is not a saved state of a dataset: it must hold counts named {names}")
+        return cls(**content)
+
+
+SEALED_NAME = "dataset"
+"""Name of the dataset in a sealed work folder, where it can be read before it is published."""
+# The .idx is renamed last in `seal` and moved last in `publish`: a folder that holds it is sealed.
+_BIN, _SHA256, _MANIFEST, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".manifest.json", ".idx"))
+_LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX = "lengths.int32", "document_ends.int64", "idx.unsealed"
+_WORK_FILES = (_BIN, _SHA256, _MANIFEST, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
+
+
+class IndexedDatasetBuilder:
+    """Writer of PREFIX.bin, PREFIX.idx and PREFIX.sha256, which get these names only when whole, in `finalize`.
+
+    Tokens and lengths are written to a work folder as they come, so memory does not grow with the data. By default it
+    is PREFIX.partial-<12 hex digits>, removed when the context manager exits. A `work_dir`, which must lie on the file
+    system of PREFIX, is kept: a later process can `resume` from it, and `abandon` removes it.
+
+    `notes` are JSON values written to PREFIX.sha256 under their names. Raises DataError, OSError.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        work_dir: str | Path | None = None,
+    ):
+        self._set_up(prefix, dtype, notes, work_dir)
+        self.work_dir.mkdir(parents=not self._removed_on_exit, exist_ok=not self._removed_on_exit)
+        self._check_file_system()
+        present = [name for name in _WORK_FILES if (self.work_dir / name).exists()]
+        if present:
+            raise DataError(
+                f"{self.work_dir} already holds an unfinished dataset ({', '.join(present)}); resume it, or remove it"
+            )
+        self._bin = _HashedFile((self.work_dir / _BIN).open("xb"))
+        self._lengths: IO[bytes] = (self.work_dir / _LENGTHS).open("xb")
+
+    def _set_up(
+        self, prefix: str | Path, dtype: DTypeLike, notes: Mapping[str, Any] | None, work_dir: str | Path | None
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        if not codes:
+            raise DataError(f"dtype {self.dtype} cannot be stored; use one of {', '.join(map(str, DTYPES.values()))}")
+        self._dtype_code = codes[0]
+        self._notes = dict(notes or {})
+        note_lines(self._notes)  # raises here rather than after hours of work
+        self._removed_on_exit = work_dir is None
+        self.work_dir = Path(work_dir) if work_dir else Path(f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}")
+        """Folder of the unfinished files."""
+        self.num_tokens = 0
+        """Tokens written so far."""
+        self.num_sequences = 0
+        self.num_documents = 0
+        # None while every document has one sequence: the ends are then 1, 2, 3, ...
+        self._document_ends: IO[bytes] | None = None
+        self._state: Literal["open", "sealed", "published", "closed"] = "open"
+
+    def _check_file_system(self) -> None:
+        target = Path(self.prefix).parent
+        if self.work_dir.stat().st_dev != target.stat().st_dev:
+            raise DataError(
+                f"{self.work_dir} and {target} lie on different file systems, so finished files could not be renamed "
+                "from one to the other; put the work folder beside the output"
+            )
+
+    @classmethod
+    def resume(
+        cls,
+        prefix: str | Path,
+        dtype: DTypeLike,
+        state: BuilderState,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        work_dir: str | Path,
+    ) -> IndexedDatasetBuilder:
+        """Continue from the result of `save_state`; anything written after it is truncated.
+
+        Reads the tokens once, for their checksum. Raises DataError if less than `state` is on disk.
+        """
+        builder = cls.__new__(cls)
+        builder._set_up(prefix, dtype, notes, work_dir)
+        if is_sealed(work_dir):
+            raise DataError(
+                f"{work_dir} holds a sealed dataset, to which nothing can be added; publish it, or remove it"
+            )
+        sizes = {_BIN: state.num_tokens * builder.dtype.itemsize, _LENGTHS: 4 * state.num_sequences}
+        if state.num_listed_documents:
+            sizes[_DOCUMENT_ENDS] = 8 * state.num_listed_documents
+        for name, size in sizes.items():
+            path = builder.work_dir / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise DataError(f"{path} has {found} bytes, less than the {size} that were saved; start over")
+        builder.work_dir.mkdir(parents=True, exist_ok=True)
+        builder._check_file_system()
+        for name in set(_WORK_FILES) - sizes.keys():
+            (builder.work_dir / name).unlink(missing_ok=True)
+        opened = {name: _open_cut(builder.work_dir / name, size) for name, size in sizes.items()}
+        builder._bin, builder._lengths = _HashedFile(opened[_BIN]), opened[_LENGTHS]
+        builder._document_ends = opened.get(_DOCUMENT_ENDS)
+        for block in file_blocks(builder.work_dir / _BIN, sizes[_BIN]):
+            builder._bin.digest.update(block)
+        builder.num_tokens, builder.num_sequences = state.num_tokens, state.num_sequences
+        builder.num_documents = state.num_documents
+        return builder
+
+    def save_state(self) -> BuilderState:
+        """Flush everything written so far to disk, and return how much that is."""
+        self._check_open()
+        self._sync()
+        listed = 0 if self._document_ends is None else self.num_documents
+        return BuilderState(self.num_tokens, self.num_sequences, self.num_documents, listed)
+
+    def add_document(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int] | None = None) -> None:
+        """Add a document of one sequence, or of sequences with these lengths. Adds nothing if it raises DataError."""
+        flat = np.asarray(tokens)
+        self._write(flat, [len(flat)] if lengths is None else lengths)
+        if self._document_ends is None and self.num_sequences == self.num_documents + 1:
+            self.num_documents += 1
+        else:
+            self._end_documents(np.array([self.num_sequences]))
+
+    def add_documents(
+        self,
+        tokens: Sequence[int] | Tokens,
+        lengths: Sequence[int] | Tokens,
+        *,
+        keeps_empty_sequences: bool = True,
+        sequences_per_document: int = 1,
+    ) -> None:
+        """Add documents of equally many sequences, concatenated in `tokens`. Adds nothing if it raises DataError.
+
+        Tokens of the builder's own dtype are written without a check or a copy. Without `keeps_empty_sequences` a
+        sequence of length 0 is left out, as Megatron writes a document without text.
+        """
+        counts = np.asarray(lengths)
+        filled = counts > 0 if not keeps_empty_sequences else np.ones(len(counts), np.bool_)
+        before = self.num_sequences
+        self._write(np.asarray(tokens), counts[filled])
+        self._end_documents(before + np.cumsum(filled)[sequences_per_document - 1 :: sequences_per_document])
+
+    def append_dataset(self, dataset: IndexedDataset, progress: ReportBytes | None = None) -> None:
+        """Add all documents of a finished dataset of the same dtype.
+
+        Raises DataError if its index is damaged or it differs from its PREFIX.sha256, if it has one. A part of it may
+        have been added by then: abandon the builder.
+        """
+        self._check_joins(dataset.prefix, dataset.dtype)
+        if dataset.has_modes:
+            raise DataError(f"{dataset.prefix}.idx has modes: multimodal datasets are read, but not written")
+        checksums = read_checksums(dataset.prefix)
+        if checksums:
+            checksums.compare(dataset.prefix, ".idx", file_sha256(dataset.prefix + ".idx"))
+        before, end = self.num_sequences, 0
+        for start in range(0, len(dataset), BLOCK_ENTRIES):
+            lengths = dataset.lengths[start : start + BLOCK_ENTRIES]
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            wrong = np.flatnonzero(dataset.pointers[start + 1 : start + len(ends)] != ends[:-1])
+            if dataset.pointers[start] != end or len(wrong) or lengths.min() < 0:
+                raise DataError(
+                    f"{dataset.prefix}.idx: lengths and pointers disagree within its sequences {start} to "
+                    f"{start + len(lengths)}; the file is damaged; copy it again "
+                    f"({command_name('inspect_dataset')} --verify reports details)"
+                )
+            self._write_lengths(lengths)
+            end = int(ends[-1])
+            dataset.release_memory()
+        digest = hashlib.sha256() if checksums else None
+        for block in file_blocks(Path(dataset.prefix + ".bin"), dataset.num_tokens * self.dtype.itemsize):
+            self._bin.write(block)
+            if digest:
+                digest.update(block)
+            if progress:
+                progress(len(block))
+        self.num_tokens += dataset.num_tokens
+        if checksums and digest:
+            checksums.compare(dataset.prefix, ".bin", digest.hexdigest())
+        for start in range(0, dataset.num_documents, BLOCK_ENTRIES):
+            bounds = dataset.document_index[start : start + BLOCK_ENTRIES + 1]
+            if (np.diff(bounds) < 0).any():
+                raise DataError(
+                    f"{dataset.prefix}.idx: the document index decreases within its entries {start} to "
+                    f"{start + len(bounds)}; the file is damaged, copy it again"
+                )
+            self._end_documents(before + bounds[1:])
+            dataset.release_memory()
+
+    def absorb(self, other: IndexedDatasetBuilder) -> None:
+        """Add everything that another, unsealed builder of the same dtype has written, and leave that as it is."""
+        self._check_open()
+        other._check_open()
+        self._check_joins(other.prefix, other.dtype)
+        other._flush()
+        before = self.num_sequences
+        for lengths in file_blocks(other.work_dir / _LENGTHS, 4 * other.num_sequences):
+            self._write_lengths(np.frombuffer(lengths, "<i4"))
+        for block in file_blocks(other.work_dir / _BIN, other.num_tokens * self.dtype.itemsize):
+            self._bin.write(block)
+        self.num_tokens += other.num_tokens
+        for ends in other._document_end_blocks():
+            self._end_documents(before + np.frombuffer(ends, "<i8"))
+
+    def _check_joins(self, prefix: str, dtype: np.dtype[Any]) -> None:
+        if dtype != self.dtype:
+            raise DataError(f"{prefix} holds {dtype}, {self.prefix} {self.dtype}; they cannot be joined")
+
+    def _write(self, tokens: Tokens, lengths: Sequence[int] | Tokens) -> None:
+        self._check_open()
+        counts = np.asarray(lengths, dtype=np.int64)
+        if int(counts.sum()) != len(tokens) or (counts.size and counts.min() < 0):
+            raise DataError(f"{self.prefix}: lengths add up to {counts.sum()}, but {len(tokens)} tokens are given")
+        if counts.size and counts.max() > LARGEST_LENGTH:
+            raise DataError(f"{self.prefix}: a sequence of {counts.max()} tokens; the format ends at {LARGEST_LENGTH}")
+        if tokens.dtype != self.dtype and len(tokens) and self.dtype.kind in "iu":
+            if tokens.dtype.kind not in "iu":
+                raise DataError(f"{self.prefix}: tokens are {tokens.dtype}, not integers; give token ids")
+            smallest, largest, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if smallest < limits.min or largest > limits.max:
+                wrong = smallest if smallest < limits.min else largest
+                raise DataError(
+                    f"{self.prefix}: token id {wrong} does not fit {self.dtype} ({limits.min} to {limits.max}); "
+                    "choose the dtype by best_dtype(vocab_size)"
+                )
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self.num_tokens += len(tokens)
+        self._write_lengths(counts)
+
+    def _write_lengths(self, lengths: Tokens) -> None:
+        self._lengths.write(lengths.astype("<i4").data)
+        self.num_sequences += len(lengths)
+
+    def _end_documents(self, ends: Tokens) -> None:
+        """Add documents that end before these sequences. They are listed only once a document has several sequences."""
+        before = self.num_documents
+        if self._document_ends is None:
+            if np.array_equal(ends, np.arange(before + 1, before + 1 + len(ends))):
+                self.num_documents += len(ends)
+                return
+            self._document_ends = (self.work_dir / _DOCUMENT_ENDS).open("xb")
+            for block in _count_to(before):
+                self._document_ends.write(block)
+        self._document_ends.write(ends.astype("<i8").data)
+        self.num_documents += len(ends)
+
+    def seal(self, write_manifest: Callable[[IO[bytes], dict[str, Any]], None] | None = None) -> None:
+        """Write the rest of the files, still in the work folder. Raises DataError if there are no tokens.
+
+        `write_manifest` receives the file of the manifest, and the facts of the dataset that belong in it. To make
+        several datasets appear together, seal each, then finalize each.
+        """
+        self._check_open()
+        if self.num_tokens == 0:
+            raise DataError(f"{self.prefix}: no tokens to write; give text that is not empty")
+        self._sync()
+        with (self.work_dir / _UNSEALED_IDX).open("wb") as file:
+            idx = _HashedFile(file)
+            self._write_index(idx)
+            idx.sync()
+        name = Path(self.prefix).name
+        with (self.work_dir / _SHA256).open("wb") as file:
+            file.write(note_lines(self._notes))
+            file.write(checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
+            file.write(checksum_line(idx.digest.hexdigest(), name + ".idx"))
+            sync_file(file)
+        if write_manifest:
+            with (self.work_dir / _MANIFEST).open("wb") as file:
+                write_manifest(
+                    file, self._facts({".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()})
+                )
+                sync_file(file)
+        os.replace(self.work_dir / _UNSEALED_IDX, self.work_dir / _IDX)
+        sync_folder(self.work_dir)
+        self._close_files()
+        self._state = "sealed"
+        (self.work_dir / _LENGTHS).unlink()
+        (self.work_dir / _DOCUMENT_ENDS).unlink(missing_ok=True)
+
+    def _facts(self, sha256: dict[str, str]) -> dict[str, Any]:
+        counts = {"documents": self.num_documents, "sequences": self.num_sequences, "tokens": self.num_tokens}
+        return {**counts, "dtype": str(self.dtype), "sha256": sha256}
+
+    def _write_index(self, idx: _HashedFile) -> None:
+        idx.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._dtype_code]))
+        idx.write(self.num_sequences.to_bytes(8, "little") + (self.num_documents + 1).to_bytes(8, "little"))
+        for block in self._length_blocks():
+            idx.write(block)
+        position = 0
+        for block in self._length_blocks():
+            sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            idx.write((ends - sizes).astype("<i8", copy=False).data)
+            position = int(ends[-1])
+        idx.write(bytes(8))  # the first document starts at sequence 0
+        for block in self._document_end_blocks():
+            idx.write(block)
+
+    def _length_blocks(self) -> Iterator[memoryview]:
+        return file_blocks(self.work_dir / _LENGTHS, 4 * self.num_sequences)
+
+    def _document_end_blocks(self) -> Iterator[memoryview]:
+        if self._document_ends is None:
+            return _count_to(self.num_documents)
+        return file_blocks(self.work_dir / _DOCUMENT_ENDS, 8 * self.num_documents)
+
+    def finalize(self) -> None:
+        """Rename the files to their final names, after sealing them if necessary. Raises as `seal` does."""
+        if self._state != "sealed":
+            self.seal()
+        publish(self.work_dir, self.prefix)
+        self._state = "published"
+
+    def close(self) -> None:
+        """Stop, and keep the work folder for `resume` or, if sealed, for `publish`."""
+        if self._state == "open":
+            with contextlib.suppress(OSError):  # the disk is full; what was saved before is safe
+                self._close_files()
+        if self._state != "published":
+            self._state = "closed"
+
+    def abandon(self) -> None:
+        """Remove the unfinished files. Does nothing after `finalize`."""
+        if self._state != "published":
+            self.close()
+            _remove_work_files(self.work_dir)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._removed_on_exit:
+            self.abandon()
+        else:
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise RuntimeError(f"{self.prefix} is already {self._state}")
+
+    def _open_files(self) -> list[IO[bytes]]:
+        return [file for file in (self._bin.file, self._lengths, self._document_ends) if file is not None]
+
+    def _flush(self) -> None:
+        for file in self._open_files():
+            file.flush()
+
+    def _sync(self) -> None:
+        for file in self._open_files():
+            sync_file(file)
+
+    def _close_files(self) -> None:
+        with contextlib.ExitStack() as stack:  # close all, even if one fails to flush
+            for file in self._open_files():
+                stack.callback(file.close)
+
+
+def is_sealed(work_dir: str | Path) -> bool:
+    """Return true if a builder's work folder holds a whole dataset that is not published yet."""
+    return (Path(work_dir) / _IDX).exists()
+
+
+def is_open(work_dir: str | Path) -> bool:
+    """Return true if a builder's work folder holds a dataset that is neither sealed nor published."""
+    return (Path(work_dir) / _BIN).exists() and not is_sealed(work_dir)
+
+
+def publish(work_dir: str | Path, prefix: str | Path) -> None:
+    """Move a sealed dataset to its names, .idx last, replacing an older one, and remove its work folder.
+
+    At every moment the pair is whole, or the .idx is missing. If the process is killed in here, another can call this
+    again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
+    """
+    work, base = Path(work_dir), str(prefix)
+    targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _MANIFEST, _IDX)}
+    if not is_sealed(work):
+        if (work / _BIN).exists() or not targets[_IDX].exists():
+            raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start over")
+    elif (work / _BIN).exists():
+        # an old index, checksum or manifest would be read with the new .bin
+        for name in (_IDX, _SHA256, _MANIFEST):
+            targets[name].unlink(missing_ok=True)
+        sync_folder(targets[_IDX].parent)
+    for name, target in targets.items():
+        if (work / name).exists():
+            os.replace(work / name, target)
+            sync_folder(target.parent)  # keeps this order through a power failure
+    _remove_work_files(work)
+
+
+def check_absent(prefixes: Sequence[str], overwrite: bool) -> None:
+    """Raise DataError if a dataset would be replaced without `overwrite`."""
+    for prefix in () if overwrite else prefixes:
+        for suffix in (".idx", ".bin"):
+            if os.path.lexists(prefix + suffix):
+                raise DataError(
+                    f"{prefix}{suffix} exists already; pass --overwrite to replace that dataset, or give another "
+                    "--output-prefix"
+                )
+
+
+def _remove_work_files(work_dir: Path) -> None:
+    for name in _WORK_FILES:
+        (work_dir / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # removed already, or it holds other files of the caller
+        work_dir.rmdir()
+
+
+class _HashedFile:
+    """A file being written, and the SHA-256 of its content."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> None:
+        self.file.write(content)
+        self.digest.update(content)
+
+    def sync(self) -> None:
+        sync_file(self.file)
+
+
+def _count_to(last: int) -> Iterator[memoryview]:
+    """Yield 1, 2, ..., last as int64, in blocks."""
+    for start in range(1, last + 1, BLOCK_ENTRIES):
+        yield np.arange(start, min(start + BLOCK_ENTRIES, last + 1), dtype="<i8").data
+
+
+def _open_cut(path: Path, size: int) -> IO[bytes]:
+    """Open a file of at least `size` bytes for appending, truncated to `size`."""
+    file = path.open("r+b" if path.exists() else "xb")
+    file.truncate(size)
+    file.seek(size)
+    return file

@@ -1,0 +1,154 @@
+"""One indexed dataset out of several, end to end, byte for byte as Megatron's tool makes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from megatron.data.index.checksums import ReportBytes, file_sha256, read_checksums
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.index.indexed_builder import SEALED_NAME, IndexedDatasetBuilder, check_absent
+from megatron.data.prepare.manifest import check_shards, merged_writer, read_manifest
+from megatron.runtime.files import disk_shortage
+
+ReportPhase = Callable[[str, int], AbstractContextManager[ReportBytes]]
+"""Called with a phase ("copying", "reading back") and its bytes; the block receives them as they are processed."""
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that compares digits as numbers: shard_2 before shard_10."""
+    parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
+    return [(0, int(digits), digits) if digits else (1, 0, text) for digits, text in parts]
+
+
+def find_prefixes(inputs: Sequence[str]) -> list[str]:
+    """Return the prefixes of the inputs, in order. Raises DataError for a folder without, or with half, a dataset."""
+    prefixes: list[str] = []
+    for given in inputs:
+        prefix = given.removesuffix(".idx")
+        if os.path.isdir(given) and not os.path.exists(prefix + ".idx"):
+            prefixes += datasets_in(Path(given))
+        else:
+            prefixes.append(prefix)
+    seen: dict[str, str] = {}
+    for prefix in prefixes:
+        place = os.path.realpath(prefix + ".bin")
+        if place in seen:
+            raise DataError(
+                f"{prefix} is named twice{'' if seen[place] == prefix else f', as {seen[place]} too'}; to train on it "
+                "more often give it more weight in --data-path"
+            )
+        seen[place] = prefix
+    return prefixes
+
+
+def datasets_in(folder: Path) -> list[str]:
+    files = {path.name for path in folder.iterdir() if path.suffix in (".bin", ".idx") and not path.is_dir()}
+    stems = sorted({os.path.splitext(name)[0] for name in files}, key=natural_order)
+    if not stems:
+        raise DataError(f"{folder} holds no datasets; give a folder of PREFIX.bin and PREFIX.idx")
+    for stem in stems:
+        for present, missing in ((".idx", ".bin"), (".bin", ".idx")):
+            if stem + missing not in files:
+                raise DataError(
+                    f"{folder / stem}{present} lacks its other half, {stem}{missing}; copy it there, or remove what "
+                    "is not a dataset"
+                )
+    return [str(folder / stem) for stem in stems]
+
+
+def common_notes(inputs: Sequence[IndexedDataset], output_prefix: str) -> dict[str, Any]:
+    """Return the notes that all inputs share.
+
+    Raises DataError if they do not fit together, or would be overwritten.
+    """
+    written = {os.path.realpath(output_prefix + suffix) for suffix in (".bin", ".idx")}
+    first = inputs[0]
+    notes: list[dict[str, Any]] = []
+    tokenizers: list[tuple[str, Any]] = []
+    for data in inputs:
+        if written & {os.path.realpath(data.prefix + suffix) for suffix in (".bin", ".idx")}:
+            raise DataError(
+                f"--output-prefix {output_prefix} is one of the inputs; give another, or, if it is left from an "
+                "earlier merge, delete it first"
+            )
+        if data.dtype != first.dtype:
+            raise DataError(
+                f"{first.prefix} holds {first.dtype}, {data.prefix} {data.dtype}: they were made with different "
+                "vocabularies; preprocess both with one tokenizer"
+            )
+        checksums = read_checksums(data.prefix)
+        notes.append(checksums.notes if checksums else {})
+        if "tokenizer" in notes[-1]:
+            tokenizers.append((data.prefix, notes[-1]["tokenizer"]))
+            if tokenizers[-1][1] != tokenizers[0][1]:
+                (one, one_note), (other, other_note) = tokenizers[0], tokenizers[-1]
+                raise DataError(
+                    f"{one} was made with the tokenizer {json.dumps(one_note)}, {other} with {json.dumps(other_note)}; "
+                    "preprocess both with one tokenizer (or, if the notes are wrong, delete the .sha256 of one)"
+                )
+    return {name: note for name, note in notes[0].items() if all(n.get(name, ...) == note for n in notes)}
+
+
+def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
+    # besides the result, lengths and ends of documents are stored until the .idx is written
+    needed = sum(
+        data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents for data in inputs
+    )
+    if shortage := disk_shortage(folder, needed):
+        raise DataError(f"{shortage}; free space, or put --output-prefix on another disk")
+
+
+def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: ReportBytes) -> None:
+    """Read back what was written. Raises DataError if it differs from the inputs."""
+    merged, checksums = IndexedDataset(prefix), read_checksums(prefix)
+    assert checksums is not None
+    for what, found, expected in (
+        ("documents", merged.num_documents, sum(data.num_documents for data in inputs)),
+        ("sequences", len(merged), sum(len(data) for data in inputs)),
+        ("tokens", merged.num_tokens, sum(data.num_tokens for data in inputs)),
+    ):
+        if found != expected:
+            raise DataError(f"{prefix} holds {found} {what}, its inputs {expected}; they changed during the merge")
+    for suffix in (".bin", ".idx"):
+        checksums.compare(str(prefix), suffix, file_sha256(f"{prefix}{suffix}", progress))
+
+
+def open_inputs(
+    inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False
+) -> tuple[list[IndexedDataset], dict[str, Any]]:
+    """Return the datasets to merge, in their order, and the notes that they share.
+
+    Raises DataError, also where they do not fit together, and if the output exists unless `overwrite`.
+    """
+    if output_prefix.endswith("/"):
+        raise DataError(f"--output-prefix {output_prefix} is a folder; give {output_prefix}NAME for NAME.bin in it")
+    datasets = [IndexedDataset(prefix) for prefix in find_prefixes(inputs)]
+    check_shards([(str(data.prefix), read_manifest(data.prefix)) for data in datasets])
+    notes = common_notes(datasets, output_prefix)
+    check_absent([output_prefix], overwrite)
+    folder = Path(output_prefix).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    check_space(datasets, folder)
+    return datasets, notes
+
+
+def merge(
+    inputs: Sequence[IndexedDataset], notes: dict[str, Any], output_prefix: str, report: ReportPhase
+) -> IndexedDataset:
+    """Write what `open_inputs` returned as one dataset, and verify it. Raises DataError or OSError."""
+    num_bytes = sum(data.num_tokens * data.dtype.itemsize for data in inputs)
+    with IndexedDatasetBuilder(output_prefix, inputs[0].dtype, notes=notes) as builder:
+        with report("copying", num_bytes) as progress:
+            for data in inputs:
+                builder.append_dataset(data, progress)
+        builder.seal(merged_writer([(data, read_manifest(data.prefix)) for data in inputs]))
+        with report("reading back", num_bytes) as progress:
+            verify_sealed(builder.work_dir / SEALED_NAME, inputs, progress)
+        builder.finalize()
+    return IndexedDataset(output_prefix)

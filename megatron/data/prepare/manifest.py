@@ -1,0 +1,437 @@
+"""PREFIX.manifest.json: every file that was found for a dataset, what was read of it, and what was passed over and why.
+
+It is plain JSON with a file a line under "files". `documents` of a file are those of it in the dataset, so that their
+sum is the dataset's. `blank`, `empty` and `bad` count what is not in the dataset; `crc32` is that of the decompressed
+content that was read. Reading may have stopped within a file (`stopped_after`), and left out those behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.read.document_blocks import Block
+from megatron.data.read.input_shards import InputShard
+from megatron.data.read.sources import UNCOMPRESSED_ONLY, InputListing, SourceFile, counted, reasons_in_words
+from megatron.runtime.files import sync_file
+
+FORMAT = "manifest of an indexed dataset"
+VERSION = 1
+SUFFIX = ".manifest.json"
+LOG_NAME = "manifest.jsonl"
+COUNTS = ("bytes", "documents", "blank", "empty", "bad")
+
+WriteManifest = Callable[[IO[bytes], dict[str, Any]], None]
+"""Called with the file to write, and the facts of the dataset: documents, sequences, tokens, dtype, sha256."""
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """Documents of a block in the dataset, and those that are not."""
+
+    block: Block
+    """The block without its content."""
+    documents: int
+    """Documents in the dataset."""
+    blank: int = 0
+    empty: int = 0
+    """Documents without a token that are left out."""
+    bad: int = 0
+
+
+@dataclass
+class _Entry:
+    """A file as far as it has been read."""
+
+    source_number: int
+    member: int
+    name: str
+    bytes: int | None
+    part: Sequence[int] | None = None
+    passed_over: str = ""
+    documents: int = 0
+    blank: int = 0
+    empty: int = 0
+    bad: int = 0
+    crc32: int | None = None
+    read_bytes: int = 0
+    stopped_after: int | None = None
+    """Documents of the input after which reading stopped, in this file."""
+
+    def line(self) -> dict[str, Any]:
+        if self.passed_over:
+            return {"name": self.name, "passed_over": self.passed_over}
+        size = self.read_bytes if self.bytes is None else self.bytes
+        line: dict[str, Any] = {"name": self.name, "bytes": size, "documents": self.documents}
+        line |= {name: count for name in ("blank", "empty", "bad") if (count := getattr(self, name))}
+        if self.crc32 is not None:
+            line["crc32"] = f"{self.crc32:08x}"
+        if self.part is not None:
+            line["part"] = list(self.part)
+        if self.stopped_after is not None:
+            line["stopped_after"] = self.stopped_after
+        return line
+
+
+class ManifestLog:
+    """Entries of the files read so far, in a file that grows, so that memory and saved states do not."""
+
+    def __init__(
+        self,
+        path: Path,
+        sources: Sequence[SourceFile],
+        saved: dict[str, Any] | None = None,
+        *,
+        max_documents: int | None = None,
+    ):
+        """Start empty, or after what `save_state` returned. Raises OSError."""
+        self._sources, self._max_documents = sources, max_documents
+        self._file = path.open("r+b" if saved and path.exists() else "wb")
+        self._current: _Entry | None = None
+        self._next_source = 0
+        self.counts: Counter[str] = Counter()
+        if saved:
+            self._file.truncate(saved["num_bytes"])
+            self._file.seek(saved["num_bytes"])
+            self._current = _Entry(**saved["current"]) if saved["current"] else None
+            self._next_source = saved["next_source"]
+            self.counts.update(saved["counts"])
+
+    def add(self, found: BlockCounts) -> None:
+        """Add the next block of the input."""
+        block = found.block
+        number, member = block.begin.source, block.begin.member
+        entry = self._current
+        if entry is None or (entry.source_number, entry.member, entry.name) != (
+            number,
+            member,
+            block.source.public_name,
+        ):
+            self._end_entry()
+            self._add_unread(number)
+            source = block.source
+            entry = self._current = _Entry(
+                number, member, source.public_name, source.size, source.part, block.passed_over
+            )
+            self._next_source = number + 1
+        entry.documents += found.documents
+        entry.blank += found.blank
+        entry.empty += found.empty
+        entry.bad += found.bad
+        entry.read_bytes += block.num_input_bytes
+        if block.source.kind not in UNCOMPRESSED_ONLY and (block.end.source, block.end.member) == (number, member):
+            entry.crc32 = block.end.crc32
+        if block.end.documents == self._max_documents:
+            entry.stopped_after = self._max_documents
+
+    def _add_unread(self, end: int, passed_over: str = "") -> None:
+        """Add the files before number `end` that gave no block: those without a byte of text, or passed over."""
+        for number in range(self._next_source, end):
+            source = self._sources[number]
+            self._write(_Entry(number, 0, source.public_name, source.size, source.part, passed_over))
+        self._next_source = max(self._next_source, end)
+
+    def _end_entry(self) -> None:
+        if self._current is not None:
+            self._write(self._current)
+            self._current = None
+
+    def _write(self, entry: _Entry) -> None:
+        line = entry.line()
+        _count(self.counts, line)
+        self._file.write(_json(line) + b"\n")
+
+    def save_state(self) -> dict[str, Any]:
+        """Flush to disk, and return how much that is."""
+        sync_file(self._file)
+        return {
+            "num_bytes": self._file.tell(),
+            "current": asdict(self._current) if self._current else None,
+            "next_source": self._next_source,
+            "counts": dict(self.counts),
+        }
+
+    def finish(self) -> None:
+        """Add the last entries: all input has been read, or the first `max_documents`."""
+        has_stopped = self._current is not None and self._current.stopped_after is not None
+        self._end_entry()
+        self._add_unread(len(self._sources), "beyond --max-documents" if has_stopped else "")
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the entries as JSON."""
+        self._file.flush()
+        with open(self._file.name, "rb") as file:
+            for line in file:
+                yield line.rstrip(b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _json(line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line)
+    except TypeError:  # a file name that is not UTF-8
+        return json.dumps(line).encode()
+
+
+def _count(counts: Counter[str], line: dict[str, Any]) -> None:
+    if "passed_over" in line:
+        counts["files_passed_over"] += 1
+        return
+    # the later parts of a file that shards have divided are not further files
+    counts["files_read"] += not (line.get("part") and line["part"][0])
+    for name in COUNTS:
+        counts[name] += line.get(name, 0)
+
+
+def manifest_writer(
+    listing: InputListing,
+    log: ManifestLog,
+    tokenizer: dict[str, Any],
+    options: dict[str, Any],
+    shard: InputShard | None,
+    input_digest: str,
+    outcomes: Mapping[str, int] | None = None,
+) -> WriteManifest:
+    """Return the function that writes the manifest of a dataset made of a listing.
+
+    `outcomes`: numbers of rows that were changed or left out, by what happened to them.
+    """
+
+    def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
+        skipped = [{"name": name, "passed_over": reason} for name, reason in listing.passed_over]
+        counts = Counter(log.counts)
+        for line in skipped:
+            _count(counts, line)
+        header = {
+            "tokenizer": tokenizer,
+            "options": options,
+            "shard": {"number": shard.number, "count": shard.count, "input": input_digest} if shard else None,
+            "outcomes": dict(outcomes or {}),
+        }
+        lines = (_json(line) for line in skipped)
+        _write(file, dataset, header, counts, [lines, log.lines()])
+
+    return write
+
+
+def _write(
+    file: IO[bytes],
+    dataset: dict[str, Any],
+    header: dict[str, Any],
+    counts: Counter[str],
+    lines: Iterable[Iterable[bytes]],
+) -> None:
+    names = ("files_read", "files_passed_over", *COUNTS)
+    whole = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dataset": dataset,
+        **header,
+        "counts": {name: counts[name] for name in names},
+    }
+    file.write(json.dumps(whole, indent=1)[:-2].encode() + b',\n "files": [')
+    before = b"\n  "
+    for some in lines:
+        for line in some:
+            file.write(before + line)
+            before = b",\n  "
+    file.write(b"\n ]\n}\n")
+
+
+@dataclass(frozen=True)
+class DatasetManifest:
+    """Content of PREFIX.manifest.json."""
+
+    path: Path
+    dataset: dict[str, Any]
+    header: dict[str, Any]
+    """Tokenizer, options, shard, and outcomes: rows that were changed or left out, by what happened to them."""
+    counts: dict[str, int]
+    files: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def shard(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.header["shard"]
+        return found
+
+    def describe(self, *, with_outcomes: bool = True) -> str:
+        """Return one line for the user."""
+        skipped = Counter(line["passed_over"] for line in self.files if "passed_over" in line)
+        text = f"{counted(self.counts['files_read'], 'file')} read"
+        text += f", {len(skipped) and skipped.total():,} passed over"
+        text += f" ({reasons_in_words(skipped)})" if skipped else ""
+        lost = [f"{self.counts[name]:,} {name}" for name in ("blank", "empty", "bad") if self.counts[name]]
+        text += f"; documents left out: {', '.join(lost)}" if lost else ""
+        if with_outcomes:
+            text += "".join(f"; {name}: {count:,}" for name, count in self.header["outcomes"].items())
+        for number in sorted({line["stopped_after"] for line in self.files if "stopped_after" in line}):
+            text += f"; reading stopped after {counted(number, 'document')} of the input (--max-documents)"
+        return text + (f"; shard {self.shard['number']}/{self.shard['count']}" if self.shard else "")
+
+    def faults(self, data: IndexedDataset, sha256: dict[str, str]) -> Iterator[str]:
+        """Yield what disagrees with the dataset, whose SHA-256 are given by suffix, or within the manifest."""
+        found = {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
+        for name, count in found.items():
+            if self.dataset.get(name) != count:
+                yield f"{self.path} says {self.dataset.get(name)} {name}, but the dataset has {count}"
+        if self.dataset.get("dtype") != str(data.dtype):
+            yield f"{self.path} says {self.dataset.get('dtype')}, but the dataset holds {data.dtype}"
+        for suffix, digest in sha256.items():
+            if self.dataset.get("sha256", {}).get(suffix) != digest:
+                yield f"{self.path} is of another {suffix} than {data.prefix}{suffix}, by its SHA-256"
+        counts: Counter[str] = Counter()
+        for line in self.files:
+            _count(counts, line)
+        for name, count in self.counts.items():
+            if counts[name] != count:
+                yield f"{self.path}: its files add up to {counts[name]} {name}, but its counts say {count}"
+        if counts["documents"] != data.num_documents:
+            yield f"{self.path}: its files have {counts['documents']} documents, but the dataset {data.num_documents}"
+
+
+def read_manifest(prefix: str | Path) -> DatasetManifest | None:
+    """Read PREFIX.manifest.json; None if there is none, as for datasets written by Megatron. Raises DataError."""
+    path = Path(f"{prefix}{SUFFIX}")
+    try:
+        content = json.loads(path.read_bytes())
+        _require(isinstance(content, dict) and content.get("format") == FORMAT, "it is not a manifest")
+        _require(_is_count(content.get("version")), "its version")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if content["version"] > VERSION:
+        raise DataError(f"{path} has version {content['version']}, this program reads {VERSION}; update it")
+    try:
+        _check_content(content)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    header = {name: content.get(name, {}) for name in ("tokenizer", "options", "shard", "outcomes")}
+    return DatasetManifest(path, content["dataset"], header, content["counts"], content["files"])
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged ({error}); copy it again, or delete it")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_content(content: dict[str, Any]) -> None:
+    """Raise ValueError that names a part which has not the form that this program writes."""
+    dataset, shard, counts = content.get("dataset"), content.get("shard"), content.get("counts")
+    _require(isinstance(dataset, dict) and isinstance(dataset.get("sha256"), dict), "its dataset")
+    _require(isinstance(content.get("tokenizer", 0), dict | None), "its tokenizer")
+    _require(isinstance(content.get("options"), dict), "its options")
+    is_shard = isinstance(shard, dict) and all(_is_count(shard.get(name)) for name in ("number", "count"))
+    _require("shard" in content and (shard is None or (is_shard and "input" in shard)), "its shard")
+    outcomes = content.get("outcomes", {})  # a later addition
+    _require(isinstance(outcomes, dict) and all(map(_is_count, outcomes.values())), "its outcomes")
+    names = ("files_read", "files_passed_over", *COUNTS)
+    has_names = isinstance(counts, dict) and set(counts) == set(names)
+    _require(has_names and all(_is_count(content["counts"][name]) for name in names), "its counts")
+    _require(isinstance(content.get("files"), list), "its files")
+    for number, line in enumerate(content["files"]):
+        _require(_is_entry(line), f"entry {number} of its files")
+
+
+def _is_entry(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("name"), str):
+        return False
+    if "passed_over" in line:
+        return isinstance(line["passed_over"], str)
+    part = line.get("part", [0, 0])
+    is_part = isinstance(part, list) and len(part) == 2 and all(map(_is_count, part))
+    return is_part and all(_is_count(line.get(name, 0)) for name in (*COUNTS, "stopped_after"))
+
+
+def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> WriteManifest | None:
+    """Return the function that writes the manifest of datasets joined in this order; None if none has one.
+
+    A dataset without a manifest stands as one file.
+    """
+    if all(manifest is None for _, manifest in inputs):
+        return None
+
+    def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
+        lines: list[dict[str, Any]] = []
+        passed_over: set[Any] = set()
+        for data, manifest in inputs:
+            num_bytes = data.num_tokens * data.dtype.itemsize
+            stands_for = {"name": str(data.prefix), "bytes": num_bytes, "documents": data.num_documents}
+            for line in manifest.files if manifest else [{**stands_for, "is_dataset": True}]:
+                if "passed_over" in line:
+                    # the shards of one input have all passed over the same files
+                    if line["name"] in passed_over:
+                        continue
+                    passed_over.add(line["name"])
+                lines.append(line)
+        counts: Counter[str] = Counter()
+        for line in lines:
+            _count(counts, line)
+        headers = [manifest.header if manifest else {"tokenizer": None, "options": {}} for _, manifest in inputs]
+        first = headers[0]
+        header = {
+            "tokenizer": first["tokenizer"] if all(h["tokenizer"] == first["tokenizer"] for h in headers) else None,
+            "options": {
+                name: value
+                for name, value in first["options"].items()
+                if all(h["options"].get(name, ...) == value for h in headers)
+            },
+            "shard": None,
+            "outcomes": dict(sum((Counter(h.get("outcomes", {})) for h in headers), Counter[str]())),
+        }
+        _write(file, dataset, header, counts, [(_json(line) for line in lines)])
+
+    return write
+
+
+def check_shards(inputs: Sequence[tuple[str, DatasetManifest | None]]) -> None:
+    """Raise DataError unless the datasets are no shards, or all shards of one input, each once and in order."""
+    shards = [(prefix, manifest.shard) for prefix, manifest in inputs if manifest and manifest.shard]
+    if not shards:
+        return
+    others = [prefix for prefix, manifest in inputs if not (manifest and manifest.shard)]
+    first_prefix, first = shards[0]
+    if others:
+        raise DataError(
+            f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {others[0]} is none; merge the "
+            "shards first, and their result with other datasets then"
+        )
+    for prefix, shard in shards:
+        if (shard["count"], shard["input"]) != (first["count"], first["input"]):
+            raise DataError(
+                f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {prefix} is shard "
+                f"{shard['number']}/{shard['count']} of another; merge the shards of each input by themselves"
+            )
+    numbers = [shard["number"] for _, shard in shards]
+    expected = list(range(1, first["count"] + 1))
+    if numbers == expected:
+        return
+    missing = sorted(set(expected) - set(numbers))
+    twice = [number for number, count in Counter(numbers).items() if count > 1]
+    if missing:
+        fault = f"shard {', '.join(map(str, missing))} of {first['count']} is missing"
+    elif twice:
+        fault = f"shard {twice[0]} of {first['count']} is given twice"
+    else:
+        right = " ".join(prefix for prefix, _ in sorted(shards, key=lambda pair: pair[1]["number"]))
+        fault = f"the shards are not in order; give --input {right}"
+    raise DataError(f"{fault}: merged, the datasets would not be what one machine had made of the whole input")

@@ -1,0 +1,152 @@
+"""Shares of an input for several machines, whose datasets merged in order equal the dataset of the whole."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.data.index.indexed import DataError
+from megatron.data.read.json_array import holds_array
+from megatron.data.read.sources import InputListing, PassedOver, SourceFile
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """Share `number`, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> InputShard:
+        """Return the shard that `2/8` names. Raises ValueError."""
+        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"{text!r} is not a shard; give NUMBER/COUNT, from 1/COUNT to COUNT/COUNT")
+        return cls(int(found[1]), int(found[2]))
+
+
+def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
+    """Return the files and parts of files of a shard: consecutive ones, of about as many bytes as any other's.
+
+    Plain JSONL is cut between lines; any other file belongs to the shard of its middle byte. Raises DataError for a
+    size that is unknown, and if one of the shards, of whatever number, would have no file.
+    """
+    unknown = [source.name for source in listing.sources if source.num_bytes is None]
+    if unknown:
+        raise DataError(
+            f"--shard {shard}: the size of {unknown[0]} is unknown, so it cannot be divided; download it, or leave out "
+            "--shard"
+        )
+    pieces = _pieces(listing.sources, shard.count)
+    num_filled = len({number for _, number in pieces})
+    if num_filled < shard.count:
+        pieces = _whole_files(listing.sources, shard.count)
+    if not pieces:
+        raise DataError(
+            f"--shard {shard}: {len(listing.sources)} files give work for {num_filled} of {shard.count} "
+            "shards, since only plain JSONL is cut within a file; use fewer shards, or more files"
+        )
+    return InputListing([source for source, number in pieces if number == shard.number - 1], listing.passed_over)
+
+
+def _pieces(sources: Sequence[SourceFile], count: int) -> list[tuple[SourceFile, int]]:
+    """Return the files, cut where that can be, each with the number of its shard, from 0."""
+    total = sum(source.num_bytes or 0 for source in sources)
+    bounds = [total * number // count for number in range(count + 1)]
+    pieces = []
+    start = 0
+    for source in sources:
+        end = start + (source.num_bytes or 0)
+        if _can_be_cut(source):
+            numbers = range(bisect_right(bounds, start) - 1, bisect_right(bounds, end - 1))
+        else:
+            number = min(count, bisect_right(bounds, start + (end - start) // 2)) - 1
+            numbers = range(number, number + 1)
+        for number in numbers:
+            part = max(start, bounds[number]) - start, min(end, bounds[number + 1]) - start
+            pieces.append((source if len(numbers) == 1 else source._replace(part=part), number))
+        start = end
+    return pieces
+
+
+def _whole_files(sources: Sequence[SourceFile], count: int) -> list[tuple[SourceFile, int]]:
+    """Return the files, each with the number of its shard, so that every shard has one; [] if they are too few."""
+    left = sum(1 for source in sources if source.num_bytes)
+    if left < count:
+        return []
+    wanted = {source.name: number for source, number in _pieces([s._replace(kind="text") for s in sources], count)}
+    pieces = []
+    last = -1
+    for source in sources:
+        if source.num_bytes:
+            last = max(min(wanted[source.name], last + 1), last, count - left)
+            left -= 1
+        pieces.append((source, max(0, last)))
+    return pieces
+
+
+def _can_be_cut(source: SourceFile) -> bool:
+    if source.kind != "jsonl" or source.compression or source.transport == "pipe" or not source.num_bytes:
+        return False
+    return not source.name.split("?")[0].lower().endswith(".json") or not holds_array(source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splits of a downloaded dataset, by the names of its files: data/train-00000-of-00002.parquet, test/data.arrow.
+
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "validation",
+    "evaluation": "validation",
+    "dev": "validation",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+}
+"""Words in names of files and folders -> split, as Hugging Face's datasets reads them."""
+
+
+def of_split(listing: InputListing, split: str | None, inputs: Sequence[str]) -> InputListing:
+    """Return the files of a split; without one, all files.
+
+    Raises DataError if there are none, and without a split if a folder of `inputs` holds several.
+    """
+    found = [_splits_of(source, split) for source in listing.sources]
+    if split is None:
+        pairs = zip(listing.sources, found, strict=True)
+        known = sorted({name for source, names in pairs if source.name not in inputs for name in names})
+        if "train" in known and len(known) > 1:
+            raise DataError(
+                f"--input holds the splits {', '.join(known)}, which would be read as one; choose one with --split, or "
+                "name the files"
+            )
+        return listing
+    wanted = SPLITS.get(split, split)
+    sources = [source for source, names in zip(listing.sources, found, strict=True) if wanted in names]
+    if not sources:
+        names = ", ".join(sorted({name for names in found for name in names})) or "no name of a split"
+        raise DataError(f"--split {split}: no file of --input has it in its name; they have {names}")
+    others = [source for source in listing.sources if source not in sources]
+    passed_over = [PassedOver(source.name, "another split") for source in others]
+    return InputListing(sources, [*listing.passed_over, *passed_over])
+
+
+def _splits_of(source: SourceFile, split: str | None) -> set[str]:
+    """Return the splits that a file is of: those in its name, else those in the innermost folder with one."""
+    for part in reversed(source.relative_name.split("/")):
+        words = re.split(r"[^a-z0-9]+", part.lower())
+        names = {SPLITS[word] for word in words if word in SPLITS}
+        if split is not None and re.search(rf"(?:^|[-._ ]){re.escape(split)}(?:[-._ ]|$)", part):
+            names.add(SPLITS.get(split, split))
+        if names:
+            return names
+    return set()

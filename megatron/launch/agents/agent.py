@@ -1,0 +1,322 @@
+"""Agent of a node: starts its ranks, passes signals to them, restarts them when one fails, and leaves none behind.
+
+    python -m megatron.launch.agents.agent --ranks-per-node M [--nodes N --rendezvous HOST:PORT] -- FLAGS
+
+Every run goes through it: tools/launch.py becomes the agent of this machine, or has DeepSpeed's launcher start one on
+each host; InstructLab's run_training starts one. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NoReturn
+
+from megatron.launch.agents.agent_command import AgentOptions, announce, parse
+from megatron.launch.agents.helper_processes import HelperProcesses
+from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError, report
+from megatron.launch.agents.ownership import adopted_orphans, owned
+from megatron.launch.agents.rendezvous import (
+    DifferentCodeError,
+    Membership,
+    NotNeededError,
+    Rendezvous,
+    RendezvousFailedError,
+    RunEndedError,
+)
+from megatron.launch.agents.restart_policy import Failure, ending
+from megatron.launch.child_processes import (
+    InterruptedBySignal,
+    interruptible,
+    noted_signals,
+)
+from megatron.launch.host_environment import CoresError, ModulesError, require_modules
+from megatron.resilience.shutdown import REPEAT_S, SIGNALS
+from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
+from megatron.runtime.descriptors import raise_limit
+from megatron.runtime.messages import MissingSecretError, find_secret
+from megatron.runtime.network import leave_mpi
+
+# After one rank has failed the others wait in a collective for ever, and hold their devices: all end within 5 s.
+FAILED_GRACE_S = 3.0
+"""Time for the other ranks to report what they noticed; on gloo they do within a second or two."""
+HUNG_GRACE_S = 1.5
+"""The same after a watchdog has ended a rank: the others end by themselves, unless they are stopped or stuck."""
+STOP_S = 2.0
+"""Time to hear from another node why it has ended the run."""
+JOIN_SAVE_S = 120
+"""Time for healthy ranks to save before they restart because a node joins."""
+
+
+class NodesChangedError(Exception):
+    """Nodes wait to join; the ranks restart with them."""
+
+
+class Agent:
+    """Ranks of this node, from their start to the end of the run."""
+
+    def __init__(
+        self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str], received: deque[int]
+    ) -> None:
+        self._options = options
+        self._received = received
+        self._rendezvous = rendezvous_of(options)
+        self._ranks = NodeRanks(options, helpers, train_flags)
+        self._membership: Membership | None = None
+        self._failures: list[Failure] = []
+        """Those that ended the last attempt."""
+        self._stop_requested_s: float | None = None
+        self._kill_s: float | None = None
+
+    def run(self) -> int:
+        """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
+
+        A crash loop ends with ABORTED. Raises RendezvousFailedError, NotNeededError, and SystemExit for a signal before
+        the ranks first run.
+        """
+        try:
+            while True:
+                try:
+                    self._start_ranks()
+                    self._failures = []
+                    failure = self._watch()
+                    goes_on = failure is None and self._rendezvous.finish()  # true: another agent ended them
+                except InterruptedBySignal as interrupted:
+                    if self._membership is None:
+                        raise
+                    return self._stop_between(interrupted.number)
+                except RunEndedError as ended:
+                    return ended.status
+                except NotStartedError as not_started:
+                    failure, goes_on = not_started.failure, False
+                    if self._membership is not None and self._membership.store_socket is not None:
+                        self._membership.store_socket.close()  # the next attempt may need its port
+                except NodesChangedError:
+                    self._let_ranks_save()
+                    failure, goes_on = None, True
+                if failure is None:
+                    if goes_on and self._stop_requested_s is None:
+                        self._ranks.end()
+                        continue
+                    self._rendezvous.close(DONE if goes_on else None)
+                    return DONE
+                if not self._may_restart(failure):
+                    return self._end_after(failure)
+                # after a kill the others only wait for the dead rank
+                self._ranks.wait_for_end(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+                self._note_failures(failure)
+                self._ranks.end()
+        finally:
+            self._ranks.end()
+            self._rendezvous.leave()
+
+    def _stop_between(self, number: int) -> int:
+        """End the run on all nodes at a signal that came between two attempts; return the exit status."""
+        failure = f"{self._failures[0]}; " if self._failures else ""
+        name = signal.Signals(number).name
+        report(f"{failure}{name}: the run stops here, with the checkpoints that it has saved")
+        self._ranks.end()
+        self._rendezvous.close(DONE)
+        return DONE
+
+    def _note_failures(self, first: Failure) -> None:
+        """Keep how the ranks failed, the first first, and the newest checkpoint that they know."""
+        others = [self._ranks.failure(place, code) for place, code in enumerate(self._ranks.codes) if code]
+        # ranks end with another member, such as the fork server, and have not failed
+        self._failures = [first, *(other for other in others if other.rank != first.rank and not first.member)]
+        if self._options.nodes > 1 and first.is_own:
+            report(str(first))  # the first node reports what follows
+
+    def _start_ranks(self) -> None:
+        """Start the processes, agree with the other nodes, then give each process its environment.
+
+        Raises InterruptedBySignal, except before the first attempt of a single node, whose ranks handle a signal.
+        """
+        previous = self._membership
+        if self._options.nodes == 1:  # no rank waits for its end while a restart is delayed
+            self._join()
+        self._ranks.start()
+        if self._options.nodes > 1:  # meanwhile the ranks import
+            self._join()
+        assert self._membership is not None
+        self._report_size(previous, self._membership)
+        self._ranks.give_places(self._membership)
+
+    def _join(self) -> None:
+        is_interruptible = self._options.nodes > 1 or self._membership is not None
+        previous = self._membership
+        try:
+            with interruptible(SIGNALS, self._received) if is_interruptible else contextlib.nullcontext():
+                self._membership = self._rendezvous.join(self._failures, self._ranks.saved)
+        except InterruptedBySignal as interrupted:
+            if self._membership is previous:
+                raise
+            self._received.append(interrupted.number)  # it has its place: the other nodes wait for its ranks
+        self._rendezvous.settle()
+
+    def _report_size(self, previous: Membership | None, membership: Membership) -> None:
+        if previous is None or previous.num_nodes == membership.num_nodes or membership.node != 0:
+            return
+        per_node, count = self._options.ranks_per_node, membership.num_nodes
+        nodes = "1 node" if count == 1 else f"{count} nodes"
+        report(f"{count * per_node} ranks on {nodes} from now on, instead of {previous.num_nodes * per_node}")
+
+    def _watch(self) -> Failure | None:
+        """Wait until a rank fails, or all are done. Raises NodesChangedError and RendezvousFailedError."""
+        while True:
+            self._ranks.look()
+            self._pass_on_signals()
+            codes = self._ranks.codes
+            if (failure := self._ranks.server_failure()) is not None:
+                self._ranks.inform(dict.fromkeys(range(len(codes)), "ended with its fork server"))
+                return failure
+            if any(codes):
+                self._ranks.inform({place: ending(code) for place, code in enumerate(codes) if code})
+            # where several failed since the last look, one killed from outside is the likelier cause
+            if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
+                return self._ranks.failure(failed[1], failed[0])
+            if all(code == 0 for code in codes):
+                return None
+            if self._rendezvous.nodes_waiting():
+                raise NodesChangedError
+
+    def _may_restart(self, failure: Failure) -> bool:
+        """Return whether the policy of restarts is to decide."""
+        is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
+        return not is_final and self._options.max_restarts > 0
+
+    def _end_after(self, failure: Failure) -> int:
+        """End the ranks after a failure that is final, and return the exit status.
+
+        The failure is reported unless the failed rank has done so itself.
+        """
+        status = shell_status(failure.returncode)
+        if self._stop_requested_s is not None:
+            if not failure.is_own and self._rendezvous.end_status(STOP_S) == DONE:
+                return DONE  # another node stopped between two attempts
+            report(f"{failure} after a stop was requested")
+        elif failure.returncode < 0 or failure.member:
+            report(str(failure))
+        if not self._ranks.wait_for_end(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
+            report(f"{failure}; ending the ranks that still run")
+        self._ranks.end()
+        self._rendezvous.close(status)
+        return status
+
+    def _let_ranks_save(self) -> None:
+        """Have the ranks end, because the nodes have changed: healthy ones save before."""
+        if self._rendezvous.has_lost_ranks():
+            report("another node has failed or is lost; the ranks restart")
+            self._ranks.wait_for_end(FAILED_GRACE_S, or_failure=True)
+            self._ranks.end()
+            return
+        report("the nodes have changed; the ranks save and restart")
+        self._ranks.send_signal(signal.SIGTERM)
+        self._ranks.wait_for_end(JOIN_SAVE_S, or_failure=True)
+        self._ranks.end()
+
+    def _pass_on_signals(self) -> None:
+        """Send the ranks what was received. They handle it in their own time; after a second signal they have little.
+
+        The kernel repeats SIGXCPU each second, so it does not count as a second signal.
+        """
+        now_s = time.monotonic()
+        while self._received:
+            number = self._received.popleft()
+            self._ranks.send_signal(number)
+            if self._options.is_chat and number == signal.SIGINT:
+                continue
+            if self._stop_requested_s is None:
+                self._stop_requested_s = now_s
+                if self._membership is not None and self._membership.node == 0:
+                    name = signal.Signals(number).name
+                    stop = "stop after this step and save" if self._options.main == "megatron.train" else "stop"
+                    report(f"{name}: the ranks {stop}; a second signal ends them at once")
+            elif now_s - self._stop_requested_s >= REPEAT_S and self._kill_s is None and number != signal.SIGXCPU:
+                self._kill_s = now_s + KILL_S
+        if self._kill_s is not None and now_s > self._kill_s:
+            self._ranks.send_signal(signal.SIGKILL)
+
+
+def rendezvous_of(options: AgentOptions) -> Rendezvous:
+    """Return the rendezvous of one node, or that of several. Raises MissingSecretError."""
+    if options.nodes == 1:
+        return Rendezvous(options)
+    from megatron.launch.agents.nodes_rendezvous import NodesRendezvous  # late: one node needs none of it
+
+    return NodesRendezvous(options)
+
+
+def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
+    """Run this node's part of a run to its end, and return the exit status.
+
+    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On
+    accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
+    which importing deepspeed does.
+    """
+    os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
+    os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
+    raise_limit()
+    with noted_signals(SIGNALS) as received:
+        if start_method is None:
+            shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
+            start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
+        helpers = HelperProcesses(start_method)
+        try:
+            if options.ends_with_connection:  # the launcher has not checked this machine
+                require_modules(options.ranks_per_node)
+            if options.nodes > 1:
+                with interruptible(SIGNALS, received):
+                    find_secret(options.secret_file)
+            with adopted_orphans():
+                return Agent(options, helpers, train_flags, received).run()
+        except SystemExit as interrupted:
+            return int(interrupted.code or DONE)
+        except NotNeededError:
+            return DONE
+        except (CoresError, ModulesError) as error:
+            report(f"{socket.gethostname()}: {error}")
+            return REFUSED
+        except (MissingSecretError, DifferentCodeError) as error:
+            report(str(error))
+            return REFUSED
+        except RendezvousFailedError as error:
+            report(str(error))
+            return FAILED
+
+
+def has_pipeline(train_flags: Sequence[str]) -> bool:
+    """Return whether the flags set more than one pipeline stage. What a file says of it is not read."""
+    words = [part for word in train_flags for part in word.split("=", 1)]
+    values = [value for name, value in pairwise(words) if name == "--pipeline-model-parallel-size"]
+    return values[-1:] not in ([], ["1"])
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    options, train_flags = parse(arguments)
+    outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
+    if not outputs:  # no launcher waits for its messages
+        owned(lambda: run_agent(options, train_flags))
+    if options.by_mpirun:
+        options = dataclasses.replace(options, node_order=leave_mpi())
+
+    def run_announced() -> int:
+        announce("ready")  # the owner handles signals
+        status = run_agent(options, train_flags)
+        announce(f"ended {status}")
+        return status
+
+    owned(run_announced, outputs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,184 @@
+"""Messages of agents to the launcher in the stderr of pdsh or mpirun: when they take signals, and how they ended."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
+from megatron.launch.agents.rendezvous import NodeOptions
+from megatron.launch.plan import LaunchPlan
+from megatron.runtime.messages import SECRET
+
+_MARK = "\x1e"
+_OF_PDSH = re.compile(rb"\S+: ")
+"""Prefix that pdsh writes before each line of a host."""
+_MESSAGE = re.compile(rb"\x1eagent (\S+) (ready|ended (\d+))\n?")
+
+
+def announce(text: str) -> None:
+    """Write a message in one piece. `text`: ready, or ended STATUS."""
+    sys.stderr.flush()
+    os.write(sys.stderr.fileno(), f"{_MARK}agent {socket.gethostname()} {text}\n".encode())
+
+
+def without_messages(line: bytes) -> tuple[bytes, list[tuple[str, int | None]]]:
+    """Return a line without the messages in it, and host and status of each; None: it is ready."""
+    found = [(match[1].decode(), None if match[3] is None else int(match[3])) for match in _MESSAGE.finditer(line)]
+    rest = _MESSAGE.sub(b"", line)
+    return b"" if found and _OF_PDSH.fullmatch(rest) else rest, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of a node's agent, and its command line.
+
+
+@dataclass(frozen=True)
+class AgentOptions(NodeOptions):
+    """Ranks of a node, and the nodes of their run. Each field is an option of the agent's command line."""
+
+    ranks_per_node: int = 1
+    main: str = "megatron.train"
+    """Module that each rank runs: its `process` ends the process."""
+    is_chat: bool = False
+    """Ctrl-C stops an answer: it goes to the ranks, which do not end."""
+    ends_with_connection: bool = False
+    """Started by ssh: the run ends here when the connection is closed, which the reader of stdout shows."""
+    by_mpirun: bool = False
+    """Started by mpirun, whose variables give its order among the nodes, and which sends no rank a signal."""
+    cores_per_rank: int = 0
+    """Cores that each rank is bound to. 0: ranks are not bound."""
+    ranks_per_socket: int = 0
+    secret_file: str | None = None
+    """File in the home folder from which the secret of the run is read, once, if no variable has it."""
+
+    def arguments(self) -> list[str]:
+        """Return the command line that `parse` reads."""
+        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        known = [(name, value) for name, value in given if value != getattr(AgentOptions, name)]
+        words = [(f"--{name.replace('_', '-')}", "1" if value is True else str(value)) for name, value in known]
+        return [word for pair in words for word in pair]
+
+
+def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
+    """Return the agent's own options, and the flags of megatron.train behind `--`."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.launch.agents.agent",
+        description="Start the ranks of this node. tools/launch.py calls it; megatron/launch/agents/rendezvous.py "
+        "describes the options.",
+        epilog="After --, the flags of megatron.train.",
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(AgentOptions):
+        kind = int if "int" in str(field.type) or "bool" in str(field.type) else str
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    options = AgentOptions(**vars(parser.parse_args(arguments[:place])))
+    if options.nodes > 1 and options.rendezvous is None:
+        parser.error(f"--nodes {options.nodes} needs --rendezvous HOST:PORT, the address of the first node")
+    return options, list(arguments[place + 1 :])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command of the agents of a run, and the secret by which they know each other.
+
+# Connections to hosts at one time, besides those of pdsh or mpirun.
+SSH_AT_ONCE = 64
+# Time for an agent to read the secret of its run, before its file is removed.
+SECRET_LIMIT_S = 600
+# Writes the secret, and removes it where the agent has not read it in time, or the connection ends with the launcher:
+# then writing to it fails. Before, removes older files, which a host left that lost its power.
+KEEP_SECRET = (  # in one line, for csh
+    'trap "" PIPE HUP TERM; '
+    'find . -maxdepth 1 -type f -name ".megatron-*.[0-9]*.[0-9]*.[0-9]*" -mmin +60 -exec rm -f {} +; '
+    "umask 077 && cat > NAME.partial && mv NAME.partial NAME || exit; left=LIMIT; "
+    "while [ -e NAME ] && [ $left -gt 0 ] && echo 2> /dev/null; do sleep 0.2; left=$((left - 1)); done; "
+    "rm -f NAME"
+)
+
+
+def agent_options(plan: LaunchPlan) -> AgentOptions:
+    """Return the options that the agents of all nodes have in common."""
+    rendezvous = plan.rendezvous
+    if plan.hosts:
+        rendezvous = endpoint_of(plan.hosts[0].address, plan.master_port or RENDEZVOUS_PORT)
+    elif plan.master_port is not None and rendezvous is None:
+        rendezvous = f"127.0.0.1:{plan.master_port}"
+    return AgentOptions(
+        nodes=plan.nodes,
+        min_nodes=plan.min_nodes if plan.min_nodes < plan.nodes else None,
+        rendezvous=rendezvous,
+        run_id=plan.run_id,
+        max_restarts=plan.max_restarts,
+        ranks_per_node=plan.devices_per_node,
+        main=plan.main,
+        is_chat=plan.is_chat,
+        ends_with_connection=bool(plan.hosts) or plan.launcher == "mpirun",
+        by_mpirun=plan.launcher == "mpirun",
+        cores_per_rank=plan.cores_per_rank,
+        ranks_per_socket=plan.ranks_per_socket,
+    )
+
+
+def agent_command(plan: LaunchPlan) -> list[str]:
+    """Return the command of each node's agent."""
+    command = [sys.executable, "-u", "-m", "megatron.launch.agents.agent"]
+    if plan.hosts:
+        command[1:1] = ["-X", f"run={plan.run_id}"]
+    command += agent_options(plan).arguments()
+    if plan.hosts and plan.launcher == "pdsh":
+        command += ["--node-rank", "%n"]  # pdsh writes the number of the host for it
+    command += ["--secret-file", secret_file(plan)] if plan.hosts and plan.nodes > 1 else []
+    command += ["--", *plan.train_flags]
+    if plan.activate_dir is None or not plan.hosts:  # on this machine the script has sourced `activate` already
+        return command
+    return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
+
+
+def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
+    """Start to write a new secret for the agents into a file on each host, by ssh's standard input.
+
+    The connection lasts until the agent has read and removed the file, and the file no longer than the connection. A
+    command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
+    """
+    secret = os.environ.get(SECRET) or secrets.token_hex(32)
+    slots = threading.BoundedSemaphore(SSH_AT_ONCE)
+
+    def send(host: str, name: str) -> None:
+        write = KEEP_SECRET.replace("NAME", name).replace("LIMIT", str(SECRET_LIMIT_S * 5))
+        own = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))  # first: ssh keeps the first value of each
+        command = ["ssh", *own, "-a", "-x", "-oBatchMode=yes", "-oConnectTimeout=30", host, f"sh -c '{write}'"]
+        with slots:
+            sent = subprocess.run(
+                command,
+                input=secret.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=dict(environment),
+            )
+        if sent.returncode:
+            reason = sent.stderr.decode(errors="replace").strip()
+            print(f"the secret of this run could not be written on {host}: {reason}", file=sys.stderr)
+
+    for number, host in enumerate(plan.hosts):
+        name = re.sub(r"%n|\*", str(number), secret_file(plan))
+        threading.Thread(target=send, args=(login_of(host.name), name), daemon=True).start()
+
+
+def secret_file(plan: LaunchPlan) -> str:
+    """Return the name of the file in the home folder of a host, of which several may share one.
+
+    An agent that pdsh starts has the number of its host, %n. One that mpirun starts takes any of the files, all
+    of which are alike.
+    """
+    return f".megatron-{plan.run_id}." + ("%n" if plan.launcher == "pdsh" else "*")

@@ -1,0 +1,247 @@
+"""Start of the agents by Open MPI's mpirun: on this machine, or one on each host of a hostsfile.
+
+mpirun starts agents, not ranks, so restarts, reports, time to save and clean-up are those of any other run. Each finds
+the first node by its address, since mpirun puts the machine that it runs on before the first line of a hostsfile.
+Versions 4 and 5 take the same command for that. mpirun passes on SIGUSR1 and SIGUSR2 alone; at any other signal it
+gives processes a second or so, in which no checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from megatron.launch.agents.agent import FAILED_GRACE_S
+from megatron.launch.agents.agent_command import agent_command, send_secret, without_messages
+from megatron.launch.agents.restart_policy import ending
+from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
+from megatron.launch.host_environment import deepspeed_env
+from megatron.launch.plan import Host, LaunchPlan, LaunchRequest
+from megatron.resilience.shutdown import REPEAT_S, SIGNALS
+from megatron.runtime.commands import shell_status
+from megatron.runtime.descriptors import raise_limit
+from megatron.runtime.network import STDOUT, stdout_of_launcher
+
+VERSION_S = 20.0
+# Time for mpirun to end after an agent has failed: it may wait for a host that is lost.
+ENDING_S = FAILED_GRACE_S + 20.0
+# Seconds that mpirun gives processes between SIGTERM and SIGKILL once one has failed, instead of one second
+KILL_TIMEOUT_S = "5"
+# Idle seconds, interval and number of probes after which mpirun and its daemons give each other up: like ssh with pdsh
+# they are patient with a network that fails. Where ranks restart, the agents give up a host after half a minute anyway.
+KEEP_ALIVE, SHORT_KEEP_ALIVE = ("30", "30", "19"), ("15", "10", "3")
+# The largest status of a process that a signal ended, and that of a run that has lost a host, as with ssh.
+OF_SIGNALS, LOST_HOST = 192, 255
+# variables of the kinds that DeepSpeed's launcher passes on too
+PREFIXES = ("PYTHON", "UCX", "MLFLOW")
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def find_mpirun() -> str | None:
+    """Return the path of mpirun: of the folder MPI_ROOT, where that is set, else of PATH."""
+    root = os.environ.get("MPI_ROOT")
+    return shutil.which("mpirun", path=str(Path(root, "bin")) if root else None)
+
+
+def mpirun_fault() -> str | None:
+    """Return why mpirun cannot start a run, with the remedy."""
+    path, other = find_mpirun(), "or set HL_LAUNCHER_TYPE=pdsh (--launcher pdsh)"
+    if path is None:
+        place = f"MPI_ROOT={os.environ['MPI_ROOT']} holds no bin/mpirun" if os.environ.get("MPI_ROOT") else ""
+        return f"{place or 'mpirun is not installed'}; install Open MPI 4 or 5 on every host, {other}"
+    try:
+        command = [path, "--version"]
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{path} --version fails ({error}); install Open MPI 4 or 5 on every host, {other}"
+    version = re.search(r"\(Open MPI\) (\d+)\.", said)
+    if version and int(version[1]) >= 4:
+        return None
+    kind = "that of MPICH or Intel MPI (Hydra)" if "HYDRA" in said.upper() else repr(said.partition("\n")[0])
+    return f"{path} is {kind}, but the launcher needs Open MPI 4 or newer; put its folder first in PATH, {other}"
+
+
+def check_mpirun(request: LaunchRequest, hosts: Sequence[Host]) -> Iterator[str]:
+    """Yield what a run by mpirun cannot have."""
+    alone = "; leave it out, or set HL_LAUNCHER_TYPE=pdsh (--launcher pdsh)"
+    if request.min_nodes is not None and request.min_nodes < request.nodes:
+        yield f"min_nodes={request.min_nodes}: mpirun ends the run on all hosts when it loses one{alone}"
+    if request.spare_hosts:
+        yield f"spare_hosts={request.spare_hosts}: mpirun ends the run on all hosts when it loses one{alone}"
+    if request.rendezvous is not None:
+        yield (
+            f"rendezvous={request.rendezvous}: this launcher is started on each node by itself, where mpirun has "
+            "nothing to start; leave HL_LAUNCHER_TYPE (--launcher) out"
+        )
+    for host in hosts:
+        if ":" in host.name or "@" in host.name:
+            yield (
+                f"{request.hostsfile}, line {host.line}: mpirun takes a name or an IPv4 address, not {host.name}; set "
+                "`User` and `HostName` for a name of it in ~/.ssh/config"
+            )
+    if not request.dry_run and (fault := mpirun_fault()):
+        yield fault
+
+
+def mpirun_command(plan: LaunchPlan, names: Sequence[str], hostfile: str | None) -> list[str]:
+    """Return the command that starts an agent on each node. `names`: variables whose values they get."""
+    return [
+        find_mpirun() or "mpirun",
+        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+        *(["--hostfile", hostfile] if hostfile else []),
+        *("-n", str(plan.nodes), "--map-by", "ppr:1:node"),
+        *("--bind-to", "none"),  # the agents bind the ranks, also in a run by pdsh
+        *("--wdir", os.getcwd()),
+        *[word for name in names for word in ("-x", name)],
+        *agent_command(plan),
+    ]
+
+
+def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
+    """Run the plan; return the exit status of the agent that failed first, 0 if none did."""
+    theirs = deepspeed_env()
+    environment = environment | theirs | {STDOUT: stdout_of_launcher()}
+    names = {STDOUT, *plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
+    # by variables, which a user's own precede: versions 4 and 5 have other flags for them
+    ssh = {"plm_rsh_args": shared} if (shared := os.environ.get("PDSH_SSH_ARGS_APPEND")) else {}
+    alive = SHORT_KEEP_ALIVE if plan.max_restarts else KEEP_ALIVE
+    alive_names = [f"oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")]
+    own = {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **ssh, **dict(zip(alive_names, alive, strict=True))}
+    for name, value in own.items():
+        environment.setdefault(f"OMPI_MCA_{name}", value)
+        environment.setdefault(f"PRTE_MCA_{name.replace('rsh', 'ssh')}", value)
+    if plan.nodes > 1:
+        raise_limit()  # of open files: several for each host
+        send_secret(plan, environment)
+    with hostfile_of(plan) as hostfile:
+        return _run(mpirun_command(plan, sorted(names), hostfile), environment, plan)
+
+
+@contextlib.contextmanager
+def hostfile_of(plan: LaunchPlan) -> Iterator[str | None]:
+    """Write a file of the run's hosts, one slot for each agent, and remove it at the end. None: this machine."""
+    if not plan.hosts:
+        yield None
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="megatron-hosts-") as file:
+        file.writelines(f"{host.address} slots=1\n" for host in plan.hosts)
+        file.flush()
+        yield file.name
+
+
+class MpirunOutput(threading.Thread):
+    """Copies the stderr of mpirun without the agents' messages, and notes these."""
+
+    def __init__(self, lines: IO[bytes]):
+        super().__init__(daemon=True)
+        self._lines = lines
+        self.ready = 0
+        """Number of agents that take signals."""
+        self.ended = 0
+        """Number of agents that have ended by themselves."""
+        self.failed: tuple[str, int] | None = None
+        """Host and status of the agent that failed first."""
+
+    def has_lost_host(self, status: int, nodes: int) -> bool:
+        """Return whether mpirun, which ended by this status, has lost a host and made the other agents stop.
+
+        Version 4 then ends by a negative number, version 5 by 0.
+        """
+        if self.failed is not None or self.ready < nodes:
+            return False
+        return status > OF_SIGNALS or (status == 0 and self.ended < nodes)
+
+    def run(self) -> None:
+        for line in self._lines:
+            text, messages = without_messages(line)
+            for host, status in messages:
+                self.ready += status is None
+                self.ended += status is not None
+                if status and self.failed is None:
+                    self.failed = host, status
+            sys.stderr.write(text.decode(errors="replace"))
+            sys.stderr.flush()
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPlan) -> int:
+    with noted_signals(SIGNALS) as received:
+        mpirun = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+        )
+        assert mpirun.stderr is not None
+        output = MpirunOutput(mpirun.stderr)
+        output.start()
+        try:
+            requested = _wait(mpirun, output, plan, received)
+            output.join(timeout=FAILED_GRACE_S)
+        finally:
+            kill_tree(mpirun.pid)
+            mpirun.wait()
+    # mpirun ends with the status of the agent that failed first, also of one that was killed and sent no message
+    status = shell_status(mpirun.returncode)
+    if mpirun.returncode <= 0 and output.failed is not None:  # it had to be killed
+        status = output.failed[1]
+    elif mpirun.returncode < 0 and requested is None:
+        print(f"mpirun on this machine {ending(mpirun.returncode)}; the run ends on all hosts", file=sys.stderr)
+    elif output.has_lost_host(status, plan.nodes):
+        print("mpirun has lost a host; ranks may still run there", file=sys.stderr)
+        status = LOST_HOST
+    # a second signal ends the ranks by the one that mpirun has passed on, or a start by no signal of its own
+    if requested is not None and (status == 128 + _passed_on(requested) or (status and output.ready < plan.nodes)):
+        return shell_status(-requested)
+    return status
+
+
+def _passed_on(number: int) -> int:
+    """Return the signal that mpirun passes on for one."""
+    return number if number in PASSED_ON else signal.SIGUSR1
+
+
+def _wait(mpirun: subprocess.Popen[bytes], output: MpirunOutput, plan: LaunchPlan, received: deque[int]) -> int | None:
+    """Wait until mpirun ends, and pass signals on; return the first of them."""
+    requested: int | None = None
+    requested_s = failed_s = 0.0
+    while mpirun.poll() is None:
+        time.sleep(0.05)
+        now_s = time.monotonic()
+        if output.failed is not None:
+            failed_s = failed_s or now_s
+            if now_s - failed_s > ENDING_S:
+                host, status = output.failed
+                print(f"host {host} ended with status {status}, and mpirun does not end", file=sys.stderr)
+                print("some hosts do not answer; ranks may still run there", file=sys.stderr)
+                return requested
+        if not received:
+            continue
+        if output.ready >= plan.nodes:  # before that it would end an agent that has not started, or mpirun itself
+            number = received.popleft()
+            if requested is not None and number == signal.SIGXCPU:  # which the kernel repeats each second
+                continue
+            mpirun.send_signal(_passed_on(number))
+            requested = requested or number
+        elif requested_s == 0.0 or now_s - requested_s < REPEAT_S:
+            requested_s = requested_s or now_s
+            while len(received) > 1:  # the same request
+                received.pop()
+        elif len(received) > 1:
+            return received[0]
+    return requested

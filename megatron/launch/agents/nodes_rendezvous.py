@@ -1,0 +1,392 @@
+"""Digest of the code of this project, by which the hosts of a run find out whether one has another version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.launch.addresses import split_endpoint
+from megatron.launch.agents import rendezvous_server
+from megatron.launch.agents.rendezvous import (
+    DifferentCodeError,
+    Membership,
+    NodeOptions,
+    NotNeededError,
+    Rendezvous,
+    RendezvousFailedError,
+    RunEndedError,
+)
+from megatron.launch.agents.rendezvous_server import LOST_BEATS
+from megatron.launch.agents.restart_policy import MOST_FAILURES, Failure
+from megatron.runtime.files import IMPORT_ROOT
+from megatron.runtime.messages import SECRET, Connection, run_secret
+from megatron.runtime.network import (
+    address_towards,
+    bound_socket,
+    is_loopback,
+    listen_address,
+    listening_socket,
+    resolve,
+)
+
+KINDS = (".py", ".yaml", ".cpp", ".h")
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of the project's files as they lay on the disk when it was first called, names included."""
+    folder, digest = IMPORT_ROOT / "megatron", hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in KINDS):
+        digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rendezvous of several nodes: the first serves it (rendezvous_server.py), and each, the first included, is a client.
+#
+# Every message is authenticated with the secret of the run (control/messages.py).
+
+JOIN_TIMEOUT_S = 600
+"""Time for enough nodes to join."""
+EXIT_BARRIER_S = 30
+"""Time that a node whose ranks are done waits for the others."""
+RETRY_S = 1.0
+"""Interval of attempts to reach the first node."""
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 15.0
+"""Time to connect again to a first node that was lost, or for a program without the secret to leave its address."""
+POLL_S = 0.05
+
+
+class NodesRendezvous(Rendezvous):
+    """Rendezvous of several nodes, ordered by `node_rank`.
+
+    Without restarts no node can be replaced, so the rendezvous is left as soon as all have joined: a network that fails
+    for some minutes between the agents need not concern the ranks.
+    """
+
+    def __init__(self, options: NodeOptions) -> None:
+        super().__init__(options)
+        # a secret may serve several runs, which must not mix
+        self._secret = run_secret() + options.run_id.encode()
+        self._client: Client | None = None
+        self._server: rendezvous_server.Server | None = None
+        self._host, self._port = split_endpoint(options.rendezvous or "")
+        self._address = ""
+
+    def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> Membership:
+        number = self._options.node_order if self._options.node_rank is None else self._options.node_rank
+        number = rendezvous_server.UNNUMBERED if number is None else number
+        try:
+            self._client = self._client or self._connected()
+            own = listen_address(self._host) if self._server is not None else self._address
+            order = [self._server is None, number, self._address, os.getpid()]
+            failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
+            return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
+        except OSError as error:
+            raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+        except SystemExit:  # a signal
+            if self._client is not None and self._client.is_spare:
+                raise NotNeededError from None
+            raise
+
+    def _place(self, held: socket.socket, **mine: Any) -> Membership:
+        """Return this node's place; the first keeps the socket for rank 0. As Client.place."""
+        assert self._client is not None
+        with contextlib.ExitStack() as unless_first:
+            unless_first.enter_context(held)
+            membership = self._client.place(address=self._address, port=held.getsockname()[1], **mine)
+            if membership.node != 0:
+                return membership
+            unless_first.pop_all()
+        return dataclasses.replace(membership, store_socket=held)
+
+    def settle(self) -> None:
+        if self._options.max_restarts == 0 and self._client is not None:
+            self._client.stop()
+            self._client = None
+
+    def nodes_waiting(self) -> bool:
+        return self._client is not None and self._client.nodes_waiting()
+
+    def has_lost_ranks(self) -> bool:
+        return self._client is not None and self._client.has_lost_ranks
+
+    def finish(self) -> bool:
+        return self._client is not None and self._client.finish()
+
+    def close(self, status: int | None = None) -> None:
+        if self._client is not None:
+            self._client.close(status)
+        if self._server is not None:
+            self._server.stop(rendezvous_server.LINGER_S)
+
+    def end_status(self, timeout_s: float) -> int | None:
+        return self._client.wait_for_end(timeout_s) if self._client is not None else None
+
+    def leave(self) -> None:
+        if self._client is not None:
+            self._client.stop()
+        if self._server is not None:
+            self._server.stop(0.0)
+
+    def _connected(self) -> Client:
+        """Serve the rendezvous if this is the first node, and return a client of it. Raises OSError."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            try:
+                first = resolve(self._host)
+                own = address_towards(first)
+                # towards 127.0.1.1, a machine's own name on Debian and Ubuntu, its own address is 127.0.0.1
+                is_here = own == first or is_loopback(first)
+                if self._options.node_rank == 0 or (self._options.node_rank is None and is_here):
+                    break
+                self._address = own or socket.gethostname()
+                return Client(self._connect, f"{self._host}:{self._port}")
+            except OSError:  # the first node may not have started yet, nor have a name
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(RETRY_S)
+        self._serve()
+        self._address = self._host if self._server is not None else own or socket.gethostname()
+        return Client(self._connect, f"{self._host}:{self._port}")
+
+    def _connect(self) -> Connection:
+        address = listen_address(self._host) if self._server is not None else self._host
+        connected = socket.create_connection((address, self._port), timeout=CONNECT_TIMEOUT_S)
+        return Connection(connected, self._secret, is_server=False)
+
+    def _serve(self) -> None:
+        """Start the server, unless another agent on this machine is the first node. Raises OSError."""
+        try:
+            listener = listening_socket(listen_address(self._host), self._port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        options = self._options
+        self._server = rendezvous_server.Server(
+            listener,
+            self._secret,
+            min_nodes=options.min_nodes or options.nodes,
+            max_nodes=options.nodes,
+            max_restarts=options.max_restarts,
+            code=code_digest(),
+        )
+        self._server.start()
+
+
+class Client(threading.Thread):
+    """Connection of this node to the rendezvous. A thread receives, and sends heartbeats; the rest is for the main one.
+
+    Where the connection breaks it connects again. It keeps its place, and its ranks run on, if the others still
+    count on it.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], endpoint: str) -> None:
+        """Connect. Raises OSError."""
+        super().__init__(name="rendezvous client", daemon=True)
+        self._connect, self._endpoint = connect, endpoint
+        self._connection = connect()
+        self._lock = threading.Lock()
+        self._request: dict[str, Any] | None = None
+        """Message to send as soon as this connection can."""
+        self._join: dict[str, Any] | None = None
+        """The same, again after each new connection, until this node has its number."""
+        self._resume: dict[str, Any] | None = None
+        """The same from then on, while its ranks run."""
+        self._agent, self._code = secrets.token_hex(8), code_digest()
+        self._membership: Membership | None = None
+        self._waiting = 0
+        self._is_done = self._goes_on = self._is_closed = self._leaves = False
+        self._was_lost = False
+        """The others have gone on without this node, or may have."""
+        self.has_lost_ranks = False
+        """The ranks of another node have ended or are lost, so those of this one cannot save."""
+        self.is_spare = False
+        """The run is complete without this node, which waits for a place without a limit."""
+        self.end_status: int | None = None
+        """Exit status by which another node, or the policy of restarts, has ended the run; None: neither has."""
+        self._fault: str | None = None
+        self._refused: str | None = None
+        """Host whose code is another one than the first node's."""
+        self._known_s: float | None = None
+        self.start()
+
+    def place(self, **mine: Any) -> Membership:
+        """Join, and wait for this node's number.
+
+        Raises RendezvousFailedError, DifferentCodeError, RunEndedError, and NotNeededError on a spare host.
+        """
+        self._membership, self._waiting = None, 0
+        self._is_done = self._goes_on = self.is_spare = False
+        self._resume = None
+        self._join = self._request = {
+            "kind": "join",
+            "agent": self._agent,
+            "code": self._code,
+            "host": socket.gethostname(),
+            **mine,
+        }
+        self._send_request()
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        while self._membership is None:
+            if self._is_closed and self.is_spare:
+                raise NotNeededError
+            if self.end_status is not None:
+                raise RunEndedError(self.end_status)
+            if self._is_closed:
+                raise RendezvousFailedError("the run has ended on the other nodes")
+            self._check()
+            if time.monotonic() > deadline_s and not self.is_spare:
+                raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
+            time.sleep(POLL_S)
+        if self.is_spare:
+            _report("takes a place in the run")
+        return self._membership
+
+    def nodes_waiting(self) -> bool:
+        """Return whether the nodes change. Raises RendezvousFailedError."""
+        self._check()
+        return self._waiting > 0 or self.has_lost_ranks
+
+    def finish(self) -> bool:
+        """Wait a limited time until the other nodes are done, or have left. Return True if one joins again instead."""
+        self._resume, self._request = None, {"kind": "done"}
+        self._send_request()
+        deadline_s = time.monotonic() + EXIT_BARRIER_S
+        while not (self._is_done or self._goes_on or self._is_closed or self._was_lost or self._fault):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(POLL_S)
+        return self._goes_on
+
+    def wait_for_end(self, timeout_s: float) -> int | None:
+        """Return the exit status by which another node ends the run within this time; None: it does not."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (self._is_closed or self._fault) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return self.end_status
+
+    def close(self, status: int | None = None) -> None:
+        """End the rendezvous for all nodes, and leave it. `status`: of those that would restart; None: an error."""
+        self._request = {"kind": "close", "status": status}
+        self._send_request()
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the rendezvous."""
+        self._leaves = True
+        with contextlib.suppress(OSError):  # what has been sent still arrives; the server then closes its end
+            self._connection.socket.shutdown(socket.SHUT_WR)
+        self.join(CONNECT_TIMEOUT_S)
+        self._connection.close()
+
+    def _check(self) -> None:
+        if self._refused is not None:
+            raise DifferentCodeError(
+                f"megatron's code on {self._refused} differs from that on the first host; use the same on every host"
+            )
+        if self._fault is not None:
+            raise RendezvousFailedError(self._fault)
+
+    def _send_request(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the thread notices a connection that is broken
+            if self._request is not None and self._connection.can_send:
+                request, self._request = self._request, None
+                self._connection.send(**request)
+
+    # The thread
+
+    def run(self) -> None:
+        since_s = time.monotonic()
+        while self._fault is None:
+            try:
+                self._use_connection()
+            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                if self._leaves or self._is_closed:
+                    return
+                since_s = max(since_s, self._known_s or 0.0)
+                self._reconnect(since_s + RECONNECT_S, error)
+
+    def _use_connection(self) -> None:
+        """Receive until the connection breaks. Raises OSError, EOFError and ValueError."""
+        connection = self._connection
+        beat_s = heard_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.socket, selectors.EVENT_READ)
+            while True:
+                selector.select(POLL_S)
+                now_s = time.monotonic()
+                for message in connection.receive():
+                    heard_s = self._known_s = now_s
+                    self._take(message)
+                if self._leaves:
+                    continue
+                self._send_request()
+                if connection.is_known and now_s - heard_s > rendezvous_server.KEEP_ALIVE_S * LOST_BEATS:
+                    raise OSError("the first node is silent")
+                if connection.is_known and now_s - beat_s > rendezvous_server.KEEP_ALIVE_S:
+                    beat_s = now_s
+                    with self._lock:
+                        connection.send(kind="beat")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "placed":
+            self._join, self._waiting, self.has_lost_ranks, self._was_lost = None, 0, False, False
+            self._resume = {"kind": "resume", "agent": self._agent, "round": message.pop("round")}
+            self._membership = Membership(**message)
+        elif kind == "waiting":
+            self._waiting, self.has_lost_ranks = message["count"], message["has_lost_ranks"] or self._was_lost
+        elif kind == "refused":
+            self._refused = message["host"]
+        elif kind == "stale":
+            self._was_lost = self.has_lost_ranks = True
+        elif kind == "spare" and not self.is_spare:
+            self.is_spare = True
+            _report("waits as a spare host: the run is complete without it")
+        elif kind == "closed":
+            self.end_status = message["status"]
+        self._is_done |= kind == "done"
+        self._goes_on |= kind == "again"
+        self._is_closed |= kind == "closed"
+
+    def _reconnect(self, deadline_s: float, error: Exception) -> None:
+        """Connect again, or note the fault if that takes too long."""
+        self._connection.close()
+        time.sleep(RETRY_S)
+        while time.monotonic() < deadline_s and not self._leaves:
+            try:
+                connection = self._connect()
+            except OSError as again:
+                error = again
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._connection, self._request = connection, self._join or self._resume
+            self._was_lost = self._request is None
+            return
+        if self._known_s is None and not isinstance(error, ConnectionRefusedError):
+            self._fault = (
+                f"the program at {self._endpoint} does not know the secret of this run ({SECRET}), or was started with "
+                "other options; give all nodes the same"
+            )
+        else:
+            self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"
+
+
+def _report(text: str) -> None:
+    print(f"{socket.gethostname()} {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,136 @@
+"""Options that have no effect without another one, by what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from megatron.options.config import Config, options
+from megatron.options.fp8 import Fp8Config
+
+SAVING = (
+    "save_interval_in_mins",
+    "save_samples",
+    "save_at_epoch",
+    "async_save",
+    "keep_last",
+    "keep_best",
+    "save_retain_interval",
+    "no_save_optim",
+    "verify_checkpoint",
+)
+LOADING = (
+    "no_load_optim",
+    "no_load_rng",
+)
+RESUMING = ("load_fallback", "allow_data_change")
+"""They also apply to a run that resumes in the folder that it saves in."""
+LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
+ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+RECOMPUTED = frozenset({"core_attn", "layernorm", "mlp", "mlp_act"})
+TRACING = ("profile_step_start", "profile_step_end")
+PROFILING = (
+    "profile_ranks",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+)
+ON_HPU = ("use_fast_softmax", "fused_sdpa_recompute")
+TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
+PATIENCE = "early_stopping_patience"
+LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
+WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+FP8 = tuple(field.name for field in fields(Fp8Config) if field.name != "fp8_format")
+ADAPTERS = (
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_modules_to_save",
+    "lora_bias",
+    "use_rslora",
+    "lora_init",
+    "use_dora",
+    "loraplus_lr_ratio",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+    "lora_base",
+    "allow_other_base",
+    "save_hf_merged",
+)
+
+
+def idle_without(config: Config) -> Iterator[str]:
+    """Yield a message for each option that has no effect without another one, which is not given."""
+    checkpoint, logging, model = config.checkpoint, config.logging, config.model
+    rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    traces = logging.profile or logging.profile_instructions
+    recompute = config.training.recompute_granularity
+    exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
+    needs: list[tuple[object, str, str, tuple[str, ...]]] = [
+        (checkpoint.save, "save", "give the folder to save in", SAVING),
+        (
+            config.data.num_held_out_sets > 1 and config.data.eval_iters,
+            "several datasets to validate on",
+            "give them",
+            ("multiple_validation_sets",),
+        ),
+        (config.data.eval_iters, "eval_iters", "set it", ("valid_data_path", "test_data_path", "eval_interval")),
+        (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
+        (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),
+        (checkpoint.load, "load", "give the folder to resume from", LOADING),
+        (checkpoint.load or checkpoint.save, "load or save", "give the folder to resume from", RESUMING),
+        (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
+        (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
+        (config.training.loss, "loss", "name one", ("loss_options",)),
+        (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
+        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
+        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
+        (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
+        (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
+        (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ON_HPU),
+        (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
+        (
+            tokenizer == "GPT2BPETokenizer",
+            "tokenizer_type=GPT2BPETokenizer",
+            "choose that",
+            ("vocab_file", "merge_file"),
+        ),
+        (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
+        # an export copies its files, whatever their kind
+        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        (logging.profile, "profile", "turn it on", PROFILING),
+        (traces, "profile or profile_instructions", "turn one on", TRACING),
+        (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
+        (config.fp8.uses_fp8, "fp8_format", "choose one", FP8),
+        (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
+        (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
+        (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
+        (logging.wandb_project, "wandb_project", "give one", WANDB),
+        (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
+    ]
+    for present, needed, remedy, names in needs:
+        if not present:
+            yield from idle_options(config, needed, remedy, names)
+    start, iters = logging.profile_step_start, config.training.train_iters
+    if traces and iters and start > iters:
+        yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def slow_mode(config: Config, *, lazy: bool) -> Iterator[str]:
+    """Yield a warning if an HPU would run each operator by itself; `lazy` as for `on_device`."""
+    if config.parallel.device == "hpu" and not lazy and not config.training.torch_compile:
+        yield (
+            "HPU runs each operator by itself, which is for debugging: neither lazy mode nor torch_compile is on. For "
+            "speed leave out --no-torch-compile (HL_TORCH_COMPILE_DISABLE), or set HL_USE_LAZY_MODE=1 "
+            "(PT_HPU_LAZY_MODE=1), with fp8 and log_straggler this one"
+        )
+
+
+def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each option in `names` that differs from its default, for lack of what is `needed`."""
+    for name in names:
+        section, declared = options()[name]
+        value = getattr(getattr(config, section), name)
+        if value != declared.default:
+            yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

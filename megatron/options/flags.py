@@ -1,0 +1,182 @@
+"""Flags from dataclasses of options: their declaration for argparse, their --help, and their values."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+Options = TypeVar("Options")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Print each metavar as written: argparse would put optional values in brackets."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or default_metavar)
+
+
+def flag(name: str) -> str:
+    """Convert a name to its flag: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def dashed(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
+    words = []
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return words
+
+
+def doc_of_option(cls: type, name: str) -> str:
+    """Return the documentation of an option, on one line."""
+    info = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
+    return " ".join((info.description or "").split())
+
+
+def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
+    """Add a flag for each option of a dataclass.
+
+    Values stay strings and a missing one is an empty string, so that all are validated together.
+    """
+    for name, hint in get_type_hints(cls).items():
+        text = help_of_option(cls, name, getattr(cls, name, None), hint).replace("%", "%%")
+        if is_bool(hint):
+            group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=metavar(hint))
+            if not name.startswith("no_"):
+                negative = flag("no_" + name)
+                group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+        elif sequence(hint):
+            group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=metavar(hint))
+        else:
+            group.add_argument(flag(name), dest=name, nargs="?", const="", help=text, metavar=metavar(hint))
+
+
+def help_of_option(cls: type, name: str, default: Any, hint: Any) -> str:
+    """Return the help of an option, with its choices and its default."""
+    text = doc_of_option(cls, name)
+    if metavar(hint) == "NAME":
+        text += f" One of {', '.join(_choices(hint))}."
+    if cls.__pydantic_fields__[name].is_required():  # type: ignore[attr-defined]
+        return text
+    says_unset = shown(default) == "unset" and "Unset:" in text
+    return text if says_unset else f"{text} (default: {shown(default)})"
+
+
+def shown(default: Any) -> str:
+    """Format a default as a user would write it."""
+    if default is None or default == ():
+        return "unset"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def is_bool(hint: Any) -> bool:
+    return bool in (hint, *get_args(hint))
+
+
+def sequence(hint: Any) -> Any:
+    """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
+    return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
+    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+
+
+def _is_pairs(hint: Any) -> bool:
+    """Return True for a tuple of pairs, which are written KEY=VALUE."""
+    return any(get_origin(part) is tuple for part in get_args(sequence(hint)))
+
+
+def metavar(hint: Any) -> str:
+    """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
+    if is_bool(hint):
+        return "[BOOL]"
+    if choices := _choices(hint):
+        braced = "{" + ",".join(choices) + "}"
+        return braced if len(braced) <= 48 else "NAME"
+    if _is_pairs(hint):
+        return "KEY=VALUE ..."
+    if parts := get_args(sequence(hint)):
+        return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in parts)
+    return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
+
+
+def unset(hint: Any, value: Any) -> Any:
+    """Return None for `none` if the option can be unset; otherwise `none` is an ordinary value."""
+    is_none = value in ("none", "None", "null", ["none"], ["None"], ["null"])
+    return None if is_none and type(None) in get_args(hint) else value
+
+
+def read_flags(cls: type[Options], namespace: argparse.Namespace, faults: list[str]) -> Options | None:
+    """Return the options of a dataclass from parsed flags; None where one cannot be read, with each fault added."""
+    values: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for name, hint in hints.items():
+        value = getattr(namespace, name)
+        if value in ("", []):
+            faults.append(f"{flag(name)} needs a value")
+        elif value is not None:
+            values[name] = unset(hint, [word.split("=", 1) for word in value] if _is_pairs(hint) else value)
+    return read_values(cls, values, faults)
+
+
+def read_values(cls: type[Options], values: Mapping[str, Any], faults: list[str]) -> Options | None:
+    """Return the options of a dataclass from plain values; None where one is wrong, with each fault added."""
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        for wrong in error.errors():
+            name, rule = str(wrong["loc"][0]), wrong["msg"]
+            if name not in values:
+                faults.append(f"{flag(name)} is missing; {_lowered(doc_of_option(cls, name).split('.')[0])}")
+                continue
+            given = values[name]
+            text = " ".join(map(_written, given)) if isinstance(given, list) else str(given)
+            if _is_pairs(get_type_hints(cls)[name]) and wrong["type"] == "missing":
+                rule = "write KEY=VALUE"
+            faults.append(f"{flag(name)} {text}: {_lowered(rule)}")
+        return None
+
+
+def _written(value: Any) -> str:
+    return "=".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _lowered(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Describe the words that argparse did not recognise. `known`: names of options."""
+    flags, faults = list(map(flag, known)), []
+    for word in rest:
+        name = word.split("=", 1)[0]
+        if word.startswith("-"):
+            near = difflib.get_close_matches(name, flags, n=1)
+            faults.append(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        elif not any(other.startswith("-") for other in rest[: rest.index(word)]):
+            faults.append(f"{word!r} does not follow a flag; see --help")
+    return faults
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Escapes in the words of a command. It imports nothing, so that --help is quick.
+
+
+def unescaped(text: str) -> str:
+    """Return a text with \\n, \\t, \\r and \\\\ replaced by the characters that they stand for."""
+    for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
+        text = text.replace(escape, character)
+    return text

@@ -1,0 +1,211 @@
+"""Options of the model's architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from megatron.options.types import STRICT, Positive, PositiveFloat, Probability
+
+MIN_FLEX_HEAD_SIZE = 16
+"""Smallest number of channels of a head that flex_attention has a kernel for. Source: torch 2.11's error."""
+NOT_COMPUTED = frozenset(
+    {
+        "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
+        "kernels", "use_fast_softmax", "fused_sdpa_recompute", "use_fused_rmsnorm", "freeze",
+        "quantize_base",
+    }
+)  # fmt: skip
+"""Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
+
+All others are compared with those of a checkpoint, so a new option is compared unless it is added here.
+"""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """Architecture of the model."""
+
+    architecture: str = "bloom"
+    """Model family. `bloom`: LayerNorm, GELU, biases. `llama`: RMSNorm, SwiGLU, no biases. `package.module:RECORD`: a
+    family of your own."""
+    num_layers: Positive = 2
+    """Number of transformer layers."""
+    hidden_size: Positive = 64
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive | None = None
+    """Intermediate width of the MLP (for llama: of the gate and of the up projection each). Unset: 4 x hidden_size."""
+    num_attention_heads: Positive = 4
+    """Number of query heads."""
+    num_query_groups: Positive | None = None
+    """Number of key and value heads (GQA). Unset: one for each query head (MHA)."""
+    kv_channels: Positive | None = None
+    """Size of one head. Unset: hidden_size / num_attention_heads."""
+    vocab_size: Positive = 50257
+    """Vocabulary size of the tokenizer, before padding. Padded rows are excluded from the softmax."""
+    make_vocab_size_divisible_by: Positive = 128
+    """Pad the embedding to a multiple of this number times the tensor-parallel size."""
+    max_position_embeddings: Positive | None = None
+    """Rows of the learned position table. Unset: seq_length."""
+    position_embedding_type: Literal["learned", "alibi", "rope"] = "learned"
+    """Position encoding: a learned table, ALiBi's linear bias, or rotary embedding."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rope_scaling_factor: PositiveFloat | None = None
+    """Factor of Llama 3.1's frequency scaling. Unset: no scaling."""
+    rope_scaling_low_freq_factor: PositiveFloat = 1.0
+    """Divide wavelengths above original length / this number by rope_scaling_factor."""
+    rope_scaling_high_freq_factor: PositiveFloat = 4.0
+    """Keep wavelengths below original length / this number unchanged."""
+    rope_scaling_original_length: Positive = 8192
+    """Context length of the original training, for Llama 3.1's scaling."""
+    embed_layernorm: bool = False
+    """Apply a LayerNorm to the word embedding, as in BLOOM-176B."""
+    untie_embeddings_and_output_weights: bool = False
+    """Use separate weights for the word embedding and the output layer."""
+    norm_epsilon: PositiveFloat = 1e-5
+    """Value added to the variance in every normalisation."""
+    hidden_dropout: Probability = 0.1
+    """Dropout after the embedding, the attention output and the MLP output."""
+    attention_dropout: Probability = 0.1
+    """Dropout of the attention probabilities."""
+    init_method_std: PositiveFloat = 0.02
+    """Standard deviation of the normal initialisation; for residual projections it is divided by sqrt(2 num_layers)."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """Form of rotary embedding, SwiGLU, RMSNorm and attention. `plain`: torch's operators, the
+    reference. `fused`: compiled by torch.compile on CUDA and CPU, Habana's on HPU. `auto`: as fused, but on CPU
+    operators that need no compiler. docs/reference/kernels.md has the table."""
+    attention_backend: Literal["auto", "sdpa", "flex", "fused_hpu"] = "auto"
+    """Attention kernel. `sdpa`: torch's. `flex`: flex_attention, CUDA only. `fused_hpu`: Habana's FusedSDPA. `auto`:
+    fused_hpu on HPU, flex on CUDA for ALiBi or packed documents with heads of 16 channels or more, matrix products by
+    blocks of queries on a CPU where they are faster, otherwise and with `kernels=plain` sdpa."""
+    use_fast_softmax: bool = False
+    """Use the fast softmax of Habana's FusedSDPA. HPU only."""
+    fused_sdpa_recompute: bool = True
+    """Let Habana's FusedSDPA compute the attention probabilities again in the backward pass instead of storing them.
+    HPU only."""
+    use_fused_rmsnorm: bool = True
+    """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
+    freeze: tuple[str, ...] = ()
+    """Names of parameters to exclude from training, or shell patterns such as `embedding.*` or `layers.[0-7].*`."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """Hold the frozen weights of the layers' linear layers in 4 bits, quantised while they are loaded (QLoRA). `nf4`:
+    4-bit NormalFloat with double quantisation, as in bitsandbytes. Embeddings, norms, biases and the output layer stay
+    as they are."""
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def suits_flex(self) -> bool:
+        """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
+        return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
+
+    def uses_fused_sdpa(self, device: str) -> bool:
+        """Return True if the attention runs in Habana's FusedSDPA on this device."""
+        fused = self.attention_backend == "auto" and self.kernels != "plain"
+        return device == "hpu" and (fused or self.attention_backend == "fused_hpu")
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    def computed(self, seq_length: int) -> dict[str, Any]:
+        """Return the options that determine what the model computes, with unset ones resolved.
+
+        Options that do nothing at its position encoding are left out. `seq_length`: that of its run.
+        """
+        idle = set(NOT_COMPUTED)
+        if self.position_embedding_type != "learned":
+            idle.add("max_position_embeddings")
+        if self.position_embedding_type != "rope":
+            idle |= {"rotary_base", "rope_scaling_factor"}
+        if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
+            idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
+        resolved = {
+            "ffn_hidden_size": self.ffn_size,
+            "num_query_groups": self.num_kv_heads,
+            "kv_channels": self.head_size,
+            "max_position_embeddings": self.max_position_embeddings or seq_length,
+        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | resolved
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+def differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return "name=here, there" for each option that both have with different values, in the order of `here`."""
+    return [
+        f"{name}={value} here, {there[name]} there"
+        for name, value in here.items()
+        if name in there and there[name] != value
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of low-rank adapters.
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters (LoRA). The base model is frozen; small matrices beside its linear layers are trained."""
+
+    lora_rank: Positive | None = None
+    """Rank of the adapters (PEFT's r). Unset: no adapters, the model itself is trained."""
+    lora_alpha: PositiveFloat | None = None
+    """The adapters' output is multiplied by lora_alpha / rank. Unset: lora_rank, a factor of 1."""
+    lora_dropout: Probability = 0.0
+    """Dropout of the adapters' input."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules to adapt, by their Hugging Face names (`q_proj v_proj`, `query_key_value`, `c_attn`), the names of this
+    project (`attention.qkv`), the end of such a name, or a shell pattern (`*.layers.[0-7].*`). `all-linear`: every
+    linear layer but the output projection. The embedding (`embed_tokens`, `wte`, `word_embeddings`) and the output
+    projection (`lm_head`) are adapted where they are named."""
+    lora_modules_to_save: tuple[str, ...] = ()
+    """Modules to train whole and to save with the adapters, by the same names: `lm_head`, `embed_tokens`."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases to train: none, all of the model, or those of the adapted modules."""
+    use_rslora: bool = False
+    """Multiply the adapters' output by lora_alpha / sqrt(rank) instead (rsLoRA)."""
+    lora_init: str = "default"
+    """Start of the adapters: default, A drawn and B zero; pissa, the principal singular vectors of their weights, or
+    pissa_niter_N, these by N iterations of a faster, approximate decomposition."""
+    use_dora: bool = False
+    """Train a magnitude for each row of an adapted weight, and its direction by the adapter (DoRA)."""
+    loraplus_lr_ratio: PositiveFloat = 1.0
+    """Learning rate of the adapters' B matrices and of DoRA's magnitudes, relative to that of A (LoRA+)."""
+    loraplus_lr_embedding: PositiveFloat = 1e-6
+    """With a loraplus_lr_ratio other than 1, the learning rate of the embedding's adapter, which follows lr's
+    schedule."""
+    lora_rank_pattern: tuple[str, ...] = ()
+    """NAME=RANK ...: another rank for the modules of this name. The first that matches applies."""
+    lora_alpha_pattern: tuple[str, ...] = ()
+    """NAME=ALPHA ...: another lora_alpha for the modules of this name. The first that matches applies."""
+    lora_base: str | None = None
+    """Folder of the base model: a Hugging Face model, or checkpoints of a run. Unset: load, where that holds a model;
+    for a checkpoint of adapters, the folder of the base that they were trained on; for a folder of PEFT, its
+    base_model_name_or_path, a folder or the name of a downloaded model."""
+    allow_other_base: bool = False
+    """Start from adapters on another base than the one that they belong to, with a warning."""
+
+    def computed(self) -> dict[str, Any]:
+        """Return the options that determine what given adapters compute, beside their names and shapes."""
+        return {
+            "lora_alpha": self.lora_alpha or self.lora_rank,
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            "lora_init": self.lora_init.partition("_")[0],
+            "lora_alpha_pattern": list(self.lora_alpha_pattern),
+        }

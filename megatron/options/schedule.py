@@ -1,0 +1,291 @@
+"""Learning rate and weight decay as functions of the samples consumed before a step.
+
+Formulas: NVIDIA/Megatron-LM, megatron/core/optimizer_param_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron.options.config import OptimizerConfig, TrainingConfig, batch_levels, samples_after
+
+
+@dataclass(frozen=True)
+class ParamSchedule:
+    """Learning rate and weight decay of a run, with all lengths in samples from the start of the training."""
+
+    lr: float
+    min_lr: float
+    lr_warmup_init: float
+    lr_warmup: tuple[tuple[float, float], ...]
+    """Corners (samples, share of the warm-up done) of a line from (0, 0) to the end of the warm-up; empty: none."""
+    lr_decay_style: str
+    lr_decay_samples: int
+    lr_wsd_decay_style: str
+    lr_wsd_decay_samples: int
+    weight_decay_incr_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_samples: int
+
+    def learning_rate(self, consumed_samples: int) -> float:
+        """Learning rate of the step that starts at `consumed_samples`.
+
+        From lr_warmup_init up to lr over the warm-up, then by lr_decay_style down to min_lr, which is reached
+        lr_decay_samples after the start of the training (not of the decay) and kept from there on.
+        """
+        warmup = self.lr_warmup[-1][0] if self.lr_warmup else 0
+        if warmup > 0 and consumed_samples <= warmup:
+            return self.lr_warmup_init + self._warmup_share(consumed_samples) * (self.lr - self.lr_warmup_init)
+        if self.lr_decay_style == "constant":
+            return self.lr
+        if consumed_samples > self.lr_decay_samples:
+            return self.min_lr
+        progress = (consumed_samples - warmup) / (self.lr_decay_samples - warmup)
+        match self.lr_decay_style:
+            case "inverse-square-root":
+                return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / max(consumed_samples, 1)))
+            case "linear":
+                share = 1 - progress
+            case "cosine":
+                share = _cosine(progress)
+            case "WSD":
+                share = self._anneal(1 - (self.lr_decay_samples - consumed_samples) / self.lr_wsd_decay_samples)
+        return self.min_lr + share * (self.lr - self.min_lr)
+
+    def _warmup_share(self, consumed_samples: int) -> float:
+        below = (0.0, 0.0)
+        for corner in self.lr_warmup:
+            if consumed_samples <= corner[0]:
+                break
+            below = corner
+        return below[1] + (corner[1] - below[1]) * (consumed_samples - below[0]) / (corner[0] - below[0])
+
+    def _anneal(self, progress: float) -> float:
+        """Share of lr - min_lr left after `progress` of WSD's last part; below 0 that part has not begun."""
+        if progress <= 0:
+            return 1.0
+        match self.lr_wsd_decay_style:
+            case "linear":
+                return 1 - progress
+            case "cosine":
+                return _cosine(progress)
+            case "minus_sqrt":
+                return 1 - math.sqrt(progress)
+        return 2 * 0.5**progress - 1
+
+    def weight_decay(self, consumed_samples: int) -> float:
+        """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""
+        if self.weight_decay_incr_style == "constant" or consumed_samples > self.weight_decay_incr_samples:
+            return self.end_weight_decay
+        share = consumed_samples / self.weight_decay_incr_samples
+        if self.weight_decay_incr_style == "cosine":
+            share = 1 - _cosine(share)
+        return self.start_weight_decay + share * (self.end_weight_decay - self.start_weight_decay)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> ParamSchedule:
+        """Return the schedule of `to_dict`, also by way of JSON. Raises KeyError or TypeError."""
+        return cls(**{**saved, "lr_warmup": tuple((samples, share) for samples, share in saved["lr_warmup"])})
+
+    def in_effect(self) -> dict[str, Any]:
+        """Return the values that change a learning rate or a weight decay, by name."""
+        idle = set()
+        if not self.lr_warmup:
+            idle |= {"lr_warmup_init"}
+        if self.lr_decay_style == "constant":
+            idle |= {"min_lr", "lr_decay_samples"}
+        if self.lr_decay_style != "WSD":
+            idle |= {"lr_wsd_decay_style", "lr_wsd_decay_samples"}
+        if self.weight_decay_incr_style == "constant":
+            idle |= {"start_weight_decay", "weight_decay_incr_samples"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in idle}
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch size, learning rate and weight decay as functions of the samples consumed so far. No state to save.
+#
+# `consumed_samples` is always the count *before* the step: 0 for the first. Megatron sets both the same way (its
+# scheduler moves on after the optimizer step), so under warm-up the first step runs at learning rate 0. Unlike
+# Megatron's, a step skipped for an fp16 overflow moves the schedule on too: it consumed its samples.
+#
+# Formulas: NVIDIA/Megatron-LM, megatron/core/num_microbatches_calculator.py.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Batch size, learning rate, weight decay and length of one run: pure functions of the consumed samples."""
+
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    samples_per_epoch: int | None = None
+    """Samples in an epoch, if the task counts epochs: a global batch never crosses from one into the next, so the last
+    of an epoch may be smaller, and so may the last of all. None: a stream of samples, of which only whole global
+    batches are trained."""
+    restored: ParamSchedule | None = None
+    """Learning rate and weight decay of the checkpoint resumed, where these replace the options'."""
+
+    def global_batch_size(self, consumed_samples: int) -> int:
+        """Samples in the step that starts at `consumed_samples`.
+
+        Ramp-up START INCREMENT SAMPLES has (global_batch_size - START) / INCREMENT levels below the full size, each
+        lasting an equal part of SAMPLES. A level ends with the first step that reaches its boundary.
+        """
+        size = self.training.global_batch_size
+        if self.samples_per_epoch is not None:
+            left_in_epoch = self.samples_per_epoch - consumed_samples % self.samples_per_epoch
+            return max(1, min(size, left_in_epoch, self.total_samples - consumed_samples))
+        if self.training.rampup_batch_size is None:
+            return size
+        start, increment, ramp_samples = self.training.rampup_batch_size
+        num_increments = (size - start) // increment
+        if consumed_samples >= ramp_samples:
+            return size
+        # in whole numbers: Megatron's float quotient can miss a boundary that no float represents
+        return start + consumed_samples * num_increments // ramp_samples * increment
+
+    def is_complete(self, consumed_samples: int) -> bool:
+        """Return True if too few samples are left for one more step."""
+        return consumed_samples + self.global_batch_size(consumed_samples) > self.total_samples
+
+    def ends_epoch(self, consumed_samples: int) -> bool:
+        """Return True if the previous step was the last of an epoch."""
+        return self.samples_per_epoch is not None and consumed_samples % self.samples_per_epoch == 0
+
+    @property
+    def total_iterations(self) -> int:
+        """Steps in the whole training: train_iters, or as many as num_epochs or train_samples make."""
+        return self._whole_training[0]
+
+    @property
+    def total_samples(self) -> int:
+        """Samples consumed by all `total_iterations` steps. At most train_samples: of a stream, a last partial batch is
+        not trained.
+        """
+        return self._whole_training[1]
+
+    @cached_property
+    def _whole_training(self) -> tuple[int, int]:
+        """Steps and samples of the whole training."""
+        if self.samples_per_epoch is not None:
+            return self._whole_epochs(self.samples_per_epoch)
+        iterations, samples = 0, 0
+        for batch_size, level_end in batch_levels(self.training):  # one ramp-up level at a time
+            level_steps = max(0, -(-(level_end - samples) // batch_size)) if level_end is not None else None
+            steps_left = self._steps_left(iterations, samples, batch_size)
+            steps = steps_left if level_steps is None else min(level_steps, steps_left)
+            iterations += steps
+            samples += steps * batch_size
+            if steps == steps_left:
+                break
+        return iterations, samples
+
+    def _whole_epochs(self, samples_per_epoch: int) -> tuple[int, int]:
+        training, size = self.training, self.training.global_batch_size
+        steps_per_epoch = -(-samples_per_epoch // size)
+        if training.train_iters is not None:
+            return training.train_iters, self.samples_after(training.train_iters)
+        samples = training.train_samples or (training.num_epochs or 0) * samples_per_epoch
+        epochs, rest = divmod(samples, samples_per_epoch)
+        return epochs * steps_per_epoch - (-rest // size), samples
+
+    def _steps_left(self, iterations: int, samples: int, batch_size: int) -> int:
+        """Steps of `batch_size` until the training ends."""
+        if self.training.train_iters is not None:
+            return self.training.train_iters - iterations
+        assert self.training.train_samples is not None, "rules.py demands a length"
+        return (self.training.train_samples - samples) // batch_size
+
+    def samples_after(self, iterations: int) -> int:
+        """Return the samples in the first `iterations` steps, ramp-up and small last batches of epochs included."""
+        if self.samples_per_epoch is None:
+            return samples_after(self.training, iterations)
+        size = self.training.global_batch_size
+        epochs, steps = divmod(iterations, -(-self.samples_per_epoch // size))
+        return epochs * self.samples_per_epoch + steps * size
+
+    @cached_property
+    def params(self) -> ParamSchedule:
+        """Learning rate and weight decay. The training is as long as configured, a last partial batch included."""
+        if self.restored is not None:
+            return self.restored
+        options, training, size = self.optimizer, self.training, self.training.global_batch_size
+        length = training.train_samples or samples_after(training, training.train_iters or 0)
+        if self.samples_per_epoch is not None:
+            length = self.total_samples
+        decay = options.lr_decay_samples or self.samples_after(options.lr_decay_iters or 0) or length
+        grows = options.weight_decay_incr_style != "constant"
+        start, end = options.start_weight_decay, options.end_weight_decay
+        return ParamSchedule(
+            lr=options.lr,
+            min_lr=options.min_lr,
+            lr_warmup_init=options.lr_warmup_init,
+            lr_warmup=self._warmup(decay),
+            lr_decay_style=options.lr_decay_style,
+            lr_decay_samples=decay,
+            lr_wsd_decay_style=options.lr_wsd_decay_style,
+            lr_wsd_decay_samples=options.lr_wsd_decay_samples or (options.lr_wsd_decay_iters or 0) * size,
+            weight_decay_incr_style=options.weight_decay_incr_style,
+            start_weight_decay=(start or 0.0) if grows else options.weight_decay,
+            end_weight_decay=(end or 0.0) if grows else options.weight_decay,
+            weight_decay_incr_samples=length,
+        )
+
+    def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:
+        """Return the corners of the warm-up. In steps it is a straight line over them, and so bends over the samples
+        where the batch size changes."""
+        options = self.optimizer
+        samples = options.lr_warmup_samples or (options.lr_warmup_fraction or 0) * decay_samples
+        if samples:
+            return ((samples, 1.0),)
+        last = options.lr_warmup_iters
+        steps = sorted({step for step in self._resized_at(last) if 0 < step < last} | {last} if last else ())
+        return tuple((self.samples_after(step), step / last) for step in steps)
+
+    def _resized_at(self, last: int) -> list[int]:
+        """Return the numbers of steps, up to about `last`, before and after which the batch size differs."""
+        size = self.training.global_batch_size
+        if self.samples_per_epoch is not None:
+            per_epoch, partial = -(-self.samples_per_epoch // size), self.samples_per_epoch % size
+            ends = range(per_epoch, last + 2, per_epoch) if partial else ()
+            return [step for end in ends for step in (end - 1, end)]
+        steps, samples, found = 0, 0, []
+        for batch_size, level_end in batch_levels(self.training)[:-1]:
+            assert level_end is not None
+            level_steps = max(0, -(-(level_end - samples) // batch_size))
+            steps, samples = steps + level_steps, samples + level_steps * batch_size
+            found.append(steps)
+        return found
+
+    def unended_warmup(self) -> str | None:
+        """Return a warning if the warm-up is longer than the run, which then never has its learning rate."""
+        params, total = self.params, self.total_samples
+        end = params.lr_warmup[-1][0] if params.lr_warmup else 0
+        if end <= total:
+            return None
+        highest = self.learning_rate(self.samples_after(max(0, self.total_iterations - 1)))
+        return (
+            f"the warm-up of {end:,.0f} samples is longer than the run of {total:,}: its learning rate reaches "
+            f"{highest:.3g} instead of lr={params.lr:g}; lower {self.optimizer.given_warmup}"
+        )
+
+    def learning_rate(self, consumed_samples: int) -> float:
+        """Learning rate of the step that starts at `consumed_samples`."""
+        return self.params.learning_rate(consumed_samples)
+
+    def weight_decay(self, consumed_samples: int) -> float:
+        """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""
+        return self.params.weight_decay(consumed_samples)

@@ -1,0 +1,275 @@
+"""Options of the layout, the training run, the optimizer and the guard."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """Layout over devices. The data-parallel size is the number of ranks / (tensor x pipeline)."""
+
+    tensor_model_parallel_size: Positive = 1
+    """Number of ranks that share each layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Number of pipeline stages."""
+    sequence_parallel: bool = False
+    """Shard activations along the sequence between the tensor-parallel regions."""
+    no_pipeline_parallel: bool = False
+    """Use the sequential engine instead of DeepSpeed's pipeline. Implied by zero_stage 2, 3 and by offload."""
+    pipeline_partition_method: str = "cost"
+    """Cut of the layers into pipeline stages. `cost`: the slowest stage is as fast as possible, by counted FLOPs with
+    output projection, loss and recomputation. `parameters`, `uniform`, `type:TransformerLayer`: the largest stage has
+    as few trained parameters, layers, or transformer layers as possible. `3,1`: transformer layers of each stage; the
+    first also holds the embedding, the last the final norm and the output projection."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
+    """Order of the microbatches' passes on each stage. `interleaved`: several chunks of the model a stage, so that
+    stages wait less and send more. `zero-bubble`: ZB-H1, which computes the gradients of weights while a stage would
+    wait. Unset: `interleaved` with num_virtual_stages_per_pipeline_rank above 1, otherwise `1f1b`."""
+    num_virtual_stages_per_pipeline_rank: Positive = 1
+    """Chunks of the model on each pipeline stage, of the interleaved schedule."""
+    device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
+    """Device type. `auto`: the first available of hpu, cuda, cpu."""
+    device_memory: str | None = None
+    """Memory of one device, for the plan: gaudi2, gaudi3, a100, h100, h200, or a number of GiB. Unset: that of this
+    machine's devices."""
+    distributed_timeout_minutes: PositiveFloat = 30.0
+    """Timeout of collectives; one that waits longer fails the run."""
+
+    @property
+    def listed_layers(self) -> tuple[int, ...] | None:
+        """Transformer layers of each range, where `pipeline_partition_method` lists them."""
+        words = self.pipeline_partition_method.split(",")
+        return tuple(map(int, words)) if all(re.fullmatch("[0-9]+", word) for word in words) else None
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        default = "interleaved" if self.num_virtual_stages_per_pipeline_rank > 1 else "1f1b"
+        return self.pipeline_schedule or default
+
+    @property
+    def num_pipeline_ranges(self) -> int:
+        """Number of ranges of layers that the pipeline cuts the model into."""
+        return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig:
+    """Task, batch sizes, length and precision of training."""
+
+    task: str = "pretrain"
+    """Data and loss. `pretrain`: next-token prediction on documents. `sft`: supervised fine-tuning on the answers in
+    chats, as written by tools/preprocess_chat.py. `preference`: DPO, KTO and related objectives on preferred answers,
+    as written by tools/preprocess_preferences.py. `package.module:Class`: a task of your own."""
+    task_options: tuple[str, ...] = ()
+    """NAME=VALUE ... for a task of your own that declares options."""
+    loss: str | None = None
+    """package.module:FUNCTION or FILE.py:FUNCTION: a loss of your own over log-probabilities or hidden states, in place
+    of the cross-entropy of pretrain or sft."""
+    loss_options: tuple[str, ...] = ()
+    """NAME=VALUE ... for a loss of your own: its keyword-only arguments."""
+    label_smoothing_factor: Probability = 0.0
+    """pretrain, sft: share of each label's probability that is spread evenly over the vocabulary in the loss that is
+    trained. Validations measure the plain loss."""
+    teacher: tuple[str, ...] = ()
+    """Files of a teacher's likeliest tokens, as a run with teacher_top_k writes them, for a loss that takes a teacher.
+    """
+    teacher_top_k: Positive | None = None
+    """With skip_train: write log-probabilities of this many likeliest tokens at each label, into files beside the data.
+    The data is that of the run which is to learn from them."""
+    micro_batch_size: Positive = 1
+    """Samples per forward pass of one data-parallel rank."""
+    global_batch_size: Positive = 8
+    """Samples per optimizer step, over all data-parallel ranks and microbatches."""
+    rampup_batch_size: tuple[Positive, Positive, Positive] | None = None
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT, evenly over SAMPLES samples."""
+    seq_length: Positive = 128
+    """Sequence length in tokens."""
+    train_samples: Positive | None = None
+    """Number of training samples. Give this or train_iters."""
+    train_iters: Positive | None = None
+    """Number of optimizer steps. Give this or train_samples."""
+    num_epochs: Positive | None = None
+    """sft, preference: number of epochs, instead of train_samples and train_iters. Each epoch is shuffled separately,
+    and no global batch spans two epochs."""
+    skip_train: bool = False
+    """Evaluate the checkpoint in load, or else in save, on validation and test data, and exit. Allocates no optimizer,
+    writes no checkpoint; needs neither training data nor a length of training."""
+    exit_interval: NonNegative = 0
+    """Save and exit when the iteration is a multiple of this. 0: never."""
+    kill_switch_path: str | None = None
+    """Save and exit when this file exists; one rank per node checks. A run does not start while the file exists."""
+    seed: NonNegative = 1234
+    """Random seed of the initial weights, the dropout and the data order."""
+    bf16: bool = False
+    """Train in bfloat16 with float32 master weights, gradient accumulation and reduction."""
+    fp16: bool = False
+    """Train in float16 with dynamic loss scaling. Without bf16 and fp16: float32."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision of gradient accumulation over microbatches."""
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Precision in which gradients are summed over data-parallel ranks. Unset: that of grad_accum_dtype."""
+    initial_loss_scale: PositiveFloat = 65536.0
+    """fp16: initial loss scale."""
+    min_loss_scale: PositiveFloat = 1.0
+    """fp16: smallest loss scale."""
+    loss_scale_window: Positive = 1000
+    """fp16: steps without overflow before the loss scale doubles."""
+    hysteresis: Positive = 2
+    """fp16: overflows before the loss scale is halved."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune: add uniform noise of ±alpha / sqrt(L x hidden_size) to the word embeddings of each training sequence of
+    L tokens; 5 is usual. Unset: none."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass: none, those of `recompute_modules`, or whole transformer
+    layers."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of a transformer layer to recompute with `recompute_granularity=selective`, by Megatron's names.
+    `core_attn`: rotary embedding and attention without its projections. `mlp`: the MLP. `layernorm` (or `norm`): the
+    outputs of both norms. `mlp_act`: the output of the MLP's activation. Separated by commas or spaces. Unset:
+    core_attn."""
+    torch_compile: bool | None = None
+    """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
+    mode."""
+    deterministic: bool = False
+    """Use deterministic algorithms of torch and of the HPU."""
+    early_stopping_patience: Positive | None = None
+    """End the training after this many validations in a row without an improvement of best_metric. Unset: never."""
+    early_stopping_min_delta: NonNegativeFloat = 0.0
+    """early_stopping_patience: smallest change that counts as an improvement, since the last one that did."""
+    best_metric: str = "loss"
+    """Value that early_stopping_patience and keep_best compare: the validation loss, a metric of the task,
+    such as rewards/accuracies, or lm_loss/NAME of one of multiple_validation_sets."""
+    best_metric_mode: Literal["min", "max"] | None = None
+    """Better direction of best_metric. Unset: min for a loss; a metric needs it."""
+    deepspeed_config: str | None = None
+    """JSON file to merge into the DeepSpeed configuration. A key that DeepSpeed does not read, or that contradicts this
+    config, is an error; "auto" leaves a value to this config."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Save and exit after the first step that ends this many minutes or more after the job started, restarts included,
+    by the clock of rank 0's host. Leave time for one more step and a save before a scheduler's limit."""
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        """Names of the parts of a layer that are recomputed; empty if none or the whole layer is."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        names = (name.strip() for words in self.recompute_modules or ("core_attn",) for name in words.split(","))
+        return frozenset("layernorm" if name == "norm" else name for name in names if name)
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """Optimizer, learning rate schedule and ZeRO."""
+
+    optimizer: Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"] = "adamw"
+    """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
+    device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
+    states move to host memory where the device's is short; on other devices adamw, which is logged."""
+    decoupled_weight_decay: bool = True
+    """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part.
+    `inverse-square-root` falls with the root of all samples, warm-up included, not below min_lr."""
+    lr_decay_samples: Positive | None = None
+    """Samples until min_lr is reached, warm-up included. Unset: the whole training."""
+    lr_decay_iters: Positive | None = None
+    """lr_decay_samples, in steps, whatever their batch size."""
+    lr_warmup_samples: NonNegative = 0
+    """Samples over which the learning rate rises linearly from lr_warmup_init to lr."""
+    lr_warmup_iters: NonNegative = 0
+    """Steps over which it does, whatever their batch size."""
+    lr_warmup_fraction: Probability | None = None
+    """Share of the decay (lr_decay_samples, or the whole training) over which it does. Unset: none."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_samples: Positive | None = None
+    """Samples of WSD's last, decaying part."""
+    lr_wsd_decay_iters: Positive | None = None
+    """lr_wsd_decay_samples, in steps: the last ones of the decay."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of WSD's last part."""
+    override_opt_param_scheduler: bool = False
+    """Resume with this command's schedule of learning rate and weight decay, where it differs from the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the checkpoint's schedule, where it differs. Without either switch, a difference is an error."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices; biases and normalisation weights never decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Growth of the weight decay over the whole training. `constant`: it is weight_decay. `linear`, `cosine`: from
+    start_weight_decay to end_weight_decay, which replace weight_decay."""
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the start of the training."""
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the end of the training, no less than start_weight_decay."""
+    adam_beta1: Probability = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Probability = 0.999
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Value added to the square root of the second moment."""
+    sgd_momentum: Probability = 0.9
+    """Momentum of SGD."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the whole model's gradient. 0: no clipping."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO stage. Shard over data-parallel ranks: 1 optimizer states, 2 + gradients, 3 + parameters. In bf16 and fp16
+    the optimizer states are always sharded. 2 and 3 run without a pipeline."""
+    offload_optimizer: bool = False
+    """Keep and update the optimizer states in host memory."""
+    offload_param: bool = False
+    """Keep the parameters in host memory. Requires zero_stage 3."""
+
+    @property
+    def given_warmup(self) -> str:
+        """Return the option that sets the length of the warm-up, with its value."""
+        names = "lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"
+        return next((f"{name}={value}" for name in names if (value := getattr(self, name))), "lr_warmup_samples")
+
+
+@dataclass(frozen=True, config=STRICT)
+class GuardConfig:
+    """Handling of bad steps and of hanging ranks. A loss or gradient that is not finite is never applied."""
+
+    spike_action: Literal["off", "log", "skip", "rollback"] = "log"
+    """Action on a loss or gradient norm far above its running estimate. `log`: log the batch. `skip`: also skip the
+    update. `rollback`: return to a checkpoint from before the spike and leave out the samples around it."""
+    spike_threshold: PositiveFloat = 6.0
+    """Standard deviations above the running mean at which a loss, or the logarithm of a gradient norm, is a spike."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Time constant, in steps, of the exponential running mean and deviation. No spike is detected before this many
+    steps."""
+    max_skipped_in_a_row: Positive = 10
+    """Abort with exit status 3 after this many skipped steps in a row. An fp16 overflow counts only when the loss scale
+    is already at its minimum."""
+    max_skipped_in_window: Positive = 30
+    """Abort with exit status 3 after this many skipped steps among the last skipped_window, counted in the same way.
+    More than skipped_window: no such limit."""
+    skipped_window: Annotated[int, Field(ge=2)] = 100
+    """Steps over which max_skipped_in_window counts."""
+    rollback_skip_steps: Positive = 10
+    """Steps whose samples a rollback leaves out: the spike and the steps before it, because the damaging update comes
+    before the loss that shows it."""
+    max_rollbacks: Positive = 3
+    """Abort after this many rollbacks without a new checkpoint between them."""
+    check_replicas_interval: NonNegative = 0
+    """Steps between two checks that all copies of a parameter are bitwise equal; also before each save. 0: never."""
+    watchdog_timeout_s: NonNegativeFloat | None = None
+    """Seconds without progress after which the run is aborted with the stacks of all ranks. Until the first step is
+    done, distributed_timeout_minutes applies instead. 0: no watchdog. Unset: 600, or distributed_timeout_minutes if
+    that is shorter."""

@@ -1,0 +1,96 @@
+"""Chunks of tokens in which the loss is computed, and blocks within them. Without torch, so that a plan needs none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIN_CHUNK_TOKENS = 1024
+"""Each chunk reads the output weight twice, and reads and writes the float32 sum of its gradient. With fewer tokens
+that takes longer than the products."""
+ENOUGH_TOKENS = 2048
+"""With so many it takes a small part of their time, whatever the hidden size; more would only hold more logits."""
+BLOCK_LOGITS = 1 << 20
+"""Logits that torch's softmax converts to float32 at once on a CPU: two copies of 4 MiB."""
+BLOCK_LOGITS_OF_A_DEVICE = 1 << 24
+"""The same elsewhere, where each operator is a launch."""
+BLOCK_NUMBERS = 1 << 22
+"""Numbers of the weight's gradient that a product in 16 bits gives at once, where it cannot be added in float32: 8 MiB.
+"""
+
+
+def least_tokens(hidden_size: int) -> int:
+    """Return the fewest tokens of one of several chunks."""
+    return min(max(MIN_CHUNK_TOKENS, hidden_size), ENOUGH_TOKENS)
+
+
+def chunk_size(num_tokens: int, hidden_size: int) -> int:
+    """Return the tokens of a chunk: all, or at least the hidden size, but 1,024 to 2,048, and less than twice that.
+
+    The logits of a chunk then take less memory than the float32 sum of the weight's gradient, which several chunks
+    need and a single one does not. No chunk is a short remainder.
+    """
+    num_chunks = max(1, num_tokens // least_tokens(hidden_size))
+    return -(-num_tokens // num_chunks)
+
+
+def chunks(num_tokens: int, hidden_size: int) -> Iterator[slice]:
+    """Yield the tokens of each chunk; an empty one of no tokens."""
+    size = max(1, chunk_size(num_tokens, hidden_size))
+    for begin in range(0, max(1, num_tokens), size):
+        yield slice(begin, min(begin + size, num_tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of the products that a CPU without 16-bit ones computes in float32 (parallel/products.py); without torch.
+
+ROWS, SUMMED, COLUMNS = 2048, 1024, 1024
+"""Largest block of each dimension: two copies of 8 MiB and one of 4 MiB at once."""
+FEW_ROWS, FEW_COLUMNS = 64, 128
+"""With so few rows a converted block of the weight is read as often as it is written, so it is to stay in the cache."""
+
+
+def block_bytes(m: int, k: int, n: int, *, adds: bool = False) -> int:
+    """Return the bytes of a block in float32 of [m, k] times [k, n], both factors and the sum.
+
+    `adds`: the sum is that of a float32 tensor, in place.
+    """
+    rows, summed, columns = min(m, ROWS), min(k, SUMMED), min(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS)
+    return 4 * (rows * summed + summed * columns + (0 if adds else rows * columns))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The adapters of one linear layer, as its declaration names them and its method computes them. Without torch.
+
+
+class AdapterSwitch:
+    """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute without adapters."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one module, as a part of the linear layer that holds it."""
+
+    suffix: str
+    first: int
+    stop: int
+    """[first, stop) are its pieces of the base weight's rows."""
+    rank: int
+    scale: float
+    is_principal: bool = False
+    """It starts from the principal singular vectors of its weight (PiSSA)."""
+    svd_iterations: int | None = None
+    """Iterations of an approximate decomposition for that; None: an exact one."""

@@ -1,0 +1,127 @@
+"""Linear layers whose products run in fp8, by the transformer engine of Gaudi's software, with delayed scaling.
+
+Scales follow from the largest absolute values (amax) of earlier microbatches. The engine quantises, multiplies and
+keeps the scales; parameters, communication and bias stay with the layers here, so layouts and checkpoints are the same
+as without it.
+Source: HabanaAI/Megatron-LM 1.24, core/extensions/intel_transformer_engine.py and core/transformer/
+transformer_block.py; Micikevicius et al. 2022 (arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.options.config import Config
+from megatron.options.fp8 import Fp8Config
+from megatron.options.fp8_rules import scaling
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.deferred import Fp8Passes
+from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
+from megatron.parallel.mappings import enter_tensor_region
+from megatron.parallel.shards import LayerDeclaration
+from megatron.runtime.accelerator import DeviceError
+
+MLP_DOWN = "mlp.down"
+
+
+def transformer_engine() -> Any:
+    """Return Intel's transformer engine. Raises DeviceError where it is missing or does not load."""
+    try:
+        return importlib.import_module("intel_transformer_engine")
+    except (ImportError, OSError, AttributeError) as error:
+        raise DeviceError(
+            f"fp8 needs intel_transformer_engine, which does not load: {error}; it comes with the image or the "
+            "installer of the Gaudi software, never by pip from the public index. Or leave fp8_format out"
+        ) from None
+
+
+def with_fp8(layers: Iterable[LayerDeclaration], config: Config) -> list[LayerDeclaration]:
+    """Return the layers with the matrix products of transformer layers in fp8."""
+    return [layer if layer.number is None else _with_fp8(layer, config) for layer in layers]
+
+
+def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
+    is_gated = "mlp.gate_up.weight" in layer.shards
+    for name, shard in layer.shards.items():
+        prefix, _, last = name.rpartition(".")
+        is_down = prefix == MLP_DOWN
+        if last == "weight" and len(shard.shape) == 2 and (config.fp8.fp8_mlp_row_parallel or not is_down):
+            smooth = config.fp8.fp8_smooth_swiglu and is_gated and is_down
+            layer = layer.with_method(prefix, Fp8Method(config.fp8, smooth_swiglu=smooth))
+    return layer
+
+
+def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
+    """Prepare the context in which this rank's training passes run. Collective. Raises DeviceError."""
+    engine, fp8 = transformer_engine(), config.fp8
+    interval, history = scaling(config, ctx.grad_size)
+    recipe = engine.recipe.DelayedScaling(
+        margin=fp8.fp8_margin,
+        interval=interval,
+        fp8_format=getattr(engine.recipe.Format, fp8.fp8_format.upper()),
+        amax_compute_algo=fp8.fp8_amax_compute_algo,
+        amax_history_len=history,
+        override_linear_precision=engine.recipe._OverrideLinearPrecision(False, False, not fp8.fp8_wgrad),
+        reduce_amax=fp8.fp8_amax_reduce and ctx.world_size > ctx.num_stages,
+    )
+    group = _stage_group(ctx)
+    passes.autocast = functools.partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe, fp8_group=group)
+
+
+def _stage_group(ctx: ParallelContext) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same layers: all tensor- and data-parallel ranks of a stage. Collective."""
+    if ctx.world_size == 1:
+        return None
+    if ctx.num_stages == 1:
+        return dist.group.WORLD
+    groups = [dist.new_group(ctx.topology.get_axis_list("pipe", stage)) for stage in range(ctx.num_stages)]
+    return groups[ctx.stage]
+
+
+class Fp8Method(BaseMethod):
+    """x @ W^T + b with operands in fp8 during a training pass, in 16 bits otherwise. One method for each layer."""
+
+    def __init__(self, options: Fp8Config, *, smooth_swiglu: bool) -> None:
+        self._keeps_weight, self._converts_once = options.cache_fp8_weight, options.cache_fp8_weight_fwd
+        self._smooth_swiglu = smooth_swiglu
+        self._product: Callable[..., Tensor] | None = None
+
+    def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        passes = layer.ctx.fp8
+        if not passes.is_on:
+            return DENSE.linear(layer, x, bias)
+        if self._product is None:
+            self._product = self._build(layer)
+        is_first = passes.is_first_microbatch if self._converts_once else None
+        output = self._product(x, layer.weight, is_first_microbatch=is_first)
+        return output if bias is None else output + bias
+
+    def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
+        if not layer.ctx.fp8.is_on:
+            return DENSE.column(layer, hidden)
+        return self.linear(layer, enter_tensor_region(hidden, layer.ctx), layer.bias)
+
+    def _build(self, layer: ParallelLinear) -> Callable[..., Tensor]:
+        """Return the engine's layer, which is given the weight with each call and holds none."""
+        out_features, in_features = layer.weight.shape
+        smooth = {"use_fp8_smooth_swiglu": True} if self._smooth_swiglu else {}  # the argument is new in 1.22
+        product: Callable[..., Tensor] = transformer_engine().Linear(
+            in_features,
+            out_features,
+            bias=False,
+            skip_weight_param_allocation=True,
+            params_dtype=layer.weight.dtype,
+            parallel_mode=None,
+            tp_group=layer.ctx.tensor_group,
+            tp_size=layer.ctx.tensor_size,
+            minimize_memory=not self._keeps_weight,
+            device=layer.weight.device.type,
+            **smooth,
+        )
+        return product

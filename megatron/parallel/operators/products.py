@@ -1,0 +1,145 @@
+"""Matrix products, of 16-bit numbers through float32 where the processor has no instruction for them.
+
+torch's own products take 5 to 100 times as long there as those of float32. A product of two 16-bit numbers is exact in
+float32, so the sum is that of a float32 product, and the result is rounded once. No whole matrix is held in float32,
+but blocks of it, each converted again for each product.
+Shapes: [m, k] times [k, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.block_sizes import COLUMNS, FEW_COLUMNS, FEW_ROWS, ROWS, SUMMED
+from megatron.runtime.accelerator import processor
+
+WIDENED = frozenset(
+    dtype
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    if precision not in processor().products
+)
+"""Dtypes whose products a CPU computes in float32. Known at the import: torch.compile could not trace the question."""
+
+
+def widens(x: Tensor) -> bool:
+    """Return True if products of such a tensor are computed in float32."""
+    return x.dtype in WIDENED and x.device.type == "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without autograd
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a [..., k] times b [k, n], written to `out` [m, n] if that is given."""
+    if not widens(a):
+        return a @ b if out is None else torch.mm(a, b, out=out)
+    if out is not None:
+        return _multiply(a, b, out, beta=0)
+    result = a.new_empty((*a.shape[:-1], b.shape[1]))
+    _multiply(a.flatten(0, -2), b, result.flatten(0, -2), beta=0)
+    return result
+
+
+def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> Tensor:
+    """Replace `total` [m, n] by beta x total + a b, in place; it may be float32 where products are computed in that."""
+    if not widens(a):
+        return total.addmm_(a, b, beta=beta)
+    return _multiply(a, b, total, beta=beta)
+
+
+def _multiply(a: Tensor, b: Tensor, total: Tensor, *, beta: int) -> Tensor:
+    (m, k), n = a.shape, b.shape[1]
+    if k == 0:
+        return total.mul_(beta) if beta else total.zero_()
+    for columns in _blocks(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS):
+        for rows in _blocks(m, ROWS):
+            target = total[rows, columns]
+            if beta or target.dtype == torch.float32:
+                sums = target.float()  # the target itself, if it is float32
+            else:
+                sums = torch.empty(target.shape)
+            for summed in _blocks(k, SUMMED):
+                is_first = summed.start == 0
+                sums.addmm_(a[rows, summed].float(), b[summed, columns].float(), beta=beta if is_first else 1)
+            if sums is not target:
+                target.copy_(sums)
+    return total
+
+
+def _blocks(size: int, largest: int) -> Iterator[slice]:
+    """Yield slices of nearly equal size, at most the largest."""
+    if not size:
+        return
+    count = -(-size // largest)
+    step = -(-size // count)
+    for begin in range(0, size, step):
+        yield slice(begin, min(begin + step, size))
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.numel() == x.shape[-1]:  # one token: torch reads the weight once, and computes in float32 as it does
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return mm(x, weight.t())
+    output = bias.expand(*x.shape[:-1], len(bias)).contiguous()
+    _multiply(x.flatten(0, -2), weight.t(), output.flatten(0, -2), beta=1)
+    return output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With autograd
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias: [..., in] -> [..., out]."""
+    if not widens(x):
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _forward(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_x, needs_weight, _ = function.needs_input_grad
+        function.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return _forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (x, weight), (needs_x, needs_weight, needs_bias) = function.saved_tensors, function.needs_input_grad
+        rows = grad.flatten(0, -2)
+        grad_x = mm(grad, weight) if needs_x else None
+        grad_weight = mm(rows.t(), x.flatten(0, -2)) if needs_weight else None
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+
+
+def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return total + a b, rounded once."""
+    if not widens(a):
+        return torch.addmm(total, a, b)
+    return _AddMM.apply(total, a, b)  # type: ignore[no-any-return]
+
+
+class _AddMM(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        function.save_for_backward(a, b)
+        return _multiply(a, b, total.clone(), beta=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (a, b), (_, needs_a, needs_b) = function.saved_tensors, function.needs_input_grad
+        return grad, mm(grad, b.t()) if needs_a else None, mm(a.t(), grad) if needs_b else None

@@ -1,0 +1,123 @@
+"""Parameters of a model, from its declared layers.
+
+Nothing here or beside it imports torch or deepspeed, so a plan answers at once on a machine without either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.options.config import Config
+from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
+from megatron.settings.plugins import load_plugin
+
+
+def declared_layers(config: Config) -> list[LayerDeclaration]:
+    """Return the layers of the model, in order, as its family declares them."""
+    layers: list[LayerDeclaration] = load_plugin("architecture", config.model.architecture).layers(config)
+    return layers
+
+
+def count_parameters(config: Config, counts: Callable[[Shard], bool] = lambda shard: True) -> int:
+    """Parameters of the whole model that `counts` accepts, vocabulary padding included, each copy counted once."""
+    shards = declared_shards(declared_layers(config)).values()
+    return sum(_padded_numel(shard) for shard in shards if counts(shard))
+
+
+def _padded_numel(shard: Shard) -> int:
+    if shard.dim is None:
+        return math.prod(shard.shape)
+    return math.prod(shard.shape) // shard.shape[shard.dim] * (shard.shape[shard.dim] + shard.padding)
+
+
+def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int, *, trained_only: bool = False) -> int:
+    """Parameters of one layer that one tensor-parallel rank holds."""
+    shards = (shard for shard in layer.shards.values() if shard.trained or not trained_only)
+    return sum(math.prod(shard.local_shape(tensor_model_parallel_size)) for shard in shards)
+
+
+def is_matrix(shard: Shard) -> bool:
+    """True for the weight of a linear layer; not for an adapter's."""
+    return len(shard.shape) > 1 and not shard.vocabulary and not shard.added
+
+
+def number_size(config: Config) -> int:
+    """Bytes of a weight, and of an activation."""
+    return 4 if config.training.precision == "fp32" else 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs of a model's layers, from its declared shapes.
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """FLOPs of one layer for one token, of all tensor-parallel ranks together."""
+
+    forward: int
+    backward: int
+    """Includes what is recomputed; leaves out the gradients that no trained parameter needs."""
+    recomputed: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+def flops_per_token(config: Config) -> float:
+    """FLOPs of training on one token, forward and backward: 6 N + 12 L A D S.
+
+    N counts the weights that a token is multiplied with: the matrices of the layers and the output head over the true
+    vocabulary; neither the embedding look-up nor positions, norms, biases and padding. L layers, A query heads, D head
+    size, S sequence: attention counts the whole S x S square, although half of it is masked; recomputation does not
+    count. Where weights are frozen, neither do the gradients that no trained parameter needs: with adapters 4 N, their
+    own small products left out.
+    Source: the model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311).
+    """
+    return float(sum(flops.total - flops.recomputed for flops in layer_flops(config)))
+
+
+def layer_flops(config: Config) -> list[LayerFlops]:
+    """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed.
+
+    The last layer projects to the vocabulary and computes the loss, of which no product is recomputed.
+    """
+    layers = declared_layers(config)
+    is_trained = itertools.accumulate(_is_trained(layer) for layer in layers)  # this layer, or one before it
+    return [
+        _flops(layer, config, is_last=index == len(layers) - 1, propagates=count > 0)
+        for index, (layer, count) in enumerate(zip(layers, is_trained, strict=True))
+    ]
+
+
+def _is_trained(layer: LayerDeclaration) -> bool:
+    return any(shard.trained for shard in layer.shards.values())
+
+
+def _flops(layer: LayerDeclaration, config: Config, *, is_last: bool, propagates: bool) -> LayerFlops:
+    model, training = config.model, config.training
+    products = [shard for shard in layer.shards.values() if is_matrix(shard) or (is_last and shard.vocabulary)]
+    attention = 0
+    if layer.number is None:
+        products = products if is_last else []
+    else:
+        attention = 4 * model.num_attention_heads * model.head_size * training.seq_length
+    forward = _products(products) + attention
+    recomputed = 0
+    if layer.number is not None and training.recompute_granularity == "full":
+        recomputed = forward
+    elif layer.number is not None:
+        parts = training.recomputed_modules
+        # the projections of attention are the first matrix cut by column and the first cut by row
+        mlp = [shard for dim in (0, 1) for shard in [matrix for matrix in products if matrix.dim == dim][1:]]
+        recomputed = (attention if "core_attn" in parts else 0) + (_products(mlp) if "mlp" in parts else 0)
+    of_weights = _products([shard for shard in products if shard.trained])
+    recomputed = recomputed if propagates else 0
+    return LayerFlops(forward, (forward + attention if propagates else 0) + recomputed + of_weights, recomputed)
+
+
+def _products(matrices: list[Shard]) -> int:
+    return sum(2 * math.prod(matrix.shape) for matrix in matrices)

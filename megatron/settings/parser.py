@@ -1,0 +1,150 @@
+"""The flags of megatron.train, declared from the options, and their --help by sections."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+from megatron.options.config import ConfigError, options, sections
+from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
+from megatron.runtime.commands import train_name
+from megatron.runtime.files import IMPORT_ROOT
+
+ABOUT = (
+    "Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, which override "
+    "the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option."
+)
+PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
+
+
+def build_parser(*only: str) -> argparse.ArgumentParser:
+    """Return a parser with one flag per option, grouped by section; of the sections `only`, if any are given.
+
+    Values stay strings and a missing one is an empty string, so that all are validated together.
+    """
+    parser = argparse.ArgumentParser(
+        prog=train_name(),
+        usage="%(prog)s --config PRESET [--flag VALUE ...]",
+        description=None if only else ABOUT,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=HelpFormatter,
+    )
+    if not only:
+        parser.add_argument("--help", "-h", nargs="?", const="", metavar="TOPIC", help="a section, a flag, or all")
+        parser.add_argument(
+            "--config",
+            action="append",
+            nargs="?",
+            const="",
+            metavar="PRESET",
+            help="preset name or YAML file; repeatable, later presets override earlier ones option by option",
+        )
+        parser.add_argument("--print-config", action="store_true", help="print the resolved config as YAML and exit")
+    for section, cls in sections().items():
+        if only and section not in only:
+            continue
+        add_flags(parser.add_argument_group(section, (cls.__doc__ or "").strip()), cls)
+    return parser
+
+
+def help_topic(arguments: Sequence[str]) -> str | None:
+    """Return the word after --help, "" if there is none; None without --help."""
+    for place, word in enumerate(arguments):
+        if word in ("--help", "-h"):
+            return arguments[place + 1] if place + 1 < len(arguments) else ""
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+    return None
+
+
+def help_text(topic: str) -> str:
+    """Return the help on a topic: a section, a flag with or without its dashes, `all`, or "" for an overview.
+
+    Raises ConfigError for any other.
+    """
+    name = topic.removeprefix("--").replace("-", "_")
+    if not topic:
+        return overview()
+    if name == "all":
+        return build_parser().format_help()
+    if name in sections():
+        return build_parser(name).format_help()
+    if name in options():
+        section, field = options()[name]
+        hint = get_type_hints(sections()[section])[name]
+        text = f"{flag(name)} {metavar(hint)}    (section {section})"
+        return text + "\n\n" + _wrapped(help_of_option(sections()[section], name, field.default, hint), "  ")
+    near = difflib.get_close_matches(name, [*sections(), *options()], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError([f"no help on {topic!r}{hint} Use a section ({', '.join(sections())}), a flag, or all"])
+
+
+def overview() -> str:
+    """Return the first page of the help: how to start, and the sections of the flags."""
+    command = train_name()
+    presets = ", ".join(sorted(path.stem for path in PRESETS_DIR.glob("*.yaml")))
+    return "\n".join(
+        [
+            f"usage: {command} --config PRESET [--flag VALUE ...]\n",
+            _wrapped(ABOUT),
+            "  --config PRESET   preset or YAML file; repeatable, later ones override earlier ones",
+            "  --print-config    print the resolved config as YAML and exit",
+            "  --help SECTION    list the flags of a section",
+            "  --help FLAG       explain one flag: --help zero-stage",
+            "  --help all        list all flags\n",
+            "sections:",
+            *sections_text(),
+            "",
+            _wrapped(f"presets: {presets}"),
+            "examples:",
+            f"  {command} --config tiny_bloom --data-path corpus_text_document",
+            f"  {command} --config llama32_1b --print-config\n",
+        ]
+    )
+
+
+def sections_text() -> list[str]:
+    """Return a line for each section: its name, its number of flags, its purpose."""
+    return [
+        f"  {section:<12}{len(get_type_hints(cls)):>3} flags  {(cls.__doc__ or '').split('.')[0].strip()}"
+        for section, cls in sections().items()
+    ]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    filled = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return filled + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers to flags of Megatron that are not ours, as docs/reference/megatron_flags.md gives them.
+
+ANSWERS = Path(__file__).with_name("megatron_flags.tsv")
+"""A line for each flag: the flag, ours in its place, and what to know. The page is its source (tests/settings/
+test_megatron_flags.py writes it). A flag that ends in * stands for all with that beginning."""
+
+
+def answer_to(name: str) -> str | None:
+    """Return what to do about a flag of Megatron, to stand after its name; None if it is another's."""
+    name = name.replace("_", "-")
+    for theirs, (ours, note) in _answers().items():
+        if name != theirs and not (theirs.endswith("*") and name.startswith(theirs[:-1])):
+            continue
+        if ours:
+            return f"is {ours} here" + (f": {note}" if note else "")
+        return "is not an option here" + (f": {note}" if note else "; leave it out")
+    return None
+
+
+@functools.cache
+def _answers() -> dict[str, tuple[str, str]]:
+    lines = ANSWERS.read_text(encoding="utf-8").splitlines()
+    return {theirs: (ours, note) for theirs, ours, note in (line.split("\t") for line in lines)}

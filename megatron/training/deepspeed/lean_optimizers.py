@@ -1,0 +1,227 @@
+"""DeepSpeed's optimizers with fewer passes over memory, and fewer waits for the device.
+
+DeepSpeed 0.19.8 sums gradients over ranks in one call after the last backward pass, and gives all of the sums to every
+rank, though under bf16 and ZeRO-1 each needs its shard alone. For that its BF16_Optimizer copies all of them into one
+tensor and back; its ZeRO-1 copies them into buckets, and the shard into a partition. It zeroes, converts, scales and
+zeroes gradients in passes of their own, and reads the norm on the host, once or twice. Here a gradient is added to its
+place in a flat buffer (the first of a step is copied) as soon as it exists, and freed, and the loss adds that of the
+output weight itself, which never exists in 16 bits; the buffers are reduced while the backward pass runs
+(reduction.py); norm, clipping and update read the shard; and the host reads the norm once, with the loss, in the update
+gate. ZeRO-2 and 3, and offloaded optimizers, reduce as DeepSpeed does; they too clip in the update, and divide by the
+loss scale that the gradients carry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from megatron.options.config import Config
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
+from megatron.parallel.phase_clock import WAIT
+from megatron.plan.zero import reduce_bucket_size, zero_settings
+from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
+from megatron.training.optimizer import clip_divisor
+
+Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
+"""A flat buffer, and its parameters with the index of their first number."""
+ZERO_3_REDUCTION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""Method of ZeRO-3's optimizer that sums a bucket of gradients, by the name that Python gives it."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _FromBuffers:
+    """Update from flat gradient buffers, of which a rank holds the sums of its shard."""
+
+    buffers: GradientBuffers
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> None:
+        """Update the float32 weights through the gate, and round them to those of the model."""
+        optimizer, partitions = self.optimizer, self._partitions()
+        scaler = getattr(self, "loss_scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.cur_scale)
+        norm = self._global_grad_norm = optimizer.gate.find_norm(self.buffers.counted, self.buffers.uncounted, scale)
+        self.overflow = scaler is not None and scaler.dynamic and not optimizer.gate.is_norm_finite()
+        if self.overflow:
+            self._update_scale(True)
+            self._global_grad_norm = float("inf")
+            return
+        optimizer.divisor = _divisor(norm, self.clip_grad, scale)
+        for partition, gradient in zip(partitions, self.buffers.shards, strict=True):
+            partition.grad = gradient.to(partition.dtype)
+        optimizer.step()
+        for partition in partitions:
+            partition.grad = None
+        self._lazy_init_hp_params_optimizer_state()  # knows the moments only after the first update
+        self.update_lp_params()
+        if scaler is not None:
+            self._update_scale(False)  # after the division by the scale that these gradients carry
+
+
+class LeanBF16Optimizer(_FromBuffers, BF16_Optimizer):  # type: ignore[misc]
+    """Class that `lean` gives DeepSpeed's BF16_Optimizer once it is built."""
+
+    def _partitions(self) -> Sequence[Tensor]:
+        return self.fp32_groups_flat_partition  # type: ignore[no-any-return]
+
+    def clear_hp_grads(self) -> None:
+        """Nothing: the buffers discard the gradients when a step begins."""
+
+
+class LeanZero1Optimizer(_FromBuffers, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """Class that `lean` gives DeepSpeed's ZeRO-1 optimizer, of float32 and fp16, once it is built."""
+
+    def _partitions(self) -> Sequence[Tensor]:
+        return self.single_partition_of_fp32_groups  # type: ignore[no-any-return]
+
+
+def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
+    """Let a DeepSpeed engine, as 0.19.8 builds it around an optimizer of ours, reduce early, wait less and scale right.
+
+    The optimizer's `buffers` then are those of its gradients; those of ZeRO-2 and 3, and an offloaded one, have none,
+    nor has a bare optimizer on one rank, which has nothing to reduce.
+    """
+    optimizer, stage = engine.optimizer, config.effective_zero_stage
+    if config.training.skip_train:
+        return
+    if stage >= 2 or config.optimizer.offload_optimizer:
+        optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
+        _check_before_reduction(optimizer, ctx)
+        _grow_scale_after_update(optimizer)
+        return
+    if stage == 0:
+        groups = _bare_groups(optimizer, ctx) if ctx.grad_size > 1 else None
+    else:
+        groups = _wrapped_groups(optimizer, DTYPES[config.training.grad_accum_dtype])
+    if groups is not None:
+        optimizer.buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
+    _reduce_through(engine, getattr(optimizer, "buffers", None), is_bare=stage == 0)
+
+
+def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
+    """Allocate buffers for an optimizer that DeepSpeed wraps nothing around."""
+    groups = []
+    for parameters in (group["params"] for group in optimizer.param_groups):
+        *starts, numel = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        flat = torch.zeros(-(-numel // ctx.grad_size) * ctx.grad_size, dtype=parameters[0].dtype, device=ctx.device)
+        groups.append((flat, list(zip(parameters, starts, strict=True))))
+    return groups
+
+
+def _wrapped_groups(optimizer: Any, dtype: torch.dtype) -> list[Group]:
+    """Take over the gradients of an optimizer of DeepSpeed's, whose flat weights the buffers resemble."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    if type(optimizer) is BF16_Optimizer:
+        # DeepSpeed compares its class with its own while it builds the engine, so it cannot be built as this one
+        optimizer.__class__ = LeanBF16Optimizer
+        parameters, weights = optimizer.bf16_groups, optimizer.bf16_groups_flat
+        buffers = optimizer.fp32_groups_gradients_flat
+    else:
+        optimizer.__class__ = LeanZero1Optimizer
+        parameters, weights = optimizer.bit16_groups, optimizer.bit16_groups_flat
+        buffers = [torch.zeros_like(flat, dtype=dtype) for flat in weights]
+    return [
+        (buffer, [(p, (p.data_ptr() - flat.data_ptr()) // flat.element_size()) for p in group])
+        for buffer, group, flat in zip(buffers, parameters, weights, strict=True)
+    ]
+
+
+def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOptions:
+    training, user, zero = config.training, zero_settings(config), engine._config.zero_config
+    divisor = engine.gradient_predivide_factor() if engine.postscale_gradients() else ctx.grad_size
+    return ReductionOptions(
+        DTYPES[training.grad_reduce_dtype or training.grad_accum_dtype],
+        zero.reduce_bucket_size if "reduce_bucket_size" in user else reduce_bucket_size(config),
+        overlaps="overlap_comm" not in user or zero.overlap_comm,
+        is_sharded=config.effective_zero_stage == 1 and zero.reduce_scatter,
+        scale_before=1 / divisor,
+        scale_after=divisor / ctx.grad_size,
+    )
+
+
+def _reduce_through(engine: Any, buffers: GradientBuffers | None, *, is_bare: bool) -> None:
+    """Let DeepSpeed's engine finish the reduction of the buffers where it would reduce itself."""
+
+    def finish(_: Any = None) -> None:
+        if buffers is not None:
+            buffers.finish()
+            if is_bare:
+                buffers.assign()
+
+    def finish_at_boundary() -> None:
+        if engine.is_gradient_accumulation_boundary():
+            finish()
+
+    engine.allreduce_gradients = finish_at_boundary
+    if hasattr(engine, "_INSTRUCTION_MAP"):
+        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: finish}
+        if buffers is not None:
+            engine._INSTRUCTION_MAP |= {ReduceTiedGrads: lambda _: buffers.sum_tied()}
+
+
+def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
+    """Check this rank's own gradients before DeepSpeed sums them, and count the sum as a wait for other ranks."""
+    name = ZERO_3_REDUCTION if hasattr(optimizer, ZERO_3_REDUCTION) else "average_tensor"
+    reduce = getattr(optimizer, name)
+
+    def call(*arguments: Any) -> None:
+        if name == ZERO_3_REDUCTION:
+            # by dtype, which DeepSpeed 0.16 does not distinguish
+            bucket = optimizer.ipg_buckets[arguments[0]].params if arguments else optimizer.params_in_ipg_bucket
+            own = [parameter.grad for parameter in bucket]
+        else:
+            own = [arguments[0]]
+        for gradients in own:
+            ctx.checks.whole(gradients, GRADIENT, PassPlace(UPDATE))
+        with ctx.clock.phase(WAIT):
+            reduce(*arguments)
+
+    setattr(optimizer, name, call)
+
+
+def _grow_scale_after_update(optimizer: Any) -> None:
+    """Let the loss scale grow after the update, not before it.
+
+    DeepSpeed 0.19.8 doubles it first, and divides gradients of the old scale by the new one: every `loss_scale_window`
+    steps the update would be that of half the gradient, and ZeRO-3 would report and clip by half the norm.
+    """
+    step, update_scale = optimizer.step, optimizer._update_scale
+
+    def step_then_grow(closure: Any = None) -> None:
+        step(closure)
+        if not optimizer.overflow:
+            update_scale(False)
+
+    optimizer._update_scale = lambda has_overflow: update_scale(True) if has_overflow else None
+    optimizer.step = step_then_grow
+
+
+def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor) -> None:
+    """Let the update divide by the loss scale and clip, in place of ZeRO's own passes and, in ZeRO-2, its wait.
+
+    `gradients`: those of a parameter group, or ZeRO-3's number of one. `norm`: of the gradients times the loss scale.
+    """
+    flat = optimizer.fp32_partitioned_groups_flat[gradients] if isinstance(gradients, int) else gradients[0]
+    scale = float(optimizer.loss_scale)
+    divisor = _divisor(norm / scale, optimizer.clip_grad, scale)
+    optimizer.optimizer.divisor = None if divisor is None else divisor.to(flat.device, torch.float32)
+
+
+def _divisor(norm: Tensor, max_norm: float, scale: float) -> Tensor | None:
+    """Return what the update divides gradients by that carry a loss scale, and have this norm without it."""
+    divisor = clip_divisor(norm, max_norm)
+    if scale != 1.0:
+        divisor = torch.full_like(norm, scale) if divisor is None else divisor * scale
+    return divisor

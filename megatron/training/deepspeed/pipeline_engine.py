@@ -1,0 +1,291 @@
+"""Differences between the releases of DeepSpeed: upstream's, and the fork in the Gaudi software (0.16 in release 1.21).
+
+All code that depends on the release is here; docs/start/gaudi.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime import compiler
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvActivation, SendActivation
+from torch import Tensor, nn
+
+from megatron.generation.graphs import PassGraphs
+from megatron.models.sequential import compute_dtype, default_dtype
+from megatron.observability.timers import around
+from megatron.options.config import Config
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.messages import check_filled, mark
+from megatron.parallel.shards import shard_of
+from megatron.plan.flops import declared_layers
+from megatron.plan.pipeline import stage_bounds
+from megatron.runtime.accelerator import marked
+from megatron.training.deepspeed.pipeline_executor import (
+    Headers,
+    Shapes,
+    StageModule,
+    WeightPass,
+    check_stream,
+    tensors_of,
+)
+from megatron.training.engine import Engine, to_device
+from megatron.training.losses import StepLosses
+
+NEVER = 2**62
+"""More steps than a run has."""
+
+
+def adapted(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's settings as its release takes them.
+
+    The pipeline of the fork divides by steps_per_print, where upstream prints nothing if it is unset.
+    """
+    return settings if _release() >= (0, 17) else {"steps_per_print": NEVER, **settings}
+
+
+def prints_steps(engine: Any) -> bool:
+    """Return True if the user has set steps_per_print, so that DeepSpeed logs steps itself."""
+    return engine.steps_per_print() not in (None, NEVER)
+
+
+def _release() -> tuple[int, ...]:
+    """Return major and minor release."""
+    return tuple(int(part) for part in deepspeed.__version__.split(".")[:2])
+
+
+def import_muon_uncompiled() -> None:
+    """Keep torch's compiler out of the start of a run.
+
+    DeepSpeed 0.19.8 checks each optimizer for its Muon, and that module passes functions to torch.compile when it is
+    imported: 2 s of processor time a rank, for an optimizer that is not in use. The fork has none.
+    """
+    with contextlib.suppress(ImportError), patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward passes of evaluations, replayed as graphs of the device, one for each shape of a microbatch.
+
+MOST_GRAPHS = 64
+"""Largest number of graphs of a stage, more than the lengths of rows of a fine-tuning run."""
+
+
+class EvaluationGraphs:
+    """The forward pass of a stage: within `on` by a graph, which reads the weights where training updates them."""
+
+    def __init__(self, module: nn.Module, ctx: ParallelContext) -> None:
+        """Take the place of the module's forward pass. Raises ConfigError where the device has no graphs."""
+        self._graphs = PassGraphs(ctx, "eval_graphs", MOST_GRAPHS)
+        self._is_last = ctx.is_last_stage
+        self._forward: Callable[[Any], Any] = module.forward
+        self._is_on = False
+        module.forward = self._run  # type: ignore[method-assign]
+
+    @property
+    def count(self) -> int:
+        """Number of graphs captured."""
+        return self._graphs.count
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def _run(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
+        if not self._is_on:
+            return self._forward(inputs)
+        is_one = isinstance(inputs, Tensor)
+        tensors: tuple[Tensor, ...] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        outputs = self._graphs.run(key, lambda *given: self._forward(given[0] if is_one else given), tensors)
+        return self._taken(outputs) if isinstance(outputs, Tensor) else tuple(map(self._taken, outputs))
+
+    def _taken(self, output: Tensor) -> Tensor:
+        """Return an output; a copy where it is yet to be sent when a graph overwrites it.
+
+        A weight is among those of the last stage. Autograd would refuse its view of an earlier evaluation.
+        """
+        if not self._is_last:
+            return output.clone()
+        taken = output.detach()
+        vars(taken).update(vars(output))
+        return taken
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's pipeline engine behind the face of an engine, and the stage of the model that it runs.
+
+
+class PipelineEngine(Engine):
+    """A pipeline of one stage or more: DeepSpeed's 1F1B, or a schedule that PipelineExecutor runs."""
+
+    def __init__(self, engine: Any, *arguments: Any) -> None:
+        super().__init__(engine, *arguments)
+        table = engine._INSTRUCTION_MAP
+        table = table | {ForwardPass: self.ctx.fp8.around(table[ForwardPass])}
+        passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
+        engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
+        if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
+            engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
+            _announce_on_hosts(engine, self.ctx)
+        self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
+        if not prints_steps(engine) and not engine.monitor.enabled:
+            engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
+        self._graphs = EvaluationGraphs(self.module, self.ctx) if self.config.data.eval_graphs else None
+        self.passes.watch_pipeline(engine)
+        self.timers.watch_pipeline(engine)
+        if self.trace.wanted:
+            engine._INSTRUCTION_MAP = {
+                kind: self.trace.recorded(kind.__name__, method) for kind, method in engine._INSTRUCTION_MAP.items()
+            }
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graphs is None else self._graphs.count
+
+    def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
+        table = self.deepspeed._INSTRUCTION_MAP
+        last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass
+        self.deepspeed._INSTRUCTION_MAP = table | {
+            ForwardPass: _of_first_chunk(table[ForwardPass], before=before_forward),
+            last: _of_first_chunk(table[last], after=after_backward),
+        }
+
+    def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        self.deepspeed.train_batch(self._on_device(batches))
+
+    def _mean_loss(self) -> Tensor:
+        return self._aggregate()
+
+    def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
+        with contextlib.nullcontext() if self._graphs is None else self._graphs.on():
+            loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
+        self.module.train()
+        return loss
+
+    def _run_forward(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> None:
+        self.deepspeed.eval_batch(
+            self._on_device(batches), num_micro_batches=num_microbatches, reduce_output=None, bcast_loss=False
+        )
+        self.module.train()
+
+    def _on_device(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
+        ctx = self.ctx
+        for inputs, targets in batches:
+            yield (
+                to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
+                to_device(targets, ctx.device) if ctx.is_last_stage else targets,
+            )
+
+
+def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
+    """Return the backward pass of a microbatch, left out where the first stage has nothing to train."""
+
+    @functools.wraps(backward)
+    def run(engine: Any, buffer_id: int) -> None:
+        outputs = engine.pipe_buffers["outputs"][buffer_id]
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        if engine.is_last_stage() or any(tensor.requires_grad for tensor in tensors):
+            backward(engine, buffer_id)
+        else:
+            engine.pipe_buffers["outputs"][buffer_id] = None
+
+    return run
+
+
+def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
+    """Replace DeepSpeed's announcement of shapes: its receiver reads ten numbers from the device, a wait each.
+
+    What is sent is compared with what was announced, and what is received must be whole. Gradients have the shapes of
+    what was received.
+    """
+    headers = Headers(ctx)
+    announced: Shapes = []
+
+    def send(stream: Any, stage: int) -> None:
+        announced[:] = headers.send(stream, engine.grid.stage_to_global(stage_id=stage))
+
+    def receive(stage: int) -> Any:
+        is_tuple, shapes = headers.receive(engine.grid.stage_to_global(stage_id=stage))
+        buffers = tuple(torch.empty(shape, dtype=dtype, device=ctx.device) for dtype, shape in shapes)
+        for buffer in buffers:
+            mark(buffer)
+        return buffers if is_tuple else buffers[0]
+
+    engine._send_tensor_meta, engine._recv_tensor_meta = send, receive
+    table = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = table | {
+        SendActivation: _checked_send(table[SendActivation], announced),
+        RecvActivation: _checked_receive(table[RecvActivation]),
+    }
+
+
+def _checked_send(send: Callable[..., None], announced: Shapes) -> Callable[..., None]:
+    """Return DeepSpeed's instruction, which sends nothing of another shape than was announced before."""
+
+    @functools.wraps(send)
+    def run(engine: Any, buffer_id: int) -> None:
+        if not (engine.dynamic_shape or engine.first_output_send):
+            check_stream(engine.pipe_buffers["outputs"][buffer_id], announced)
+        send(engine, buffer_id)
+
+    return run
+
+
+def _checked_receive(receive: Callable[..., None]) -> Callable[..., None]:
+    """Return DeepSpeed's instruction, whose buffer, used again and again, must be filled each time."""
+
+    @functools.wraps(receive)
+    def run(engine: Any, buffer_id: int) -> None:
+        for buffer in tensors_of(engine.pipe_recv_buf):
+            mark(buffer)
+        receive(engine, buffer_id)
+        for buffer in tensors_of(engine.pipe_recv_buf):
+            check_filled(buffer)
+
+    return run
+
+
+def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -> Callable[..., Any]:
+    """Return an instruction with calls around the first of a stage's chunks: each microbatch begins and ends there."""
+    watched = around(function, **calls)
+
+    def call(engine: Any, buffer_id: int, chunk: int = 0) -> None:
+        chunks = {"chunk": chunk} if chunk else {}
+        (function if chunk else watched)(engine, buffer_id, **chunks)
+
+    return call
+
+
+def pipeline_module(
+    config: Config, ctx: ParallelContext, specs: list[LayerSpec], losses: StepLosses, varies_shapes: bool
+) -> nn.Module:
+    """Allocate the layers of this rank's stage. Collective."""
+    # without no_grad, its broadcast of tied weights would become part of their autograd graph
+    with default_dtype(compute_dtype(config)), torch.no_grad():
+        module = StageModule(
+            specs,
+            stage_bounds(config, declared_layers(config)),
+            topology=ctx.topology,
+            loss_fn=losses,
+            activation_checkpoint_interval=0,
+            dynamic_shape=varies_shapes,
+        )
+    for parameter in module.parameters():
+        if shard_of(parameter).added:
+            # beside a tied weight: DeepSpeed takes all of the last stage's module for copies of the first's
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+    return module

@@ -1,0 +1,336 @@
+"""Gradients in flat buffers, summed over data-parallel ranks while the backward pass still runs.
+
+A hook adds each parameter's gradient to its place in a flat buffer of the dtype of accumulation. The buffers are cut
+into buckets, in the reverse of the order in which the forward pass uses the parameters. As soon as the last gradient of
+a bucket is there, its reduction starts, in place and asynchronously; `finish` waits for all of them, once a step.
+
+The loss, and on CUDA linear layers and embeddings, add the gradient of their weight themselves
+(parallel/weight_gradient.py), in forward or backward.
+
+A gradient is final when it was added to as often as the step's microbatches require. That is counted for each
+parameter, not concluded from the number of backward passes: a schedule may defer a weight's gradient, and autograd may
+hand it on in parts. The first step learns the counts, and reduces at its end. All ranks start the buckets in the same
+order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import GRADIENT, TIED, UPDATE, PassPlace
+from megatron.parallel.messages import wait_for
+from megatron.parallel.operators.weight_gradient import GradientSum
+from megatron.parallel.phase_clock import WAIT
+from megatron.parallel.shards import shard_of
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """Settings of the mean of gradients over data-parallel ranks."""
+
+    dtype: torch.dtype
+    """Dtype of the sums."""
+    bucket_numel: int
+    """Numbers from which on a bucket is full. It ends with a parameter, so it may be larger."""
+    overlaps: bool = True
+    """Start while the backward pass runs; otherwise at its end."""
+    is_sharded: bool = True
+    """Each rank needs the sums of its own shard of a buffer alone."""
+    scale_before: float = 1.0
+    """Factor of the gradients before they are summed."""
+    scale_after: float = 1.0
+
+
+@dataclass
+class _Slot:
+    """Place of one parameter's gradient."""
+
+    parameter: Any
+    start: int
+    """First number in the buffer."""
+    view: Tensor
+    """The stretch of the buffer, in the parameter's shape."""
+    order: int
+    """Place of the parameter in the model."""
+    tied_group: dist.ProcessGroup | None = None
+    """Pipeline stages over which the gradient is summed too, before it is reduced."""
+    buckets: list[_Bucket] = field(default_factory=list)
+    is_filled: bool = False
+    is_reducing: bool = False
+    added: int = 0
+    """Gradients added in this step."""
+    expected: int = 0
+    """Times in a step; 0: not known yet."""
+    per_microbatch: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.view.numel()
+
+
+@dataclass
+class _Bucket:
+    """Neighbouring gradients that one collective sums."""
+
+    sums: Tensor
+    """[numel] in the buffer."""
+    slots: list[_Slot]
+    owner: int | None
+    """The data-parallel rank that needs the sums; None: all."""
+    own: list[Tensor]
+    """The stretches that hold this rank's gradients until they are summed: not those of tied weights."""
+    waits_for: int = 0
+    """Gradients that are not final."""
+    sent: Tensor | None = None
+    """Copy in the dtype of the reduction, where it differs."""
+    work: Any = None
+
+
+class GradientBuffers:
+    """The gradients of a rank's trained parameters, from the first of a step to its update."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, int]]]],
+        options: ReductionOptions,
+        ctx: ParallelContext,
+    ) -> None:
+        """`groups`: flat buffers, each with its parameters and the index of their first number.
+
+        The length of a buffer is a multiple of the number of data-parallel ranks; equal stretches are their shards.
+        """
+        self._options, self._ctx = options, ctx
+        order = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        self.flats = [flat for flat, _ in groups]
+        self.shards = [
+            flat.narrow(0, ctx.grad_rank * (flat.numel() // ctx.grad_size), flat.numel() // ctx.grad_size)
+            for flat in self.flats
+        ]
+        """This rank's shard of each buffer."""
+        tied = dict(_tied_weights(module))
+        by_group = [
+            [
+                _Slot(p, start, flat.narrow(0, start, p.numel()).view(p.shape), order[id(p)], tied.get(id(p)))
+                for p, start in sorted(places, key=lambda place: place[1])
+            ]
+            for flat, places in groups
+        ]
+        self._slots = [slot for slots in by_group for slot in slots]
+        self.counted, self.uncounted = self._parts(by_group)
+        """Gradients in this rank's shards that the norm of the whole model counts here, and those that another
+        tensor-parallel rank's copies count. Sums after `finish`."""
+        self._buckets: list[_Bucket] = []
+        if ctx.grad_size > 1:
+            for flat, slots in zip(self.flats, by_group, strict=True):
+                self._buckets += self._cut(flat, slots)
+        # a bucket is complete with the gradient of the parameter that the forward pass uses first
+        self._buckets.sort(key=lambda bucket: min(slot.order for slot in bucket.slots), reverse=True)
+        self._next, self._num_microbatches = 0, 1
+        itself = weakref.ref(self)
+        for index, slot in enumerate(self._slots):
+            slot.parameter.register_post_accumulate_grad_hook(partial(_add, itself, index))
+            is_wider = (slot.parameter.dtype, slot.view.dtype) == (torch.bfloat16, torch.float32)
+            if is_wider and slot.parameter.dim() == 2:
+                slot.parameter.gradient_sum = BufferedSum(itself, index)
+        self.begin_step(1)
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Expect the gradients of so many microbatches."""
+        self.clear()
+        self._next, self._num_microbatches = 0, num_microbatches
+        for bucket in self._buckets:
+            bucket.work = bucket.sent = None
+            bucket.waits_for = len(bucket.slots) + sum(slot.tied_group is not None for slot in bucket.slots)
+        for slot in self._slots:
+            slot.added, slot.is_reducing = 0, False
+            slot.expected = num_microbatches * slot.per_microbatch if self._options.overlaps else 0
+            if (own_sum := getattr(slot.parameter, "gradient_sum", None)) is not None:
+                own_sum.loss_gradient = 1.0 / num_microbatches  # DeepSpeed takes the mean over the microbatches
+
+    def clear(self) -> None:
+        """Discard the gradients. Their memory keeps its content until the first gradient of the next step."""
+        for slot in self._slots:
+            slot.is_filled = False
+
+    @torch.no_grad()
+    def add(self, index: int, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient to its place. Raises RuntimeError if its sum over ranks has begun."""
+        if parameter.grad is not None:
+            total, has_gradient = self.open(index)
+            (total.add_ if has_gradient else total.copy_)(parameter.grad)
+            parameter.grad = None
+            self.close(index)
+
+    def open(self, index: int) -> tuple[Tensor, bool]:
+        """Return the place of a gradient, and True if it holds gradients of this step already.
+
+        Raises RuntimeError if its sum over ranks has begun.
+        """
+        slot = self._slots[index]
+        if slot.is_reducing:
+            raise RuntimeError(
+                f"{slot.parameter.full_name}: a gradient came after the sum over data-parallel ranks had begun, the "
+                f"{slot.added + 1}th of this step, where earlier steps had {slot.per_microbatch} a microbatch; start "
+                'the run with "overlap_comm": false in zero_optimization of --deepspeed-config'
+            )
+        has_gradient, slot.is_filled = slot.is_filled, True
+        return slot.view, has_gradient
+
+    def close(self, index: int) -> None:
+        """Count a gradient that has been added, and start the reduction of buckets that it completes."""
+        slot = self._slots[index]
+        slot.added += 1
+        if slot.added == slot.expected:
+            self._complete(slot)
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of tied weights over their stages. Collective over these."""
+        for slot in self._slots:
+            if slot.tied_group is not None:
+                self._zero_missing(slot)
+                self._ctx.checks.whole(slot.view, TIED, PassPlace(UPDATE))
+                with self._ctx.clock.phase(WAIT):
+                    dist.all_reduce(slot.view, group=slot.tied_group)
+                self._complete(slot)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start what has not started, and wait for all sums; unused parameters count as zeros. Collective."""
+        for slot in self._slots:
+            self._zero_missing(slot)
+            slot.per_microbatch = max(slot.per_microbatch, 1, -(-slot.added // self._num_microbatches))
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        self._next = len(self._buckets)
+        for bucket in self._buckets:
+            with self._ctx.clock.phase(WAIT):
+                wait_for([bucket.work])
+            if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
+                bucket.sums.copy_(bucket.sent)
+            bucket.work = bucket.sent = None
+        if self._buckets and self._options.scale_after != 1.0:
+            torch._foreach_mul_(self.shards if self._options.is_sharded else self.flats, self._options.scale_after)
+
+    def assign(self) -> None:
+        """Let each parameter's `.grad` be its sum."""
+        for slot in self._slots:
+            slot.parameter.grad = slot.view
+
+    def _complete(self, slot: _Slot) -> None:
+        for bucket in slot.buckets:
+            bucket.waits_for -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].waits_for == 0:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        options, group = self._options, self._ctx.grad_group
+        assert group is not None
+        for slot in bucket.slots:
+            slot.is_reducing = True
+        for piece in bucket.own:
+            self._ctx.checks.whole(piece, GRADIENT, PassPlace(UPDATE))
+        tensor = bucket.sums
+        if tensor.dtype != options.dtype:
+            tensor = bucket.sent = tensor.to(options.dtype)
+        if options.scale_before != 1.0:
+            tensor.mul_(options.scale_before)
+        with self._ctx.clock.phase(WAIT):
+            if bucket.owner is None:
+                bucket.work = dist.all_reduce(tensor, group=group, async_op=True)
+            else:
+                owner = dist.get_global_rank(group, bucket.owner)
+                bucket.work = dist.reduce(tensor, owner, group=group, async_op=True)
+
+    @staticmethod
+    def _zero_missing(slot: _Slot) -> None:
+        if not slot.is_filled:
+            slot.view.zero_()
+            slot.is_filled = True
+
+    def _parts(self, by_group: list[list[_Slot]]) -> tuple[list[Tensor], list[Tensor]]:
+        counted: list[Tensor] = []
+        uncounted: list[Tensor] = []
+        for flat, shard, slots in zip(self.flats, self.shards, by_group, strict=True):
+            first = shard.storage_offset() - flat.storage_offset()
+            for slot in slots:
+                start, stop = max(slot.start, first), min(slot.stop, first + shard.numel())
+                if start >= stop or getattr(slot.parameter, "ds_pipe_replicated", False):
+                    continue
+                is_counted = self._ctx.tensor_rank == 0 or shard_of(slot.parameter).dim is not None
+                (counted if is_counted else uncounted).append(flat.narrow(0, start, stop - start))
+        return counted, uncounted
+
+    def _cut(self, flat: Tensor, slots: list[_Slot]) -> Iterator[_Bucket]:
+        """Yield the buckets of a buffer, each within one shard if ranks need no more than theirs."""
+        taken: list[_Slot] = []
+        for slot in reversed(slots):
+            taken.append(slot)
+            if slot is slots[0] or sum(slot.view.numel() for slot in taken) >= self._options.bucket_numel:
+                start, stop = taken[-1].start, taken[0].stop
+                width = flat.numel() // self._ctx.grad_size if self._options.is_sharded else flat.numel()
+                for owner in range(start // width, -(-stop // width)):
+                    low, high = max(start, owner * width), min(stop, (owner + 1) * width)
+                    inside = [slot for slot in taken if slot.start < high and slot.stop > low]
+                    made = _Bucket(
+                        flat.narrow(0, low, high - low),
+                        inside,
+                        owner if self._options.is_sharded else None,
+                        list(_untied(flat, inside, low, high)),
+                    )
+                    for slot_inside in inside:
+                        slot_inside.buckets.append(made)
+                    yield made
+                taken = []
+
+
+def _untied(flat: Tensor, slots: list[_Slot], low: int, high: int) -> Iterator[Tensor]:
+    """Yield the stretches of [low, high) without the gradients of tied weights."""
+    for slot in sorted((slot for slot in slots if slot.tied_group is not None), key=lambda slot: slot.start):
+        if slot.start > low:
+            yield flat.narrow(0, low, slot.start - low)
+        low = max(low, slot.stop)
+    if low < high:
+        yield flat.narrow(0, low, high - low)
+
+
+class BufferedSum(GradientSum):
+    """A parameter's place in the buffers, to which the loss adds. Holds neither parameter nor buffers, see `_add`."""
+
+    def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
+        self._buffers, self._index = buffers, index
+
+    def open(self) -> tuple[Tensor, bool]:
+        return self._found().open(self._index)
+
+    def close(self) -> None:
+        self._found().close(self._index)
+
+    def _found(self) -> GradientBuffers:
+        found = self._buffers()
+        assert found is not None, "the engine is gone"
+        return found
+
+
+def _add(buffers: weakref.ref[GradientBuffers], index: int, parameter: nn.Parameter) -> None:
+    # the engine holds its buffers, not the hook: a cycle through autograd is never collected
+    if (found := buffers()) is not None:
+        found.add(index, parameter)
+
+
+def _tied_weights(module: Any) -> Iterator[tuple[int, dist.ProcessGroup]]:
+    """Yield the identity of each trained weight that several pipeline stages hold, and its group."""
+    if hasattr(module, "get_tied_weights_and_groups"):
+        for weight, group in module.get_tied_weights_and_groups():
+            if weight.requires_grad and dist.get_world_size(group) > 1:
+                yield id(weight), group

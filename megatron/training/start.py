@@ -1,0 +1,232 @@
+"""Check of a user's loss function on one microbatch, before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.data.blend import digest
+from megatron.options.config import OptimizerConfig
+from megatron.options.schedule import ParamSchedule, Schedule
+from megatron.parallel.context import ParallelContext
+from megatron.resilience.errors import raise_on_all_ranks
+from megatron.tasks.loss_result import LossError
+from megatron.tasks.stored_labels import complete, label_jobs, open_stored, open_teacher
+from megatron.tasks.task import StartWeights, Task
+from megatron.training.engine import Engine
+from megatron.training.resume import Start
+from megatron.weights.base_identity import BaseSums, joined, own_parts
+
+
+def check_objective(engine: Engine, task: Task, datasets: Sequence[Any]) -> None:
+    """Call the function on the first microbatch of each rank. Collective. Raises LossError on every rank."""
+    objective, ctx = task.objective, engine.ctx
+    assert objective is not None
+    dataset = next(dataset for dataset in datasets if dataset is not None)
+    size = engine.config.training.global_batch_size
+    _, keys = task.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)(0)
+    microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+    forward = partial(engine.forward, num_microbatches=len(keys))
+    microbatches = task.before_step(microbatches, forward, ctx)
+    errors: list[LossError] = []
+
+    def loss_of(outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
+        # an error here would leave the other stages of the pipeline waiting
+        try:
+            return _checked_total(task, outputs, targets, ctx)
+        except LossError as error:
+            errors.append(error)
+            return torch.zeros((), device=ctx.device)
+
+    totals = [float(total) for total in forward(microbatches, loss_of)]
+    label = objective.function.label
+
+    def raise_error() -> None:
+        if errors:
+            raise errors[0]
+        if wrong := [total for total in totals if not math.isfinite(total)]:
+            raise LossError(f"{label} is {wrong[0]} in a first microbatch; make it finite for every label")
+
+    raise_on_all_ranks(ctx, raise_error)
+    gathered = ctx.gather_objects([ctx.batch_rank, *totals])
+    by_rank = {rank: values for rank, *values in gathered if values}
+    if any(values and values != by_rank[rank] for rank, *values in gathered):
+        raise LossError(
+            f"{label} differs between tensor-parallel ranks, which have equal batches; make it depend on its arguments "
+            "alone, and seed what is random"
+        )
+
+
+def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
+    """Return the loss of a microbatch, once its gradient is known to be finite. Raises LossError."""
+    assert task.objective is not None
+    label, fault, total = task.objective.function.label, None, None
+    hidden = outputs[0].detach().requires_grad_()
+    with torch.enable_grad():
+        try:
+            total = task.loss((hidden, outputs[1]), targets, 1.0, ctx).total
+            _call_without_gradients(task, outputs, targets, ctx)
+        except LossError as error:
+            fault = error
+    # the gradient is a collective: no rank begins it while another has failed
+    failed = torch.tensor(float(fault is not None), device=ctx.device)
+    if ctx.tensor_size > 1:
+        dist.all_reduce(failed, group=ctx.tensor_group)
+    if fault is not None:
+        raise fault
+    assert total is not None
+    if failed.item() or not math.isfinite(total.item()) or not total.requires_grad:
+        return total.detach()
+    try:
+        with task.objective.naming_faults():
+            (gradient,) = torch.autograd.grad(total, hidden, allow_unused=True)
+    except LossError:
+        raise
+    except RuntimeError as error:
+        raise LossError(f"{label} has no gradient that can be computed: {error}") from error
+    if gradient is None:
+        raise LossError(f"{label} returned losses that do not depend on its first argument; compute them of it")
+    if not bool(gradient.isfinite().all()):
+        raise LossError(
+            f"{label} is finite in a first microbatch, its gradient is not; keep it away from log(0), sqrt(0) and 0/0, "
+            "also where torch.where() drops the result"
+        )
+    return total.detach()
+
+
+def _call_without_gradients(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> None:
+    """Call the function as a validation does, which may come hours after the first step. Raises LossError."""
+    try:
+        with torch.no_grad():
+            task.loss(outputs, targets, 1.0, ctx)
+    except LossError as error:
+        raise LossError(f"{error}. This call was without gradients, as those of validations are") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparison of a run's learning rate and weight decay with those of the checkpoint that it resumes.
+
+
+def resumed_schedule(
+    schedule: Schedule, saved: Mapping[str, Any] | None, where: str, options: OptimizerConfig
+) -> tuple[Schedule, str | None]:
+    """Return the schedule to resume `saved` with, and a line on what differs or could not be compared.
+
+    `saved`: ParamSchedule.to_dict of the checkpoint `where`; None: it has none. As in Megatron, a difference is an
+    error unless override_opt_param_scheduler selects this run's numbers, or use_checkpoint_opt_param_scheduler the
+    checkpoint's. Raises CheckpointError.
+    """
+    if saved is None:
+        if options.use_checkpoint_opt_param_scheduler:
+            raise CheckpointError(
+                f"{where} holds no learning-rate schedule for --use-checkpoint-opt-param-scheduler; leave that out, "
+                "and give the options of the schedule"
+            )
+        return schedule, f"WARNING: {where} holds no learning-rate schedule; that of this command applies, unchecked"
+    try:
+        theirs = ParamSchedule.from_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} has no usable schedule ({error!r}); load another one") from None
+    here, there = schedule.params.in_effect(), theirs.in_effect()
+    said = "; ".join(
+        f"{name}={_said(here.get(name))} here, {_said(there.get(name))} there"
+        for name in dict.fromkeys([*here, *there])
+        if here.get(name) != there.get(name)
+    )
+    if options.use_checkpoint_opt_param_scheduler:
+        return dataclasses.replace(schedule, restored=theirs), said and f"schedule of {where} applies: {said}"
+    if said and not options.override_opt_param_scheduler:
+        raise CheckpointError(
+            f"{where} was trained with another schedule (lengths in samples): {said}. Give the same options, or pass "
+            "--override-opt-param-scheduler for the numbers here, --use-checkpoint-opt-param-scheduler for those there"
+        )
+    return schedule, said and f"override_opt_param_scheduler: {said}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{value[-1][0]:g}" + (f" in {len(value)} slopes" if len(value) > 1 else "") if value else "0"
+    return "unused" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identity of the weights that a run started from, and what a task computes with them before training.
+
+
+def prepare_task(
+    engine: Engine, task: Task, datasets: Sequence[Any], start: Start, beat: Callable[[], None]
+) -> list[str]:
+    """Let the task complete its datasets with what the weights at the start compute, and return lines to print.
+
+    `beat` is called after each of its forward passes. Collective. Raises DataError or LossError.
+    """
+    objective, writes_teacher = task.objective, task.config.training.teacher_top_k is not None
+    if objective is not None:
+        raise_on_all_ranks(engine.ctx, lambda: open_teacher(task, datasets))
+        check_objective(engine, task, datasets)
+    stores = writes_teacher or (objective is not None and objective.stores_reference)
+    if not stores and type(task).before_training is Task.before_training:
+        return []
+
+    def forward(*arguments: Any, **options: Any) -> list[Tensor]:
+        results = engine.forward(*arguments, **options)
+        beat()
+        return results
+
+    if writes_teacher:
+        weights = StartWeights(fingerprint_of(engine), True)
+    else:
+        weights = start_weights(engine, start)
+        engine.start_fingerprint = weights.fingerprint
+    lines = []
+    for job in label_jobs(task, datasets, weights.fingerprint) if stores else []:
+        done = complete(job, forward, engine.ctx, may_compute=weights.are_loaded)
+        lines.append(f"{'teacher' if writes_teacher else 'reference'} of {done}")
+        if not writes_teacher:
+            raise_on_all_ranks(engine.ctx, partial(open_stored, job))
+    return lines + task.before_training(datasets, forward, weights, engine.ctx)
+
+
+def start_weights(engine: Engine, start: Start) -> StartWeights:
+    """Return the weights that the run started from: those in the engine, or those that its checkpoint names.
+
+    Of adapters it is their base, which stays as it is. Collective.
+    """
+    if engine.base is not None:
+        return StartWeights(_fingerprint(engine, _tensors_of(engine.base)), True)
+    saved = None if start.checkpoint is None else start.checkpoint.metadata.get("start_fingerprint")
+    if saved is not None and start.progress.iteration:
+        return StartWeights(str(saved), False)
+    return StartWeights(fingerprint_of(engine), not start.progress.iteration)
+
+
+def fingerprint_of(engine: Engine) -> str:
+    """Return the fingerprint of the model in the engine, adapters and their base included. Collective."""
+    pieces = [piece for piece in engine.state.owned() if piece.is_saved_here]
+    sums = BaseSums(own_parts({piece.name: piece.shard for piece in pieces}), rounded=False)
+    for piece in pieces:
+        sums.add(piece.name, piece.shard, *engine.state.place(piece.shard), piece.start, piece.weight)
+    known: Any = joined(engine.ctx.gather_objects(sums.totals))
+    if engine.base is not None:
+        known = [known, _tensors_of(engine.base)]
+    return _fingerprint(engine, known)
+
+
+def _tensors_of(base: Mapping[str, Any]) -> Any:
+    """Return what identifies the weights of a base, wherever these are."""
+    return base.get("identity", {}).get("tensors") or base
+
+
+def _fingerprint(engine: Engine, weights: Any) -> str:
+    """Return a digest of weights with the options by which they compute: a folder's rope_theta may be edited."""
+    config = engine.config
+    return digest(json.dumps([weights, config.model.computed(config.training.seq_length)], sort_keys=True))

@@ -1,0 +1,285 @@
+"""Identity of a base model: a sum over each tensor of its Hugging Face form, in which every number has its own weight.
+
+Number w at (row, column) adds bits(w) * R(row) * C(column) modulo 2^64, where bits are those of float32 read as an
+integer, and R and C are fixed pseudo-random numbers. So the parts that ranks read add up to the same sum on any layout,
+and numbers in another order give another one. A tensor of three or more dimensions is a matrix of its first one.
+
+A folder of adapters holds the identity of its base in base_model.json; a run's checkpoint holds it in its metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.slices import bands, regions
+from megatron.options.config import Config
+from megatron.parallel.shards import Shard
+from megatron.runtime.files import write_durably
+from megatron.weights.folder_files import own_file, read_json
+from megatron.weights.huggingface import MappedTensor, name_map, parameters_of
+from megatron.weights.huggingface_config import hub_name_of
+from megatron.weights.huggingface_files import StoredTensor
+
+FILE = "base_model.json"
+ALGORITHM = "row-column-sum-1"
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+"""A sum is recorded of the numbers as they are, and where these have 32 bits, rounded to what a copy may be held in."""
+NUMEL_AT_ONCE = 1 << 16
+SHOWN = 4
+"""Tensors that a message names."""
+MASK = 2**64 - 1
+
+Parts = Mapping[str, Sequence[MappedTensor]]
+"""By our names of parameters: the tensors of the Hugging Face form, or of ours, and their places."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums
+
+
+def weights_of(numbers: Tensor, seed: int) -> Tensor:
+    """Return the odd pseudo-random weight of each row or column number, int64 (splitmix64, Steele et al. 2014)."""
+    state = (numbers + 1) * -7046029254386353131 + seed
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * factor
+    return (state ^ (state >> 31 & (1 << 33) - 1)) | 1
+
+
+ROW_SEED, COLUMN_SEED = 1, 2
+
+
+def matrix_sums(values: Tensor, rows: Tensor, columns: Tensor, *, rounded: bool = True) -> list[int]:
+    """Return the sums of float32 [rows, columns], whose numbers of rows and columns in the whole tensor are given.
+
+    One for each of PRECISIONS, or the first alone.
+    """
+    totals = [0] * (len(PRECISIONS) if rounded else 1)
+    of_rows, of_columns = weights_of(rows, ROW_SEED), weights_of(columns, COLUMN_SEED)
+    step = max(1, NUMEL_AT_ONCE // max(1, len(columns)))
+    for first in range(0, len(rows), step):
+        block, weights = values[first : first + step].contiguous(), of_rows[first : first + step]
+        exact = _block_sum(block, weights, of_columns)
+        totals[0] += exact
+        for index, precision in enumerate(PRECISIONS[1 : len(totals)], 1):
+            held = block.to(precision).float()
+            is_exact = torch.equal(held.view(torch.int32), block.view(torch.int32))
+            totals[index] += exact if is_exact else _block_sum(held, weights, of_columns)
+    return [total & MASK for total in totals]
+
+
+def _block_sum(block: Tensor, of_rows: Tensor, of_columns: Tensor) -> int:
+    return int((torch.mv(block.view(torch.int32).long(), of_columns) * of_rows).sum())
+
+
+class BaseSums:
+    """Sums of the parts of a model that this rank has read."""
+
+    def __init__(self, parts: Parts, *, rounded: bool = True) -> None:
+        self._parts, self._rounded = parts, rounded
+        self.totals: dict[str, list[int]] = {}
+
+    def add(self, name: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, values: Tensor) -> None:
+        """Add float32 numbers, a stretch of the flattened local tensor from `start` on. Padding is left out."""
+        for rows, columns, block in _rectangles(shard, tensor_rank, tensor_size, start, values.view(-1)):
+            for part in self._parts[name]:
+                first, end = max(rows[0], part.begin), min(rows[1], part.begin + part.length)
+                if first < end:
+                    self._add_part(part, torch.arange(first, end), columns, block[first - rows[0] : end - rows[0]])
+
+    def _add_part(self, part: MappedTensor, rows: Tensor, columns: tuple[int, int], block: Tensor) -> None:
+        rows, across = rows - part.begin, torch.arange(*columns)
+        if part.num_heads is not None:  # theirs are [head][q, k, v][row], ours [q, k, v][head][row]
+            head_size = part.length // (3 * part.num_heads)
+            piece, head = rows // (part.length // 3), rows // head_size % part.num_heads
+            rows = (3 * head + piece) * head_size + rows % head_size
+        block, rows, across = (block.t(), across, rows) if part.transposed else (block, rows, across)
+        found = matrix_sums(block, rows, across, rounded=self._rounded)
+        total = self.totals.setdefault(part.name, [0] * len(found))
+        self.totals[part.name] = [(one + other) & MASK for one, other in zip(total, found, strict=True)]
+
+
+def _rectangles(
+    shard: Shard, tensor_rank: int, tensor_size: int, start: int, values: Tensor
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
+    """Yield (rows, columns, float32 block) of the full tensor, a matrix of its first dimension."""
+    assert shard.dim in (None, 0, 1), f"{shard.shape} is cut along dimension {shard.dim}, not by rows or columns"
+    inner = math.prod(shard.shape[1:])
+    for region in regions(shard, tensor_rank, tensor_size, start, values.numel()):
+        rows, columns = (region.row_start, region.row_stop), (region.column_start, region.column_stop)
+        size = (rows[1] - rows[0], columns[1] - columns[0])
+        block = values.as_strided(size, (region.row_stride, 1), values.storage_offset() + region.offset)
+        if shard.dim == 1:
+            yield rows, columns, block
+            continue
+        for top, bottom, left, right in bands(*columns, inner):  # of the tensor as one row
+            begin, height, width = top * inner + left - columns[0], bottom - top, right - left
+            yield (top, bottom), (left, right), block[0, begin : begin + height * width].view(height, width)
+
+
+def joined(totals: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return the sums of whole tensors from those of the parts that ranks have read."""
+    found: dict[str, list[int]] = {}
+    for of_rank in totals:
+        for name, sums in of_rank.items():
+            known = found.get(name, [0] * len(sums))
+            found[name] = [(one + other) & MASK for one, other in zip(known, sums, strict=True)]
+    return found
+
+
+def parts_of_model(config: Config) -> Parts:
+    """Return the tensors of a base's Hugging Face form by our names; of a model without one, our own."""
+    try:
+        return name_map(config).parts
+    except CheckpointError:
+        return own_parts(parameters_of(config))
+
+
+def own_parts(shards: Mapping[str, Shard]) -> Parts:
+    """Return our parameters as tensors of their own names."""
+    return {name: (MappedTensor(name, shard.shape, 0, shard.shape[0]),) for name, shard in shards.items()}
+
+
+def stored_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+    """Return the sums of whole tensors in files, in float32 alone, read by as many threads as torch has."""
+
+    def of_rows(tensor: StoredTensor, first: int, end: int) -> int:
+        values = tensor.rows(first, end).float().reshape(end - first, -1)
+        return matrix_sums(values, torch.arange(first, end), torch.arange(values.shape[1]), rounded=False)[0]
+
+    def pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        count = tensor.shape[0] if tensor.shape else 1
+        step = max(1, 16 * NUMEL_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
+        return ((first, min(first + step, count)) for first in range(0, count, step))
+
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=partial(torch.set_num_threads, 1)) as pool:
+        waiting = {
+            name: [pool.submit(of_rows, tensor, *piece) for piece in pieces(tensor)] for name, tensor in tensors.items()
+        }
+        return {name: [sum(part.result() for part in parts) & MASK] for name, parts in waiting.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identity
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """Sums of those tensors of a base that were read, and its name on the hub."""
+
+    tensors: Mapping[str, Sequence[int]]
+    """Sums by name; see PRECISIONS."""
+    name: str | None = None
+    revision: str | None = None
+
+    @staticmethod
+    def of_base(folder: Path | None, tensors: Mapping[str, Sequence[int]]) -> BaseIdentity:
+        """Return the identity of a base in that folder, which may be a snapshot of the hub's."""
+        name, revision = (None, None) if folder is None else hub_name_of(folder)
+        return BaseIdentity(tensors, name, revision)
+
+    def label(self, names: Iterable[str]) -> str:
+        """Return the name and a digest of these tensors, for messages."""
+        content = json.dumps([(name, self.tensors.get(name, [0])[0]) for name in sorted(names)])
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        return digest if self.name is None else f"{self.name} ({digest})"
+
+    def to_json(self) -> dict[str, Any]:
+        sums = {name: " ".join(f"{value:016x}" for value in found) for name, found in sorted(self.tensors.items())}
+        return {"algorithm": ALGORITHM, "name": self.name, "revision": self.revision, "tensors": sums}
+
+    @staticmethod
+    def from_json(content: object, place: Path) -> BaseIdentity | None:
+        """Return what `to_json` gave; None: nothing, or of another algorithm. Raises CheckpointError if damaged."""
+        if not isinstance(content, dict) or content.get("algorithm") != ALGORITHM:
+            return None
+        try:
+            sums = {name: [int(value, 16) for value in text.split()] for name, text in content["tensors"].items()}
+            if not all(len(found) in (1, len(PRECISIONS)) for found in sums.values()):
+                raise ValueError("a sum is missing")
+            return BaseIdentity(sums, content["name"], content["revision"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{place} has a damaged identity of its base ({error}); copy it again") from None
+
+    def named_as(self, other: BaseIdentity | None) -> BaseIdentity:
+        """Return this identity, with the other's name where it has none and all tensors of both are equal."""
+        if other is None or self.name is not None or differing(other, self)[0]:
+            return self
+        return replace(self, name=other.name, revision=other.revision)
+
+
+def differing(expected: BaseIdentity, found: BaseIdentity, *, is_whole: bool = False) -> tuple[list[str], set[str]]:
+    """Return the tensors that are others, and the precisions to which those are rounded that are not the very numbers.
+
+    `is_whole`: what `found` lacks is another too; otherwise tensors are compared that both have.
+    """
+    wrong, rounded = [], set()
+    for name, sums in expected.tensors.items():
+        if name not in found.tensors:
+            wrong += [name] if is_whole else []
+        elif found.tensors[name][0] not in sums:
+            wrong.append(name)
+        elif found.tensors[name][0] != sums[0]:
+            rounded.add(str(PRECISIONS[sums.index(found.tensors[name][0])]).removeprefix("torch."))
+    return wrong, rounded
+
+
+def check_identity(
+    adapters: Path,
+    expected: BaseIdentity | None,
+    base: str,
+    found: BaseIdentity,
+    *,
+    option: str,
+    allowed: bool,
+    named: str | None = None,
+    is_whole: bool = False,
+) -> list[str]:
+    """Return lines about the base of adapters: nothing, if it is the one that they belong to.
+
+    Args:
+        base: The base's folder, for messages.
+        option: What gives the base.
+        named: What the adapters call their base.
+        allowed: Return a warning for another base. Otherwise it raises CheckpointError, naming both and the tensors.
+    """
+    if expected is None:
+        its_base = "its base" if named is None else f"its base {named}"
+        return [f"{adapters} does not hold the identity of {its_base}: whether {base} is that was not verified"]
+    wrong, rounded = differing(expected, found, is_whole=is_whole)
+    if not wrong:
+        held = " and ".join(sorted(rounded))
+        return [f"{base} is the base of {adapters}, rounded to {held}"] if rounded else []
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    names = expected.tensors.keys() if is_whole else expected.tensors.keys() & found.tensors.keys()
+    fault = (
+        f"{adapters} holds adapters of another base model, {expected.label(names)}, than {base}, {found.label(names)}: "
+        f"{len(wrong)} of {len(names)} tensors differ: {', '.join(wrong[:SHOWN])}{more}"
+    )
+    if allowed:
+        return [f"WARNING: {fault}; applied all the same (allow_other_base)"]
+    raise CheckpointError(f"{fault}. Give the folder of their base as {option}, or pass --allow-other-base")
+
+
+def write_identity(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write a base's identity, as `to_json` gives it, into a folder of adapters."""
+    write_durably(folder / FILE, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_identity(folder: Path) -> BaseIdentity | None:
+    """Return the identity of the base that is in a folder of adapters, if it is. Raises CheckpointError."""
+    if not os.path.lexists(folder / FILE):
+        return None
+    return BaseIdentity.from_json(read_json(own_file(folder, FILE)), folder / FILE)

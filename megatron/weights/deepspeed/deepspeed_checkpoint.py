@@ -1,0 +1,364 @@
+"""Model options of a Megatron or Megatron-DeepSpeed run, from the arguments that its checkpoints hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.foreign import deepspeed_folder, not_deepspeed
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.model_options import check_known_options, check_model_options
+from megatron.models.family import family_of
+from megatron.options.config import Config, ConfigError
+from megatron.parallel.shards import Shard, declared_shards
+from megatron.settings.command_line import from_dict
+from megatron.weights.deepspeed.files import (
+    FILE_OF_KIND,
+    OPTIMIZER_FILE,
+    ModelFiles,
+    RankTensors,
+    UniversalFolder,
+    ZeroShards,
+    numbered,
+)
+from megatron.weights.deepspeed.origins import Origin, is_megatron, megatron_origins, our_origins
+from megatron.weights.foreign_files import Inert
+from megatron.weights.native import matched
+
+_NAMES = {
+    "num_layers": ("num_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "kv_channels": ("kv_channels",),
+    "norm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
+    "rotary_base": ("rope_theta", "rotary_base"),
+}
+"""Their names for each of ours; the first that is there counts."""
+_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}
+
+
+def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the arguments say of the model, in our options. Arguments that are missing or None are left out."""
+    found = {
+        ours: next(arguments[name] for name in names if arguments.get(name) is not None)
+        for ours, names in _NAMES.items()
+        if any(arguments.get(name) is not None for name in names)
+    }
+    # without group_query_attention Megatron ignores its num_query_groups
+    groups = arguments.get("num_key_value_heads")
+    if arguments.get("group_query_attention"):
+        groups = arguments.get("num_query_groups")
+    elif groups is None and "group_query_attention" in arguments:
+        groups = arguments.get("num_attention_heads")
+    if groups is not None:
+        found["num_query_groups"] = groups
+    position = _POSITIONS.get(str(arguments.get("position_embedding_type")))
+    if arguments.get("use_rotary_position_embeddings"):
+        position = "rope"
+    if position is not None:
+        found["position_embedding_type"] = position
+    if "use_rope_scaling" in arguments:
+        factor = arguments.get("rope_scaling_factor") or 8.0
+        found["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading checkpoints of DeepSpeed (universal or sharded) and Megatron-DeepSpeed as full tensors in our names.
+#
+# checkpoint = read(Path("run/global_step100_universal")) for name in checkpoint.parameters: checkpoint.read_full(name)
+
+log = logging.getLogger(__name__)
+
+Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
+
+MAX_DRIFT = 2**-6
+"""Largest distance of a Megatron rank's copy from the mean of all, as a fraction of the tensor's largest value.
+
+Four steps of bfloat16 (2**-8): ranks that made the same updates and rounded them apart stay below, ranks that trained
+apart do not.
+"""
+
+
+class DeepSpeedCheckpoint:
+    """Checkpoint of DeepSpeed or Megatron-DeepSpeed, read as a `reader.Checkpoint` is, in our names and row order.
+
+    `parameters` describes each full tensor, without padding. `kinds` are `weight` and the optimizer's `exp_avg`,
+    `exp_avg_sq` or `momentum_buffer`; every parameter has all of them, but those in `frozen` may lack moments. `facts`
+    are, each where the checkpoint has it: `iteration`, `consumed_samples`, `step` (the optimizer's), `args` (Megatron's
+    arguments), `metadata` (ours).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        source: RankTensors,
+        origins: Mapping[str, Origin],
+        facts: dict[str, Any],
+        frozen: Collection[str] = (),
+        max_drift: float = MAX_DRIFT,
+    ) -> None:
+        self.folder, self.layout, self.facts = folder, layout, facts
+        self.uncompared: list[str] = []
+        """Options of the given config's model that nothing in the checkpoint settles."""
+        self._max_drift = max_drift
+        self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
+        self._source, self._origins = source, origins
+        self._kinds = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
+        self.kinds = tuple(kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in self._kinds.values()))
+        for ours, kinds in self._kinds.items():
+            if kinds != self.kinds and not (ours in frozen and kinds == ("weight",)):
+                lacking = next(kind for kind in self.kinds if kind not in kinds)
+                raise CheckpointError(
+                    f"{folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole checkpoint, "
+                    "or freeze the parameter if it was frozen"
+                )
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """Kinds of a parameter, `weight` first."""
+        return self._kinds[name]
+
+    def read_full(self, name: str, kind: str = "weight") -> Tensor:
+        """Return the full tensor in float32, without padding; a view of the mapped file where nothing is converted.
+
+        Raises CheckpointError if the parameter or kind is missing, or its copies differ.
+        """
+        if name not in self._origins or kind not in self._kinds[name]:
+            has = f"kinds {', '.join(self.kinds)} of {len(self._origins)} parameters"
+            raise CheckpointError(f"{self.folder} has no {kind} of {name}, only {has}; give the model's own config")
+        origin = self._origins[name]
+        local = [self._checked_local(origin, name, kind, theirs) for theirs in origin.theirs]
+        for theirs, copy in zip(origin.theirs[1:], local[1:], strict=True):
+            if not all(map(torch.equal, copy, local[0])):
+                raise CheckpointError(
+                    f"{self._source.path(theirs, kind)}: {theirs} differs from {origin.theirs[0]}, the same tied "
+                    "weight; its copies had drifted apart, so load an earlier checkpoint"
+                )
+        return self._assembled(origin, name, kind, local[0]).float()
+
+    def _checked_local(self, origin: Origin, name: str, kind: str, theirs: str) -> list[Tensor]:
+        local = self._source.local(theirs, kind)
+        expected = origin.cut.local_shape(self._source.tensor_size)
+        for tensor in local:
+            if tuple(tensor.shape) != expected:
+                raise CheckpointError(
+                    f"{self._source.path(theirs, kind)} holds {kind} of {theirs} as {tuple(tensor.shape)}; {name} has "
+                    f"{expected} on one of {self._source.tensor_size} tensor-parallel ranks"
+                )
+        return local
+
+    def _assembled(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
+        if origin.cut.dim is None:
+            return self._one_of_copies(origin, name, kind, local)
+        full = local[0] if len(local) == 1 else origin.cut.assemble(local)
+        length = origin.shard.shape[origin.cut.dim]
+        if not origin.is_megatron and full.narrow(origin.cut.dim, length, full.shape[origin.cut.dim] - length).any():
+            raise CheckpointError(
+                f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name} holds numbers in its padding, "
+                f"behind the {length} of this model; it is a checkpoint of a larger vocabulary"
+            )
+        full = full.narrow(origin.cut.dim, 0, length)
+        return origin.reordered(full)
+
+    def _one_of_copies(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
+        """Return the tensor of which each tensor-parallel rank holds a copy: Megatron's may have drifted a little."""
+        if len(local) == 1:
+            return local[0]
+        where = f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name}"
+        for rank, tensor in enumerate(local):
+            if not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{where} is not finite on tensor-parallel rank {rank}; load an earlier checkpoint"
+                )
+        if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
+            return local[0]
+        if not origin.is_megatron:
+            raise CheckpointError(
+                f"{where} differs between tensor-parallel ranks, which must hold equal copies; load an earlier "
+                "checkpoint"
+            )
+        copies = torch.stack([tensor.float() for tensor in local])
+        mean = copies.mean(dim=0)
+        drift = float((copies - mean).abs().max() / copies.abs().max())
+        if not drift <= self._max_drift:
+            raise CheckpointError(
+                f"{where} differs between tensor-parallel ranks by {drift:.2g} of its largest value, above the limit "
+                f"of {self._max_drift:.2g}: the ranks trained apart. Load an earlier checkpoint, or convert with "
+                "--max-drift to take the mean all the same"
+            )
+        # BLOOM's norms drifted apart in training; its own conversion averages them too
+        log.warning(
+            "%s differs between tensor-parallel ranks by %.2g of its largest value; taking their mean", where, drift
+        )
+        return mean
+
+    def read(
+        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
+    ) -> Tensor:
+        """Return a stretch of a local tensor, as `reader.Checkpoint.read` does; reads the full tensor for it."""
+        local = shard.take(self.read_full(name, kind), tensor_rank, tensor_size)
+        return local.view(-1)[start : start + numel]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of a resuming run, as far as the checkpoint has it: see training/checkpoints.py."""
+        facts = self.facts
+        ours = facts.get("metadata") or {}
+        iteration = int(facts.get("iteration") or 0)
+        return {
+            **ours,
+            "progress": {
+                **ours.get("progress", {}),
+                "iteration": iteration,
+                "consumed_samples": int(facts.get("consumed_samples") or 0),
+            },
+            # a bare ZeRO-3 folder lacks the optimizer's steps; there was one per iteration
+            "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
+        }
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
+        """Compare the checksums of this share of the files, and return what was checked.
+
+        Raises CheckpointError that names the damaged file.
+        """
+        return self._source.files.verify(self.folder.rglob("*.pt"), share)
+
+
+def recognise(path: Path) -> Layout | None:
+    """Return the layout of a folder, or of the one its `latest_universal` or `latest` names; None: not DeepSpeed's."""
+    folder = deepspeed_folder(path)
+    if folder is None:
+        return None
+    if _is_universal(folder):
+        return "universal"
+    with _as_damage(folder):
+        return "megatron-deepspeed" if is_megatron(_source_of(folder).names) else "deepspeed"
+
+
+def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT) -> DeepSpeedCheckpoint:
+    """Open a universal, DeepSpeed or Megatron-DeepSpeed folder, or the one its `latest_universal` or `latest` names.
+
+    `config` is the model's, for checkpoints without one: shapes are checked against it, and Megatron's number of heads
+    and vocabulary size come from it. `max_drift` replaces MAX_DRIFT. Raises CheckpointError that names the file.
+    """
+    folder = deepspeed_folder(path)
+    if folder is None:
+        raise CheckpointError(not_deepspeed(path))
+    with _as_damage(folder):
+        source = _source_of(folder)
+        facts = _facts(folder, source)
+        uncompared = [] if config is None else _compare(folder, facts, config)
+        config = config or _saved_config(folder, facts)
+        if config is not None:
+            facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
+        megatron = is_megatron(source.names)
+        origins = (megatron_origins if megatron else our_origins)(source, config, folder)
+        frozen: set[str] = set()
+        if config is not None:
+            matched(folder, config, {name: origin.shard for name, origin in origins.items()})
+            declared = declared_shards(family_of(config).layers(config))
+            frozen = {name for name, shard in declared.items() if not shard.trained}
+        layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
+        if isinstance(source, UniversalFolder):
+            layout = "universal"
+        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen, max_drift)
+        checkpoint.uncompared = uncompared
+        return checkpoint
+
+
+@contextlib.contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    """Turn the exceptions that files of an unexpected structure cause into CheckpointError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} does not have the structure of a DeepSpeed checkpoint ({type(error).__name__}: {error}); copy "
+            "it again from its source"
+        ) from error
+
+
+def _is_universal(folder: Path) -> bool:
+    return any((folder / "zero").glob("*/fp32.pt"))
+
+
+def _source_of(folder: Path) -> RankTensors:
+    if _is_universal(folder):
+        return UniversalFolder(folder)
+    # optimizer files hold float32 weights and moments by name; model files only weights
+    source: RankTensors = ZeroShards(folder) if numbered(folder, OPTIMIZER_FILE) else ModelFiles(folder)
+    if not source.names:
+        raise CheckpointError(f"{folder} has DeepSpeed files without weights; copy the whole checkpoint")
+    return source
+
+
+def _compare(folder: Path, facts: Mapping[str, Any], config: Config) -> list[str]:
+    """Raise CheckpointError if the config is of another model. Return the options that could not be compared."""
+    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    if isinstance(saved, dict) and "model" in saved:
+        check_model_options(folder, saved["model"], saved.get("training", {}).get("seq_length"), config)
+        return []
+    return check_known_options(folder, model_options(facts.get("args") or {}), config)
+
+
+def _saved_config(folder: Path, facts: Mapping[str, Any]) -> Config | None:
+    """Config of the run, from our metadata or from the progress.json beside our first DeepSpeed checkpoints."""
+    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    if not isinstance(saved, dict):
+        return None
+    try:
+        return from_dict(saved)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} was saved with a config that is not valid any more: {error}") from None
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    path = folder / "progress.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
+    client = source.client
+    arguments = client.get("args")
+    known = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
+    args = {name: value for name, value in known.items() if _is_plain(value)}
+    progress = _progress(folder).get("progress") or {}
+    found = {
+        "iteration": progress.get("iteration", client.get("iteration", client.get("global_steps"))),
+        "consumed_samples": progress.get(
+            "consumed_samples",
+            client.get("consumed_samples", args.get("consumed_train_samples", client.get("global_samples"))),
+        ),
+        "step": source.step(),
+        "args": args or None,
+    }
+    facts = {name: value for name, value in found.items() if value is not None}
+    metadata = client.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            facts["metadata"] = json.loads(metadata)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: the metadata in its model states are damaged ({error})") from None
+        if not isinstance(facts["metadata"], dict):
+            raise CheckpointError(f"{folder}: the metadata in its model states are not a JSON object; copy it again")
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)

@@ -1,0 +1,355 @@
+"""Parameter names in DeepSpeed's files, which count the layers of the pipeline: `2.attention.qkv.weight`.
+
+A layer's number is its place in the model's list of layers; a layer that is listed twice is in `tied_modules`. The only
+place where our names are turned into such numbers and back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.models.family import family_of
+from megatron.models.sequential import module_names
+from megatron.options.config import Config
+from megatron.parallel.shards import LayoutError, Shard
+from megatron.weights.deepspeed.files import RankTensors, UniversalFolder
+from megatron.weights.foreign_files import Inert
+from megatron.weights.huggingface import parameters_of
+
+WORD_EMBEDDING, OUTPUT = "embedding.word.weight", "output.weight"
+VOCABULARY = (WORD_EMBEDDING, OUTPUT)
+"""Parameters whose rows are padded until they divide over the tensor-parallel ranks."""
+
+
+class PipelineNames:
+    """Names of one model's parameters, ours and DeepSpeed's, from the names of its layers in order."""
+
+    def __init__(self, layers: Sequence[str]) -> None:
+        modules = module_names(layers)
+        self.is_tied = len(set(layers)) < len(layers)
+        self.last_index = len(layers) - 1
+        self._theirs = dict(zip(layers, modules, strict=True))
+        self._ours = dict(zip(modules, layers, strict=True))
+
+    @classmethod
+    def of_config(cls, config: Config) -> PipelineNames:
+        return cls([layer.name for layer in family_of(config).layers(config)])
+
+    @classmethod
+    def of_ours(cls, names: Iterable[str]) -> PipelineNames:
+        """Names of a decoder whose config is unknown, by our names of its parameters."""
+        names = list(names)
+        blocks = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+        return cls(_decoder(1 + max(blocks, default=-1), is_tied=OUTPUT not in names))
+
+    @classmethod
+    def of_theirs(cls, names: Iterable[str]) -> PipelineNames:
+        """Names of a decoder whose config is unknown, by DeepSpeed's names of its parameters."""
+        names = list(names)
+        # a block's parameters are in its submodules, those of the two layers behind it in the layers themselves
+        blocks = [int(match[1]) for name in names if (match := re.match(r"(\d+)\..+\.", name))]
+        return cls(_decoder(max([1, *blocks]) - 1, is_tied="0.weight" not in names))
+
+    def theirs(self, ours: str) -> str:
+        """Return DeepSpeed's name of a parameter."""
+        layer = max((layer for layer in self._theirs if ours.startswith(f"{layer}.")), key=len, default=None)
+        return ours if layer is None else self._theirs[layer] + ours.removeprefix(layer)
+
+    def ours(self, theirs: str) -> str:
+        """Return our name of a parameter; one that belongs to no layer keeps DeepSpeed's."""
+        match = re.match(r"\d+|tied_modules\.\w+", theirs)
+        return self._ours[match[0]] + theirs[match.end() :] if match and match[0] in self._ours else theirs
+
+
+def _decoder(num_layers: int, *, is_tied: bool) -> list[str]:
+    blocks = [f"layers.{number}" for number in range(num_layers)]
+    return ["embedding.word", "embedding", *blocks, "final_norm", "embedding.word" if is_tied else "output"]
+
+
+def current(theirs: str) -> str:
+    """Return the present name of a parameter in files of the first release, whose modules had other names."""
+    theirs = theirs.replace("tied_modules.word_embedding.", "tied_modules.embedding_word.")
+    theirs = re.sub(r"^1\.positions$", "1.position.weight", theirs)
+    return re.sub(r"^(?!1\.)(\d+)\.norm\.", r"\1.", theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Origins of our parameters in a DeepSpeed or Megatron-DeepSpeed checkpoint: names there, cuts, order of rows.
+#
+# `theirs` is a name in the foreign checkpoint, `ours` one of this project.
+
+MEGATRON_BLOCK = {
+    "input_layernorm": "attention_norm",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.dense": "attention.dense",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+"""Modules of a transformer layer; older versions write `attention` for `self_attention`."""
+MEGATRON_ENDS = {
+    "word_embeddings.weight": WORD_EMBEDDING,
+    "position_embeddings.weight": "embedding.position.weight",
+    "word_embeddings.norm.weight": "embedding.norm.weight",
+    "word_embeddings.norm.bias": "embedding.norm.bias",
+    "weight": "final_norm.weight",
+    "bias": "final_norm.bias",
+    "final_layernorm.weight": "final_norm.weight",
+    "final_layernorm.bias": "final_norm.bias",
+    "lm_head.weight": OUTPUT,
+}
+"""Parameters outside the transformer layers, by their name in their layer's file."""
+MEGATRON_MARK = ".input_layernorm."
+MEGATRON_NAME = re.compile(r"(?:(\d+)|tied_modules\.\w+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tensors of a foreign checkpoint that make one of our parameters.
+
+    `theirs` is its name there, then those of its copies (tied weights). `cut` is their full tensor as their ranks shard
+    it: its rows may be in another order, and rows of vocabulary padding may follow. With `num_heads`, the number of
+    query heads, the rows are grouped by key/value head: [q of the group; k; v].
+    """
+
+    theirs: tuple[str, ...]
+    shard: Shard
+    cut: Shard
+    num_heads: int | None = None
+    is_megatron: bool = False
+    """Copies may differ a little, and are averaged; padding may hold numbers."""
+
+    def reordered(self, full: Tensor) -> Tensor:
+        """Return the rows of their full tensor, padding removed, in our order."""
+        return full if self.num_heads is None else _ungrouped(full, self.shard.pieces, self.num_heads)
+
+
+def _ungrouped(grouped: Tensor, pieces: Sequence[int], num_heads: int) -> Tensor:
+    """Rows [key/value head][its query heads, k, v][head size] -> [q; k; v], each with its heads in order."""
+    q_size, kv_size, _ = pieces
+    head_size = q_size // num_heads
+    groups = grouped.unflatten(0, (kv_size // head_size, -1, head_size))
+    parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+    return torch.cat([part.reshape(-1, *grouped.shape[1:]) for part in parts])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Our models, saved by DeepSpeed
+
+
+def our_origins(source: RankTensors, config: Config | None, folder: Path) -> dict[str, Origin]:
+    """Return the origins in a checkpoint of our own model; without a config, universal files describe their cuts."""
+    theirs_of = {current(name): name for name in source.names}
+    shards: Mapping[str, Shard]
+    if config is not None:
+        names, shards = PipelineNames.of_config(config), parameters_of(config)
+    elif isinstance(source, UniversalFolder):
+        names = PipelineNames.of_theirs(theirs_of)
+        shards = {names.ours(name): source.shard(theirs) for name, theirs in theirs_of.items()}
+    else:
+        raise CheckpointError(
+            f"{folder} has no progress.json with the run's config, which describes how tensors are sharded; copy that "
+            "file too, or give the model's config (--config)"
+        )
+    origins = {}
+    for ours, shard in shards.items():
+        found = [theirs_of[name] for name in _places(ours, names, theirs_of) if name in theirs_of]
+        if not found:
+            raise CheckpointError(
+                f"{folder} lacks {ours} of this model; copy the whole checkpoint, or give its own config"
+            )
+        origins[ours] = _our_origin(source, ours, tuple(found), shard)
+    known = {name for origin in origins.values() for name in origin.theirs}
+    unknown = [name for name in source.names if name not in known]
+    if unknown:
+        raise CheckpointError(
+            f"{folder} holds {unknown[0]} ({len(unknown)} such), which this model does not have; give the config of "
+            "the run that saved it"
+        )
+    return origins
+
+
+def _places(ours: str, names: PipelineNames, found: Mapping[str, str]) -> list[str]:
+    """DeepSpeed's names of a parameter; in a pipeline's layer files, tied weights are under their layers' numbers."""
+    name = names.theirs(ours)
+    if ours == WORD_EMBEDDING and names.is_tied and name not in found:
+        return ["0.weight", f"{names.last_index}.weight"]
+    return [name]
+
+
+def _our_origin(source: RankTensors, ours: str, theirs: tuple[str, ...], shard: Shard) -> Origin:
+    local, cut = source.shape(theirs[0]), shard
+    if ours in VOCABULARY and len(local) == 2:
+        rows = max(local[0] * source.tensor_size, shard.shape[0])
+        cut = Shard((rows, shard.shape[1]), dim=0, pieces=(rows,))
+    try:
+        expected = cut.local_shape(source.tensor_size)
+    except LayoutError as error:
+        raise CheckpointError(f"{source.path(theirs[0], 'weight')}: {theirs[0]}: {error}") from None
+    if local != expected:
+        raise CheckpointError(
+            f"{source.path(theirs[0], 'weight')} holds {theirs[0]} as {local}, but {ours} of this model has {expected} "
+            f"on one of {source.tensor_size} tensor-parallel ranks; it is a checkpoint of another model or vocabulary"
+        )
+    return Origin(theirs, shard, cut)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron-DeepSpeed
+
+
+def is_megatron(names: Sequence[str]) -> bool:
+    return any(MEGATRON_MARK in f".{name}" for name in names)
+
+
+def megatron_origins(source: RankTensors, config: Config | None, folder: Path) -> dict[str, Origin]:
+    """Return the origins in a Megatron-DeepSpeed checkpoint, whose blocks are found by name: versions number them
+    differently.
+    """
+    facts = _megatron_facts(source.client, config, folder)
+    parsed: dict[str, tuple[int | None, str]] = {}
+    for theirs in source.names:
+        match = MEGATRON_NAME.fullmatch(theirs)
+        if match is None:
+            raise CheckpointError(f"{folder} holds {theirs}, not a name of a Megatron pipeline; it cannot be converted")
+        name = re.sub(r"^attention\.", "self_attention.", match[2])
+        if not name.endswith("inv_freq"):  # rotary tables are computed, not kept
+            parsed[theirs] = (int(match[1]) if match[1] else None), name
+    blocks = sorted(
+        {layer for layer, name in parsed.values() if layer is not None and name == "input_layernorm.weight"}
+    )
+    if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+        gap = next(layer for layer in range(blocks[0], blocks[-1]) if layer not in blocks)
+        raise CheckpointError(f"{folder} lacks the files of layer {gap}; copy the whole checkpoint")
+    theirs_of: dict[tuple[str, str], list[str]] = {}
+    for theirs, (layer, name) in parsed.items():
+        module, _, kind = name.rpartition(".")
+        if layer in blocks and module in MEGATRON_BLOCK:
+            place = f"layers.{layer - blocks[0]}.", f"{MEGATRON_BLOCK[module]}.{kind}"  # type: ignore[operator]
+        elif layer not in blocks and name in MEGATRON_ENDS:
+            place = "", MEGATRON_ENDS[name]
+        else:
+            raise CheckpointError(
+                f"{source.path(theirs, 'weight')} holds {theirs}, which has no place in BLOOM or Llama; it is a "
+                "checkpoint of another model"
+            )
+        theirs_of.setdefault(place, []).append(theirs)
+    _check_blocks(theirs_of, len(blocks), folder)
+    origins = {}
+    for (block, name), found in theirs_of.items():
+        if name.startswith(("attention.qkv.", "mlp.up.")):
+            row = block, "attention.dense.weight" if name.startswith("attention") else "mlp.down.weight"
+            if row not in theirs_of:
+                raise CheckpointError(f"{folder} holds no tensor for {''.join(row)}; copy the whole checkpoint")
+            in_size = source.shape(theirs_of[row][0])[1] * source.tensor_size
+            if name.startswith("attention"):
+                origins[block + name] = _qkv_origin(source, facts, found, in_size, folder)
+            else:
+                origin = _up_origin(source, found, in_size)
+                origins[block + (name.replace("up", "gate_up") if len(origin.shard.pieces) > 1 else name)] = origin
+        else:
+            origins[block + name] = _plain_origin(source, facts, name, found)
+    return origins
+
+
+@dataclass(frozen=True)
+class _MegatronFacts:
+    """Facts that the names and shapes of a Megatron checkpoint leave open; None: unknown."""
+
+    num_heads: int | None
+    vocab_size: int | None
+
+
+def _megatron_facts(client: Mapping[str, Any], config: Config | None, folder: Path) -> _MegatronFacts:
+    version = client.get("checkpoint_version", 3.0)
+    if isinstance(version, int | float) and version < 2:
+        raise CheckpointError(
+            f"{folder} has checkpoint_version {version}, which orders q, k and v differently; load and save it with a "
+            "Megatron that writes version 2 or later"
+        )
+    arguments = client.get("args")
+    info = client.get("universal_checkpoint_info")
+    num_heads = arguments.get("num_attention_heads") if isinstance(arguments, Inert) else None
+    vocab_size = info.get("original_vocab_size") if isinstance(info, dict) else None
+    if config is not None:
+        wanted = config.model.num_attention_heads, config.model.vocab_size
+        for found, own, option in zip(
+            (num_heads, vocab_size), wanted, ("num_attention_heads", "vocab_size"), strict=True
+        ):
+            if found not in (None, own):
+                raise CheckpointError(f"{folder} is of a model with {option}={found}, not {own}; give its own config")
+        num_heads, vocab_size = wanted
+    return _MegatronFacts(
+        num_heads if isinstance(num_heads, int) else None, vocab_size if isinstance(vocab_size, int) else None
+    )
+
+
+def _check_blocks(found: Mapping[tuple[str, str], object], num_layers: int, folder: Path) -> None:
+    """Check that every transformer layer has the same parameters, and that both ends are there."""
+    expected = {name for block, name in found if block}
+    missing = [
+        f"layers.{number}.{name}"
+        for number in range(num_layers)
+        for name in sorted(expected)
+        if (f"layers.{number}.", name) not in found
+    ]
+    missing += [name for name in (WORD_EMBEDDING, "final_norm.weight") if ("", name) not in found]
+    if missing:
+        raise CheckpointError(f"{folder} holds no tensor for {missing[0]}; copy the whole checkpoint")
+
+
+def _plain_origin(source: RankTensors, facts: _MegatronFacts, name: str, theirs: Sequence[str]) -> Origin:
+    """Origin of a parameter whose rows are in our order: vocabulary, row-parallel or replicated."""
+    size, local = source.tensor_size, source.shape(theirs[0])
+    if name in VOCABULARY:
+        rows = local[0] * size
+        vocab_size = facts.vocab_size or rows
+        if not vocab_size <= rows:
+            raise CheckpointError(
+                f"{source.path(theirs[0], 'weight')} holds {rows} rows of {theirs[0]}, fewer than vocab_size="
+                f"{vocab_size}; it is a checkpoint of another vocabulary"
+            )
+        shard, cut = (Shard((count, local[1]), dim=0, pieces=(count,)) for count in (vocab_size, rows))
+        return Origin(tuple(theirs), shard, cut, is_megatron=True)
+    if name in ("attention.dense.weight", "mlp.down.weight"):
+        columns = local[1] * size
+        shard = Shard((local[0], columns), dim=1, pieces=(columns,))
+        return Origin(tuple(theirs), shard, shard)
+    return Origin(tuple(theirs), Shard(local), Shard(local), is_megatron=True)
+
+
+def _qkv_origin(source: RankTensors, facts: _MegatronFacts, theirs: Sequence[str], q_size: int, folder: Path) -> Origin:
+    local = source.shape(theirs[0])
+    rows = local[0] * source.tensor_size
+    if facts.num_heads is None:
+        raise CheckpointError(
+            f"{folder} does not say how many attention heads its model has: its mp_rank files hold no args; give the "
+            "config of the model"
+        )
+    kv_size = (rows - q_size) // 2
+    head_size = q_size // facts.num_heads
+    fits = q_size % facts.num_heads == 0 and kv_size > 0 and kv_size % head_size == 0 and q_size % kv_size == 0
+    if not fits or q_size + 2 * kv_size != rows:
+        raise CheckpointError(
+            f"{source.path(theirs[0], 'weight')} holds {rows} rows of q, k and v, {q_size} of them q, which is not "
+            f"{facts.num_heads} heads; give the number of heads of its own model"
+        )
+    cut = Shard((rows, *local[1:]), dim=0, pieces=(rows,))
+    return Origin(tuple(theirs), replace(cut, pieces=(q_size, kv_size, kv_size)), cut, num_heads=facts.num_heads)
+
+
+def _up_origin(source: RankTensors, theirs: Sequence[str], ffn_size: int) -> Origin:
+    """Origin of the MLP's first matrix; with SwiGLU each rank holds its part of gate, then of up."""
+    local = source.shape(theirs[0])
+    rows = local[0] * source.tensor_size
+    pieces = (ffn_size, ffn_size) if rows == 2 * ffn_size else (rows,)
+    shard = Shard((rows, *local[1:]), dim=0, pieces=pieces)
+    return Origin(tuple(theirs), shard, shard)

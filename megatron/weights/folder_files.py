@@ -1,0 +1,113 @@
+"""Plain files of a folder that others have written: no name leads out of it, no link is followed, no JSON is trusted.
+
+Imports no torch, so that a launcher can read a model's config.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.runtime.files import BusyOutput, disk_shortage, new_output
+
+ADAPTER_CONFIG = "adapter_config.json"
+Precision = Literal["fp32", "bf16", "fp16"]
+EXPORT_RECORD = "export.json"
+"""Record beside the export of a run: the checkpoint that it was made of, and what was checked of it."""
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return True if the folder holds adapters in PEFT's format, and no whole model beside them."""
+    has_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Return True if the folder holds a model of transformers."""
+    return os.path.lexists(folder / "config.json") and not is_adapter_folder(folder)
+
+
+def missing_base(folder: Path, base: str | None) -> str:
+    """Return the fault of adapters whose base is not there. `base`: what adapter_config.json names."""
+    return (
+        f"{folder} holds adapters of the base model {base or '(no name)'}, which is not a folder on this machine; give "
+        "the base's folder as --lora-base"
+    )
+
+
+def real_path(path: Path) -> Path:
+    """Return the file itself. Raises CheckpointError for a link.
+
+    The links of Hugging Face's cache, from snapshots/<commit>/ to blobs/ beside, are its way to store files.
+    """
+    if not path.is_symlink():
+        return path
+    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
+    target = path.resolve()
+    if snapshots is None or target.parent != (snapshots.parent / "blobs").resolve():
+        raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
+    return target
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """Return the file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file."""
+    if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{folder} names {name!r} as a file of its own; only plain file names in it are read")
+    path = folder / name
+    if not real_path(path).is_file():
+        raise CheckpointError(f"{path} is missing, or no file; copy the whole folder")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object without a key twice. Raises CheckpointError."""
+    return json_object(path.read_bytes(), path)
+
+
+def json_object(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is there twice")
+        return dict(pairs)
+
+    def finite(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=finite)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
+    return content
+
+
+@contextlib.contextmanager
+def new_folder(save: Path) -> Iterator[Path]:
+    """Give a folder beside `save` to write into, which becomes `save` at the end, or is removed if anything fails.
+
+    Raises CheckpointError if `save` has content, or another process writes there.
+    """
+    save = Path(os.path.abspath(save))
+    if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
+    save.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            work = stack.enter_context(new_output(save))
+        except BusyOutput as error:
+            raise CheckpointError(str(error)) from None
+        yield work
+
+
+def check_space(folder: Path, needed_bytes: int, option: str) -> None:
+    """Raise CheckpointError if the disk has too little space for the result; `option` is what sets its folder."""
+    if shortage := disk_shortage(folder, needed_bytes):
+        raise CheckpointError(f"{shortage}; free space, or set {option} to another disk")

@@ -1,0 +1,445 @@
+"""Hugging Face folders in both directions, a tensor at a time, by the forms that the families have.
+
+`name_map` says, for each of our parameters, which of their tensors make it and how they lie in it. A `MappedTensor` is
+a view of our full tensor in the shape of theirs, so one map serves both directions: reading copies into the view,
+writing out of it, a few rows at a time. Beside the current parameter, only a buffer of CHUNK_BYTES is in memory.
+
+Nothing in a folder is trusted: no pickle is executed, no path leads out of it, each of its tensors is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.models.family import HuggingFaceForm, family_of
+from megatron.options.config import Config
+from megatron.parallel.shards import Shard, declared_shards
+from megatron.runtime.files import sync_folder
+from megatron.weights.folder_files import own_file, read_json
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface_config import (
+    OUTPUT,
+    SPECIAL_TOKENS,
+    config_of,
+    form_of,
+    restored_config,
+    shown,
+    their_config,
+)
+from megatron.weights.huggingface_files import (
+    DTYPES,
+    Precision,
+    StoredTensor,
+    WeightsWriter,
+    open_weights,
+    some,
+    write_json,
+)
+
+CHUNK_BYTES = 1 << 24
+"""Bytes of a tensor that are read or written at once."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TEMPLATES = "additional_chat_templates"
+"""Folder of the tokenizer's other templates by name, such as tool_use.jinja."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The name map
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """One tensor of theirs, and where it lies in our full tensor: `length` rows from `begin`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Theirs."""
+    begin: int
+    length: int
+    transposed: bool = False
+    num_heads: int | None = None
+    """Given: their rows are [head][q, k, v][head size], ours [q, k, v][head][head size]."""
+
+    def view(self, ours: Tensor) -> Tensor:
+        """These rows of our full tensor, as theirs: [shape]; under `num_heads` its rows are [head, 3, head size]."""
+        rows = ours.narrow(0, self.begin, self.length)
+        if self.num_heads is not None:
+            return rows.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1)
+        return rows.t() if self.transposed else rows
+
+    def chunks(self, ours: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(first row, end row, the view of them) of theirs, CHUNK_BYTES of float32 at a time."""
+        view = self.view(ours)
+        count = view.shape[0]
+        step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
+        rows = self.shape[0] // count
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            yield begin * rows, end * rows, view[begin:end]
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A model of ours as one of theirs."""
+
+    form: HuggingFaceForm
+    shards: Mapping[str, Shard]
+    """Our parameters, in the order of the layers, without vocabulary padding."""
+    parts: Mapping[str, tuple[MappedTensor, ...]]
+    """For each of our parameters, the tensors of theirs that make it."""
+
+    def assemble(self, name: str, read: Callable[[str, int, int], Tensor], memory: Tensor | None = None) -> Tensor:
+        """Our full tensor, float32, of `read(their name, first row, end row)`; in this flat memory, if given."""
+        shape = self.shards[name].shape
+        full = torch.empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
+        for part in self.parts[name]:
+            for begin, end, view in part.chunks(full):
+                view.copy_(read(part.name, begin, end).view(view.shape))
+        return full
+
+
+def parameters_of(config: Config) -> dict[str, Shard]:
+    """Return every parameter of the model by name, in the order of the layers.
+
+    The shards are those of full tensors: no vocabulary padding, no initialisation, no roles.
+    """
+    shards = declared_shards(family_of(config).layers(config))
+    return {name: Shard(shard.shape, shard.dim, shard.pieces) for name, shard in shards.items()}
+
+
+def name_map(config: Config) -> NameMap:
+    """Raises CheckpointError where transformers has no such model, naming the options."""
+    form = form_of(config.model)
+    shards = parameters_of(config)
+    heads = config.model.num_attention_heads
+    return NameMap(form, shards, {name: tuple(parts_of(form, heads, name, shard)) for name, shard in shards.items()})
+
+
+def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
+    """Yield the tensors of theirs that make a parameter of ours. Raises CheckpointError if there are none."""
+    module, _, kind = name.rpartition(".")
+    if module == "output":
+        yield MappedTensor(OUTPUT, shard.shape, 0, shard.shape[0])
+        return
+    number = next((word for word in module.split(".") if word.isdigit()), "")
+    ours = module.replace(f".{number}.", ".*.") if number else module
+    if ours not in form.modules:
+        raise CheckpointError(
+            f"transformers' {form.class_name} has no place for {name}; keep the model as native or universal"
+        )
+    theirs = form.modules[ours]
+    pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
+    transposed = form.transposed and bool(number) and len(shard.shape) == 2
+    by_head = form.qkv_by_head and ours.endswith(".attention.qkv")
+    begin = 0
+    for their_module, length in zip(theirs, pieces, strict=True):
+        shape = (length, *shard.shape[1:])
+        yield MappedTensor(
+            f"{form.prefix}{their_module.replace('*', number)}.{kind}",
+            shape[::-1] if transposed else shape,
+            begin,
+            length,
+            transposed,
+            num_heads if by_head else None,
+        )
+        begin += length
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Theirs to ours
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A Hugging Face folder, checked whole, its weights yet to be read."""
+
+    config: Config
+    """The model, its longest sequence, and the precision that holds each weight exactly; all else at its default."""
+    map: NameMap
+    source: dict[str, Any]
+    """JSON to keep: their config.json and generation_config.json."""
+    stored: Mapping[str, StoredTensor]
+    """By their full names."""
+    files: ForeignFiles
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shard.shape) for shard in self.map.shards.values())
+
+    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
+        """Compare the checksums of this share of the files, and return what was checked. Raises CheckpointError."""
+        return self.files.verify({tensor.file for tensor in self.stored.values()}, share)
+
+    def read(self, name: str, memory: Tensor | None = None) -> Tensor:
+        """One full tensor of ours, float32; in this flat memory, if given."""
+        return self.map.assemble(name, lambda theirs, begin, end: self.stored[theirs].rows(begin, end), memory)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, full float32 tensor), in the order of the layers. Each is overwritten by the next."""
+        memory = torch.empty(max(math.prod(shard.shape) for shard in self.map.shards.values()))
+        for name in self.map.shards:
+            yield name, self.read(name, memory)
+
+
+def import_huggingface(folder: Path, architecture: str | None = None) -> ImportedModel:
+    """Open a folder of transformers and check it: config.json, every file, the name and shape of every tensor.
+
+    `architecture` names a family outside this package that the folder may be of.
+
+    Raises CheckpointError naming the file, field or tensor at fault.
+    """
+    config_path = own_file(folder, "config.json")
+    theirs = read_json(config_path)
+    config = config_of(theirs, config_path, architecture=architecture)
+    files = ForeignFiles()
+    stored = open_weights(folder, files)
+    if config.model.num_layers > len(stored):
+        raise CheckpointError(f"{config_path} has {config.model.num_layers} layers, but {folder} lacks most of them")
+    mapped = name_map(config)
+    expected = {part.name: part for parts in mapped.parts.values() for part in parts}
+    tensors = _check_names(folder, mapped.form, stored, expected)
+    if not config.model.untie_embeddings_and_output_weights and OUTPUT in tensors:
+        (embedding,) = mapped.parts["embedding.word.weight"]
+        check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
+    generation = folder / "generation_config.json"
+    source = {
+        "format": "huggingface",
+        "config": theirs,
+        "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
+    }
+    return ImportedModel(config_of(theirs, str(config_path), precision, architecture), mapped, source, tensors, files)
+
+
+def _check_names(
+    folder: Path, form: HuggingFaceForm, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors by their full names; a copy of the tied embedding under lm_head.weight among them.
+
+    Raises CheckpointError with every one that is unknown, missing, twice, or of another shape.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    faults, unknown = [], []
+    for name, tensor in stored.items():
+        full = name if name == OUTPUT or name.startswith(form.prefix) else form.prefix + name
+        if re.fullmatch(form.buffers, full):
+            continue
+        if full in tensors:
+            faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
+        elif full in expected or full == OUTPUT:
+            tensors[full] = tensor
+        else:
+            unknown.append(f"{name} in {tensor.file.name}")
+    missing = sorted(set(expected) - set(tensors))
+    if unknown:
+        faults.append(f"unknown to a {form.class_name} of this size: {some(unknown)}")
+    if missing:
+        faults.append(f"missing: {some(missing)}")
+    wrong = [
+        f"{name} in {tensor.file.name} is {list(tensor.shape)} of {tensor.dtype}, config.json makes it "
+        f"{list(expected[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in expected and (tensor.shape != expected[name].shape or not tensor.dtype.is_floating_point)
+    ]
+    if wrong:
+        faults.append(some(wrong))
+    if faults:
+        raise CheckpointError(f"{folder} is not a whole {form.class_name}: {'; '.join(faults)}")
+    return tensors
+
+
+def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
+    """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
+    same = output.shape == embedding.shape
+    if same:
+        step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
+        for begin in range(0, embedding.shape[0], step):
+            end = min(begin + step, embedding.shape[0])
+            same = same and torch.equal(output.rows(begin, end), embedding.rows(begin, end))
+    if not same:
+        raise CheckpointError(
+            f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
+            "tie_word_embeddings to false if it is a weight of its own"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours to theirs
+
+
+def export_huggingface(
+    folder: Path,
+    config: Config,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    precision: Precision | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    source: Mapping[str, Any] | None = None,
+    tokenizer: Path | None = None,
+) -> list[str]:
+    """Write the model into an empty folder: weights, config.json, generation_config.json, tokenizer files.
+
+    `tensors` gives each of our parameters once, whole and without padding, in any order, which may be the memory's
+    only one. `precision` is the run's unless given. `source` is what `ImportedModel.source` was, if the model came
+    from there. Returns the names of the tokenizer files. Every file is on disk when this returns.
+    Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
+    """
+    precision = precision or config.training.precision
+    mapped = name_map(config)
+    copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
+    special_tokens = _special_tokens(config, source, tokenizer)
+    content = their_config(config, precision, special_tokens)
+    if source is not None:
+        tokens = _special_tokens(config, source, None), special_tokens
+        content = restored_config(source["config"], config, precision, tokens)
+    write_json(folder / "config.json", content)
+    generation = _generation_config(source, tokenizer)
+    write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
+    shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
+    with WeightsWriter(folder, shapes, precision, max_shard_bytes) as writer:
+        write_tensors(writer, mapped, tensors)
+    sync_export(folder)
+    return copied
+
+
+def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each of our parameters as the tensors of theirs that it makes.
+
+    Raises CheckpointError if one is missing, of another shape, or does not fit the dtype.
+    """
+    missing = dict(mapped.shards)
+    for name, tensor in tensors:
+        shard = missing.pop(name, None)
+        if shard is None or tuple(tensor.shape) != shard.shape:
+            raise CheckpointError(
+                f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice"
+                if shard is None
+                else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
+            )
+        for part in mapped.parts[name]:
+            writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
+        del tensor  # before the next one is made
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")
+
+
+def sync_export(folder: Path) -> None:
+    """Wait until the names of an export's files are on the disk."""
+    if (folder / TEMPLATES).is_dir():
+        sync_folder(folder / TEMPLATES)
+    sync_folder(folder)
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names of the tokenizer's files in `folder`, those of its other templates with their folder's name."""
+    others = sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
+    return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)] + others
+
+
+def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
+    """Return the names of a tokenizer's files.
+
+    Raises CheckpointError if one is not a file, or the tokenizer has ids beyond the model's.
+    """
+    names = tokenizer_files(tokenizer)
+    for path in (tokenizer / name for name in names):
+        own_file(path.parent, path.name)
+    if "tokenizer.json" in names:
+        largest = max(_token_ids(tokenizer / "tokenizer.json").values(), default=0)
+        if largest >= vocab_size:
+            raise CheckpointError(
+                f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
+                "the tokenizer of another model; give its own"
+            )
+    return names
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
+    """Copy a tokenizer's files, and return their names. Raises CheckpointError as `check_tokenizer` does."""
+    names = check_tokenizer(tokenizer, vocab_size)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(tokenizer / name, folder / name)
+    return names
+
+
+def _token_ids(path: Path) -> dict[str, int]:
+    """Return every token's id in a tokenizer.json. Raises CheckpointError."""
+    content = read_json(path)
+    try:
+        vocabulary = (content.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: [token, score] in order
+            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
+        ids: dict[str, int] = {**vocabulary, **added}
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise CheckpointError(f"{path} is not a tokenizer.json of transformers; copy it again") from None
+    wrong = next((name for name, i in ids.items() if not isinstance(name, str) or not _is_id(i)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path} gives the token {wrong!r} the id {shown(ids[wrong])}; copy it again")
+    return ids
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
+    """Return the generation config beside the tokenizer, or of the source model, with the tokenizer's own end added."""
+    if tokenizer is not None and os.path.lexists(tokenizer / "generation_config.json"):
+        return read_json(own_file(tokenizer, "generation_config.json"))
+    content: dict[str, Any] | None = (source or {}).get("generation_config")
+    end = None if tokenizer is None else _tokens_by_name(tokenizer).get("eos_token_id")
+    if content is None or end is None:
+        return content
+    known = content.get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:  # a chat's turns end otherwise than the text that the model was first trained on
+        content = content | {"eos_token_id": [*ends, end] if ends else end}
+    return content
+
+
+def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:
+    """Ids of the special tokens, of the first that has them: generation config, tokenizer, source model, run."""
+    found: list[Mapping[str, Any]] = [_generation_config(source, tokenizer) or {}]
+    if tokenizer is not None:
+        found += [_tokens_by_name(tokenizer)]
+    found += [(source or {}).get("config") or {}, {"eos_token_id": config.data.eod_token_id}]
+    return {name: next((ids[name] for ids in found if ids.get(name) is not None), None) for name in SPECIAL_TOKENS}
+
+
+def _tokens_by_name(tokenizer: Path) -> dict[str, int]:
+    """Return the ids of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
+    if not {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tokenizer)):
+        return {}
+    names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(tokenizer / "tokenizer.json")
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = names.get(name.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token in ids:
+            found[name] = ids[token]
+    return found

@@ -1,0 +1,473 @@
+"""transformers' config.json and our ModelConfig, each as the other; and what transformers calls a model's modules."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.models.family import Family, HuggingFaceForm
+from megatron.options.config import Config, ConfigError, ModelConfig, TrainingConfig
+from megatron.options.model import differing
+from megatron.runtime.commands import command_name
+from megatron.settings.plugins import known_plugins, load_plugin
+from megatron.weights.folder_files import (
+    ADAPTER_CONFIG,
+    Precision,
+    is_adapter_folder,
+    is_model_folder,
+    missing_base,
+    own_file,
+    read_json,
+)
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+OUTPUT = "lm_head.weight"
+
+
+def forms(architecture: str | None = None) -> dict[str, tuple[str, HuggingFaceForm]]:
+    """Return (architecture, form) by model_type: of this package's families, and of `architecture`, if given."""
+    names = dict.fromkeys([*known_plugins("architecture"), *([architecture] if architecture else [])])
+    return {
+        form.model_type: (name, form)
+        for name in names
+        for form in load_plugin("architecture", name).huggingface.values()
+    }
+
+
+def form_of(model: ModelConfig) -> HuggingFaceForm:
+    """Return which of transformers' classes computes what this model does. Raises CheckpointError if none does."""
+    family: Family = load_plugin("architecture", model.architecture)
+    form = family.huggingface_form(model)
+    remedy = "such a model has no Hugging Face form, keep it as native or universal"
+    if form is None:
+        raise CheckpointError(f"transformers has no class for architecture={model.architecture}; {remedy}")
+    if wrong := form.unsupported(model):
+        raise CheckpointError(
+            f"transformers' {form.class_name}, the nearest to architecture={model.architecture} with "
+            f"position_embedding_type={model.position_embedding_type}, has no {', '.join(wrong)}; {remedy}"
+        )
+    return form
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json
+
+# What changes no number in the forward pass, or follows from what is checked.
+_HARMLESS = {
+    "_name_or_path", "architectures", "attention_softmax_in_fp32", "bias_dropout_fusion", "dtype",
+    "gradient_checkpointing", "id2label", "label2id", "masked_softmax_fusion", "model_type", "n_ctx", "offset_alibi",
+    "output_past", "pretraining_tp", "reorder_and_upcast_attn", "seq_length", "skip_bias_add", "skip_bias_add_qkv",
+    "slow_but_exact", "task_specific_params", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "problem_type", "finetuning_task", *SPECIAL_TOKENS,
+    # of generation
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature", "top_k",
+    "top_p", "typical_p",
+    # of a person, an implementation, a tool or another kind of model
+    "author", "datasets", "description", "language", "license", "license_link", "license_name", "tags",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "_flash_attn_2_enabled", "_num_labels", "attn_implementation", "classifier_dropout", "is_decoder",
+    "model_max_length", "name_or_path", "num_labels", "prefix", "prune_heads", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "torchscript", "transformers.js_config", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "use_flash_attention", "use_flash_attention_2", "use_flash_attn",
+}  # fmt: skip
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values of a key that no option here stands for, by which it changes nothing."""
+_NEUTRAL = {
+    **dict.fromkeys(("attn_scale", "embedding_multiplier", "logit_scale", "logits_scaling"), 1),
+    **dict.fromkeys(("lm_head_multiplier", "partial_rotary_factor", "residual_multiplier", "rotary_pct"), 1),
+    **dict.fromkeys(("routed_scaling_factor", "scale_depth", "scale_emb", "attention_factor", "mscale"), 1),
+}
+"""Factors that change nothing at 1."""
+_WINDOWED = ("sliding_window", "max_window_layers")
+"""Keys without effect where use_sliding_window is false."""
+
+
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+LARGEST = 2**63 - 1
+SHOWN_CHARACTERS = 60
+
+
+def shown(value: object) -> str:
+    """Return a value of a foreign file for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _is_of(kind: type, value: object) -> bool:
+    if isinstance(value, bool) or kind in (bool, str):
+        return type(value) is kind
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    return isinstance(value, float) and kind is float and math.isfinite(value)
+
+
+class _Fields:
+    """A config.json being read: which keys were, and what is wrong with them."""
+
+    def __init__(
+        self, values: Mapping[str, Any], where: Path | str, outer: _Fields | None = None, prefix: str = ""
+    ) -> None:
+        """`outer`: the fields that these lie in, which report all faults; each begins with `prefix` there."""
+        self.values, self.where = values, where
+        self._outer, self._prefix = outer, prefix
+        self.faults: list[str] = []
+        self._read = set(_HARMLESS)
+
+    def take(self, *names: str, default: Any = ..., kind: type | None = None) -> Any:
+        """The value under the first of these names that is there; without a default one must be.
+
+        `kind` is int, float (any number), bool or str; None: that of the default, else int.
+        """
+        self._read.update(names)
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            if default is ...:
+                raise CheckpointError(f"{self.where} lacks {names[0]}; copy the model's own config.json there")
+            return default
+        kind = kind or (int if default in (..., None) else type(default))
+        value = self.values[name]
+        if not _is_of(kind, value):
+            raise CheckpointError(
+                f"{self.where}: {name}={shown(value)} must be {_KINDS[kind]}; copy the model's own config.json there"
+            )
+        return value
+
+    def demand(self, name: str, *allowed: Any) -> None:
+        """Refuse other values than these; a missing one is transformers' default, the first of them."""
+        self._read.add(name)
+        value = self.values.get(name, allowed[0])
+        if value not in allowed:
+            self.refuse(f"{name}={shown(value)} (supported: {' or '.join(map(repr, allowed))})")
+
+    def refuse(self, fault: str) -> None:
+        self.faults.append(fault)
+        if self._outer is not None:
+            self._outer.refuse(f"{self._prefix}{fault}")
+
+    def nested(self, *names: str, apart_from: str = "") -> _Fields:
+        """Return the fields of the mapping under one of these names; none of them: an empty one.
+
+        Refuses several that differ in more than the key `apart_from`: readers do not agree on which one counts.
+        """
+        self._read.update(names)
+        found = {name: self.values[name] for name in names if self.values.get(name) not in (None, {})}
+        for name, value in found.items():
+            if not isinstance(value, Mapping):
+                raise CheckpointError(f"{self.where}: {name} is {shown(value)}; it must be a mapping")
+        compared = [{key: value[key] for key in value if key != apart_from} for value in found.values()]
+        if any(other != compared[0] for other in compared[1:]):
+            self.refuse(f"{' and '.join(found)} differ (supported: one of them, or both alike)")
+        name = next(iter(found), names[0])
+        return _Fields(found.get(name, {}), f"{self.where}: {name}", self, f"{name}: ")
+
+    @property
+    def taken(self) -> set[str]:
+        """Keys that describe what the model computes."""
+        return self._read - _HARMLESS
+
+    def finish(self) -> None:
+        """Raise CheckpointError with every unsupported value, and every key that may change what is computed."""
+        unknown = [f"{name}={shown(self.values[name])}" for name in sorted(self.values) if not self._is_idle(name)]
+        if unknown:
+            self.refuse(
+                f"{', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not known here; if the model computes the "
+                "same without, remove from config.json"
+            )
+        if self.faults and self._outer is None:
+            raise CheckpointError(
+                f"{self.where} describes a model that cannot be computed here: {'; '.join(self.faults)}"
+            )
+
+    def _is_idle(self, name: str) -> bool:
+        """Return True for a key that is read, or has a value by which it changes nothing."""
+        value = self.values[name]
+        if name in self._read or value in _OFF:
+            return True
+        if name in _WINDOWED and self.values.get("use_sliding_window") is False:
+            return True
+        if name == "layer_types":
+            return isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        return not isinstance(value, bool) and name in _NEUTRAL and value == _NEUTRAL[name]
+
+
+def config_of(
+    theirs: Mapping[str, Any], where: Path | str, precision: Precision = "fp32", architecture: str | None = None
+) -> Config:
+    """Return the model that a config.json describes, as a config of ours; `architecture` as in `forms`.
+
+    Raises CheckpointError naming every field whose value changes what is computed, or may, and is not supported.
+    """
+    fields = _Fields(theirs, where)
+    fields.demand("auto_map", None)  # code of its own: whatever it computes
+    fields.demand("quantization_config", None)
+    kind = theirs.get("model_type")
+    known = forms(architecture)
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(
+            f"{where} has model_type={shown(kind)}; only {', '.join(known)} can be converted"
+            + ("" if kind else " (is it a transformers config.json?)")
+        )
+    name, form = known[kind]
+    model, seq_length = form.options(fields)
+    # keys that every export has, which the form of a family of one's own need not read
+    fields.take("initializer_range", default=0.02)
+    if "tie_word_embeddings" not in fields.taken:
+        fields.demand("tie_word_embeddings", not model.get("untie_embeddings_and_output_weights", False))
+    fields.finish()
+    try:
+        config = Config(
+            model=ModelConfig(architecture=name, **model),
+            training=TrainingConfig(seq_length=seq_length, bf16=precision == "bf16", fp16=precision == "fp16"),
+        )
+    except ValidationError as error:
+        faults = [f"{fault['loc'][0]}={shown(fault['input'])}: {fault['msg']}" for fault in error.errors()]
+        raise CheckpointError(f"{where} describes no model: {'; '.join(faults)}") from None
+    ours = config.model
+    if ours.kv_channels is None and ours.hidden_size % ours.num_attention_heads:
+        raise CheckpointError(f"{where}: {ours.num_attention_heads} heads do not divide width {ours.hidden_size}")
+    if ours.num_attention_heads % ours.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: num_key_value_heads={ours.num_kv_heads} does not divide "
+            f"num_attention_heads={ours.num_attention_heads}"
+        )
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's options from a folder
+
+_OF_THE_RUN = (
+    "freeze",
+    "quantize_base",
+    "make_vocab_size_divisible_by",
+    "attention_backend",
+    "kernels",
+    "use_fast_softmax",
+    "fused_sdpa_recompute",
+    "use_fused_rmsnorm",
+)
+_ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
+
+
+def find_model(model: str, option: str) -> Path:
+    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
+    folder = Path(model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        raise ConfigError(
+            [
+                f"{option}={model} holds adapters, not a model; give their base, and go on with the adapters by --load "
+                f"{model}, or merge them into it with tools/merge_adapter.py"
+            ]
+        )
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
+    if _is_hub_name(model):
+        if (found := find_hub_folder(model, "model")) is not None:
+            return found
+        raise ConfigError(
+            [
+                f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
+                f"with `hf download {model}`, or give the folder of a model"
+            ]
+        )
+    raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
+
+
+def find_hub_folder(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> Path | None:
+    """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
+    if _is_hub_name(name):
+        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
+            hub = importlib.import_module("huggingface_hub")
+            return Path(hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
+    return None
+
+
+def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
+    """Return the fault of a `load` that is missing or empty; None: it is not given."""
+    if skip_train or load is None:
+        return f"skip_train evaluates a checkpoint, and {load} holds none; give its folder as --load"
+    if not os.path.lexists(load) and (downloaded := find_hub_folder(load, "model")) is not None:
+        return f"load={load} is a name on the hub, not a folder; give the folder of its download, {downloaded}"
+    state = "is empty" if os.path.lexists(load) else "does not exist"
+    return (
+        f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
+        "ckpt_step and universal_checkpoint) to train from random weights"
+    )
+
+
+def find_base(folder: Path, name: str | None, revision: str | None, given: str | None) -> Path:
+    """Return the base's folder of the adapters in `folder`: the given one, or the one of that name, also of the hub's.
+
+    Raises CheckpointError.
+    """
+    if given is not None:
+        return Path(given)
+    if name is not None and Path(name).is_dir():
+        return Path(name)
+    found = None if name is None else find_hub_folder(name, "model", revision)
+    if found is None:
+        raise CheckpointError(missing_base(folder, name))
+    return found
+
+
+def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
+    """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
+    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
+    return (None, None) if found is None else (found[1].replace("--", "/"), found[2])
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+
+
+def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the preset of the model in a folder of transformers, as `command_line.from_dict` takes it.
+
+    {"model": every option that config.json settles, "training": {"bf16": whether its weights are 16-bit}}.
+    `vocab_size` stands for the folder's where tokens were added. Raises CheckpointError for a smaller one, or a model
+    that cannot be computed here.
+    """
+    path = own_file(folder, "config.json")
+    theirs = read_json(path)
+    model = config_of(theirs, path).model
+    if vocab_size is not None and vocab_size < model.vocab_size:
+        raise CheckpointError(
+            f"vocab_size={vocab_size} is below the {model.vocab_size} of {path}: rows of its embedding would be lost; "
+            f"give {model.vocab_size} or more"
+        )
+    idle = {*_OF_THE_RUN, *(() if model.rope_scaling_factor else _ROPE_SCALING)}
+    if model.position_embedding_type != "rope":
+        idle.add("rotary_base")
+    options = {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
+    options["vocab_size"] = vocab_size or model.vocab_size
+    stored = theirs.get("dtype", theirs.get("torch_dtype"))
+    return {"model": options, "training": {"bf16": stored in ("bfloat16", "float16")}}
+
+
+def differences(config: Config, theirs: Config) -> list[str]:
+    """Each option in which a run's model is not that of a folder: "name=here, there". A larger vocabulary is none."""
+    here, there = (side.model.computed(side.training.seq_length) for side in (config, theirs))
+    there["vocab_size"] = max(here["vocab_size"], there["vocab_size"])
+    return differing(here, there)
+
+
+def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
+    """Return the fault of options that describe another model than the folder does; None: they describe it."""
+    found = differences(config, theirs)
+    if not found:
+        return None
+    return (
+        f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: leave "
+        f"all of them out, or {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours to theirs
+
+
+def their_config(config: Config, precision: Precision, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model of ours, readable by transformers 4 and 5."""
+    model, form = config.model, form_of(config.model)
+    return {
+        "architectures": [form.class_name],
+        "model_type": form.model_type,
+        "vocab_size": model.vocab_size,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+        "torch_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
+        # null too: transformers' defaults are ids of other vocabularies
+        **{name: special_tokens.get(name) for name in SPECIAL_TOKENS},
+        **form.config_fields(config),
+    }
+
+
+def restored_config(
+    theirs: Mapping[str, Any], config: Config, precision: Precision, tokens: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the config.json that a model came with, changed only where the model has changed since.
+
+    So keys that have no option of ours survive, and the spelling of the others. `tokens` are the special tokens by the
+    same rules before and now.
+    """
+    form, ours = form_of(config.model), their_config(config, precision, tokens[1])
+    if theirs.get("model_type") != form.model_type:
+        return ours
+    before = their_config(config_of(theirs, "source", precision, config.model.architecture), precision, tokens[0])
+    changed = {name: value for name, value in ours.items() if before.get(name, ...) != value}
+    unset = (name for name in SPECIAL_TOKENS if theirs.get(name) is None)
+    changed |= {name: ours[name] for name in unset if ours[name] is not None}
+    result = {**theirs, "architectures": [form.class_name], **changed}
+    try:
+        is_ours = not differences(config, config_of(result, "result", architecture=config.model.architecture))
+    except CheckpointError:
+        is_ours = False
+    if not is_ours:  # what changed has another spelling in theirs
+        fields = _Fields(theirs, "source")
+        form.options(fields)
+        result = {name: value for name, value in theirs.items() if name not in fields.taken} | ours
+    result.pop("torch_dtype", None)
+    spellings = [name for name in ("torch_dtype", "dtype") if name in theirs]
+    if not spellings and precision != "fp32":  # fp32 is the default
+        spellings = ["torch_dtype"]
+    return result | dict.fromkeys(spellings, ours["torch_dtype"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model that a run loads, where its options describe none: that of a folder of transformers.
+
+
+def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, Any]]:
+    """Return the place of the model and the options that describe it; none where nothing does.
+
+    Args:
+        load: folder to start from: a model of transformers, or adapters in PEFT's format.
+        save: folder of the run's own checkpoints, which describe the model once `load` has gone.
+        lora_base: folder of the adapters' base; None: the one that they name.
+
+    Raises ConfigError.
+    """
+    folder = Path(load)
+    try:
+        if is_adapter_folder(folder):
+            named = lora_base or read_json(own_file(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
+            folder = Path(named) if isinstance(named, str) else folder
+        if is_model_folder(folder):
+            return str(folder / "config.json"), preset_of(folder)["model"]
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from None
+    if isinstance(save, str) and os.path.isdir(save) and not os.path.lexists(load):
+        return _saved_model(Path(save))
+    return "", {}
+
+
+def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
+    """Return the model of the newest checkpoint in a folder."""
+    from megatron.checkpoint.format import read_metadata  # late: they import torch
+    from megatron.checkpoint.reader import checkpoint_folders
+
+    for newest in checkpoint_folders(save)[:1]:
+        config = (read_metadata(newest) or {}).get("config") or {}
+        return str(newest), dict(config.get("model") or {})
+    return "", {}

@@ -1,0 +1,325 @@
+"""Adapters of ours as a folder of PEFT: adapter_config.json and adapter_model.safetensors.
+
+Names and shapes are those that PEFT's save_pretrained writes for transformers' model of the base, so that
+PeftModel.from_pretrained loads the folder onto it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
+from megatron.models.adapters import Module, modules_of, rank_and_alpha
+from megatron.models.family import HuggingFaceForm, family_of
+from megatron.options.config import Config
+from megatron.parallel.shards import Shard, declared_shards
+from megatron.weights.base_identity import BaseIdentity, write_identity
+from megatron.weights.folder_files import Precision
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface import MappedTensor, NameMap, copy_tokenizer, parts_of, sync_export, write_tensors
+from megatron.weights.huggingface_config import OUTPUT, form_of
+from megatron.weights.huggingface_files import DTYPES, WeightsWriter, open_safetensors, write_json
+from megatron.weights.native import config_of_run, different
+from megatron.weights.peft.folder import CONFIG, PREFIX, WEIGHTS
+
+START = "lora_start_"
+"""Begins the names of what PiSSA keeps of the factors' start (parallel/principal.py)."""
+FACTORS = {
+    "lora_A": "lora_A.weight",
+    "lora_B": "lora_B.weight",
+    "lora_magnitude_vector": "lora_magnitude_vector",
+    "lora_embedding_A": "lora_embedding_A",
+    "lora_embedding_B": "lora_embedding_B",
+    "lora_embedding_magnitude_vector": "lora_magnitude_vector",
+}
+"""Kinds of an adapter's parameters in our names, and in PEFT's."""
+
+
+def start_of(factor: str) -> str:
+    """Return the name of what PiSSA keeps of a factor's start."""
+    return factor.replace("lora_", START)
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A config's model with its adapters, and where each trained tensor is in a folder of PEFT.
+
+    Raises CheckpointError if transformers has no such model.
+    """
+
+    config: Config
+
+    @cached_property
+    def form(self) -> HuggingFaceForm:
+        return form_of(self.config.model)
+
+    @cached_property
+    def held(self) -> dict[str, Shard]:
+        """Parameters that a checkpoint holds, by name, as full tensors without padding and roles: not the base's."""
+        declared = declared_shards(family_of(self.config).layers(self.config))
+        held = {name: shard for name, shard in declared.items() if shard.trained or shard.added}
+        return {name: Shard(shard.shape, shard.dim, shard.pieces) for name, shard in held.items()}
+
+    @cached_property
+    def shards(self) -> dict[str, Shard]:
+        """Trained parameters; those of PiSSA with their start beside them, as factors of twice the rank."""
+        found = {name: shard for name, shard in self.held.items() if START not in name}
+        for name in self.factors:
+            if start_of(name) in self.held:
+                by_rank = 0 if self.factors[name][1] == "lora_A" else 1
+                shape = tuple(size * (1 + (dim == by_rank)) for dim, size in enumerate(found[name].shape))
+                found[name] = Shard(shape, found[name].dim, found[name].pieces)
+        return found
+
+    @cached_property
+    def modules(self) -> list[Module]:
+        """All modules of the model that have a weight."""
+        return modules_of(family_of(self.config).declare(self.config), self.form)
+
+    @cached_property
+    def factors(self) -> dict[str, tuple[Module, str]]:
+        """The adapters' parameters, by name: the module that each belongs to, and its kind, of FACTORS."""
+        found: dict[str, tuple[Module, str]] = {}
+        for layer in family_of(self.config).layers(self.config):
+            for local in (n for n, shard in layer.shards.items() if shard.added and START not in n):
+                prefix, _, name = local.rpartition(".")
+                kind = next(kind for kind in FACTORS if name.startswith(kind))
+                own = [m for m in self.modules if m.place == (layer.name, prefix)]
+                if kind.startswith("lora_embedding"):
+                    own = [module for module in own if not module.is_output]
+                # a tied embedding is a module, and as the output the one after it
+                named = [module for module in own if module.suffix == name.removeprefix(kind)]
+                found[layer.full_name(local)] = (named[-1], kind)
+        return found
+
+    @cached_property
+    def adapted(self) -> list[Module]:
+        """Modules that have an adapter, in the order of the layers."""
+        with_adapter = {module.names[-1] for module, _ in self.factors.values()}
+        return [module for module in self.modules if module.names[-1] in with_adapter]
+
+    def rank_and_alpha(self, module: Module) -> tuple[int, float]:
+        """Return those of a module's adapter in PEFT's folder, where PiSSA's has its start beside it."""
+        rank, alpha = rank_and_alpha(module, self.config.lora)
+        starts = {self.factors[name][0].names[-1] for name in self.factors if start_of(name) in self.held}
+        if module.names[-1] not in starts:
+            return rank, alpha
+        return 2 * rank, alpha * (math.sqrt(2) if self.config.lora.use_rslora else 2)
+
+    @cached_property
+    def saved(self) -> list[str]:
+        """Modules that are trained whole, by transformers' names; of a tied embedding also the output projection."""
+        names = {name.removesuffix(".weight") for name in self.shards if name.endswith(".weight")}
+        return [m.names[-1] for m in self.modules if f"{m.layer}.{m.prefix}".rstrip(".") in names]
+
+    @property
+    def trains_tied(self) -> bool:
+        """Return True if the word embedding is trained, and is the output projection too."""
+        return "embedding.word.weight" in self.shards and not self.config.model.untie_embeddings_and_output_weights
+
+    @cached_property
+    def map(self) -> NameMap:
+        """Tensors of PEFT's folder by our names. The copy of a tied embedding comes last among its parts."""
+        return NameMap(self.form, self.shards, {name: tuple(self._parts(name)) for name in self.shards})
+
+    def _parts(self, name: str) -> Iterator[MappedTensor]:
+        heads, shard = self.config.model.num_attention_heads, self.shards[name]
+        if name in self.factors:
+            module, kind = self.factors[name]
+            is_by_head = kind != "lora_A" and self.form.qkv_by_head and module.prefix.endswith("attention.qkv")
+            theirs = f"{PREFIX}{module.names[-1]}.{FACTORS[kind]}"
+            yield MappedTensor(theirs, shard.shape, 0, shard.shape[0], num_heads=heads if is_by_head else None)
+            return
+        for part in parts_of(self.form, heads, name, shard):
+            bias_of = part.name.removesuffix(".bias")  # PEFT has an adapted module as the `base_layer` of its own
+            theirs = f"{bias_of}.base_layer.bias" if bias_of in self._adapted_names else part.name
+            yield replace(part, name=PREFIX + theirs)
+            if self.trains_tied and name == "embedding.word.weight":
+                yield replace(part, name=PREFIX + OUTPUT)
+
+    @cached_property
+    def _adapted_names(self) -> set[str]:
+        return {module.names[-1] for module in self.adapted}
+
+
+def adapter_config(config: Config, base_name: str | None, revision: str | None = None) -> dict[str, Any]:
+    """Return the adapter_config.json of a run's adapters; `base_name` is PEFT's base_model_name_or_path.
+
+    Keys that newer releases of PEFT have added are left to their defaults, so that older ones read the file.
+    """
+    model, lora = AdaptedModel(config), config.lora
+    rank, alpha = lora.lora_rank or 0, lora.lora_alpha or lora.lora_rank or 0
+    if lora.lora_init != "default":
+        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if lora.use_rslora else 2)
+    found = {module.names[-1]: model.rank_and_alpha(module) for module in model.adapted}
+    every = [module.names[-1] for module in model.modules]
+    return {
+        "auto_mapping": None,
+        "base_model_name_or_path": base_name,
+        "bias": lora.lora_bias,
+        "fan_in_fan_out": model.form.transposed,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _number(alpha),
+        "lora_dropout": lora.lora_dropout,
+        "modules_to_save": shortest_ends(model.saved, set(every) - set(model.saved), str.endswith) or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": _pattern({name: ranks[0] for name, ranks in found.items()}, rank),
+        "alpha_pattern": _pattern({name: _number(alphas[1]) for name, alphas in found.items()}, alpha),
+        "revision": revision,
+        "target_modules": shortest_ends(found, set(every) - set(found), ends_with),
+        "task_type": "CAUSAL_LM",
+        "use_dora": lora.use_dora,
+        "use_rslora": lora.use_rslora,
+        **({"ensure_weight_tying": True} if model.trains_tied else {}),
+    }
+
+
+def _number(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def ends_with(name: str, end: str) -> bool:
+    """Return whether the last words of a module's name are `end`."""
+    return name == end or name.endswith(f".{end}")
+
+
+def shortest_ends(wanted: Iterable[str], others: Iterable[str], matches: Callable[[str, str], bool]) -> list[str]:
+    """Return the shortest ends of names, in whole words, that match all that is wanted and none of the others."""
+    found, others = dict[str, None](), list(others)
+    for name in wanted:
+        words = name.split(".")
+        ends = [".".join(words[-count:]) for count in range(1, len(words) + 1)]
+        found[next((end for end in ends if not any(matches(other, end) for other in others)), name)] = None
+    return list(found)
+
+
+def _pattern(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """Return the values that differ from the default, by ends of the names that have them."""
+    found: dict[str, Any] = {}
+    for value in dict.fromkeys(values.values()):
+        if value != default:
+            same = [name for name in values if values[name] == value]
+            found |= dict.fromkeys(shortest_ends(same, values.keys() - same, ends_with), value)
+    return found
+
+
+def check_exportable(config: Config, source: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError if PEFT could not load the adapters of a run onto its base.
+
+    `source`: description of the Hugging Face model that the base comes from, if it does.
+    """
+    _ = AdaptedModel(config).map
+    there = ((source or {}).get("config") or {}).get("vocab_size", config.model.vocab_size)
+    if there != config.model.vocab_size:
+        raise CheckpointError(
+            f"save_hf cannot export adapters for a base of another vocabulary: vocab_size={config.model.vocab_size} "
+            f"here, {there} in the base, and PEFT would load them onto that. Pass --save-hf-merged, or add the tokens "
+            "to the base first"
+        )
+
+
+def export_adapter(
+    folder: Path,
+    config: Config,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base_name: str | None,
+    identity: BaseIdentity | None = None,
+    precision: Precision = "fp32",
+    tokenizer: Path | None = None,
+) -> list[str]:
+    """Write the adapters into an empty folder: weights, adapter_config.json, the base's identity, tokenizer files.
+
+    `tensors` gives each trained parameter once, whole. `precision` is float32 unless given, whatever the run's, so that
+    training can go on from the very weights. Returns the names of the tokenizer files. Every file is on disk when this
+    returns. Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
+    """
+    mapped = AdaptedModel(config).map
+    copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
+    write_json(folder / CONFIG, adapter_config(config, base_name, None if identity is None else identity.revision))
+    if identity is not None:
+        write_identity(folder, identity.to_json())
+    shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
+    with WeightsWriter(folder, shapes, precision, float("inf"), stem=WEIGHTS) as writer:
+        write_tensors(writer, mapped, tensors)
+    sync_export(folder)
+    return copied
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of adapters
+
+
+@dataclass(frozen=True)
+class NativeAdapter:
+    """The trained weights in a checkpoint of adapters, one tensor at a time."""
+
+    checkpoint: Checkpoint
+    config: Config
+    shards: Mapping[str, Shard]
+    """In the order of the layers."""
+
+    @property
+    def base_name(self) -> str | None:
+        """Name of the base on the hub, or its folder, where it is transformers': what PEFT loads the adapters onto."""
+        record, identity = self.checkpoint.metadata["base"], self.identity
+        if identity is not None and identity.name is not None:
+            return identity.name
+        return record["folder"] if record.get("format") == "huggingface" else None
+
+    @property
+    def identity(self) -> BaseIdentity | None:
+        """Identity of the base; None in checkpoints from before there was one."""
+        return BaseIdentity.from_json(self.checkpoint.metadata["base"].get("identity"), self.checkpoint.folder)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full float32 tensor), each trained parameter once."""
+        for name in self.shards:
+            yield name, self.read(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return one of them. PiSSA's B A - start B start A is [B, -start B] [A; start A]."""
+        tensor = self.checkpoint.read_full(name)
+        if tensor.shape == self.shards[name].shape:
+            return tensor
+        start = self.checkpoint.read_full(start_of(name))
+        is_up = tensor.shape[0] == self.shards[name].shape[0]
+        return torch.cat([tensor, -start], dim=1) if is_up else torch.cat([tensor, start])
+
+
+def native_adapter(checkpoint: Checkpoint) -> NativeAdapter:
+    """Open the adapters. Raises CheckpointError if the checkpoint does not hold those that its config describes."""
+    if checkpoint.metadata.get("base") is None:
+        raise CheckpointError(f"{checkpoint.folder} holds a whole model, not adapters; write it as hf")
+    config = config_of_run(checkpoint)
+    model = AdaptedModel(config)
+    if fault := different(checkpoint.parameters, model.held):
+        raise CheckpointError(f"{checkpoint.folder} does not hold the adapters that its config describes: {fault}")
+    return NativeAdapter(checkpoint, config, model.shards)
+
+
+def compare_export(folder: Path, source: NativeAdapter, precision: Precision) -> int:
+    """Compare every tensor of an export with the checkpoint, bit by bit in `precision`, and return their number.
+
+    Raises CheckpointError that names the first one that differs.
+    """
+    mapped = AdaptedModel(source.config).map
+    stored = open_safetensors(folder / f"{WEIGHTS}.safetensors", ForeignFiles())
+    for name, tensor in source.tensors():
+        found = mapped.assemble(name, lambda theirs, begin, end: stored[theirs].rows(begin, end))
+        if not torch.equal(found.view(torch.uint8), tensor.to(DTYPES[precision]).float().view(torch.uint8)):
+            raise CheckpointError(f"{name} has other values in the result than in the source; nothing was kept")
+    return len(mapped.shards)

@@ -1,0 +1,467 @@
+"""The rule by which PEFT selects what it trains of a model: by the names of modules alone.
+
+Each line follows `peft.tuners.tuners_utils.check_target_module_exists`, and for modules trained whole
+`peft.utils.other._set_trainable`. Names are those of transformers' model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format import MANIFEST
+from megatron.runtime.commands import command_name
+from megatron.weights.folder_files import ADAPTER_CONFIG as CONFIG
+from megatron.weights.folder_files import own_file, read_json
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface_config import shown
+from megatron.weights.huggingface_files import StoredTensor, open_bin, open_safetensors, some
+
+INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
+OUTPUTS = ("lm_head", "embed_out")
+POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "token_type_embeddings")
+TIED_BY_PEFT = ("embed_tokens", "lm_head")
+"""Last names of the modules that ensure_weight_tying is about."""
+ALL_LINEAR = "all-linear"
+FIRST_NUMBER = r".*?\.[^.]*\.(\d+)\."
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The fields of adapter_config.json that select modules."""
+
+    targets: list[str] | str
+    """target_modules: names, ends of names, or one regular expression."""
+    excluded: list[str] | str
+    saved: list[str]
+    """modules_to_save."""
+    layers: list[int]
+    """layers_to_transform; empty: all."""
+    layers_patterns: list[str]
+    """Names of the lists of layers; empty: any."""
+    bias: Literal["none", "all", "lora_only"]
+    ties: bool
+    """ensure_weight_tying: what is trained of an embedding is trained of the output that shares its weight."""
+
+    @property
+    def is_all_linear(self) -> bool:
+        return isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR
+
+    def adapted(self, matrices: Iterable[str], tied: Collection[str] = ()) -> set[str]:
+        """Return the modules that have an adapter.
+
+        Args:
+            matrices: Modules whose weight is a matrix: linear layers and embeddings.
+            tied: Embedding and output that share their weight in this model.
+        """
+        found = {module for module in matrices if self._adapts(module)}
+        if self.ties and self._names_embedding(self.targets) and not self._names_embedding(self.saved):
+            found |= set(tied)
+        return found
+
+    def whole(self, modules: Iterable[str], tied: Collection[str] = ()) -> set[str]:
+        """Return the modules that are trained whole, or lie in one that is."""
+        found = {module for module in modules if self._saves(module)}
+        if self.ties and self._names_embedding(self.saved):
+            found |= set(tied)
+        return found
+
+    def _adapts(self, module: str) -> bool:
+        if _ends(self.excluded, module) or any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.saved):
+            return False
+        if self.is_all_linear:
+            return module.rpartition(".")[2] not in (*INPUTS, *OUTPUTS, *POSITIONS)
+        if isinstance(self.targets, str) or module in self.targets:
+            return _ends(self.targets, module)
+        return _ends(self.targets, module) and (not self.layers or self._number(module) in self.layers)
+
+    def _number(self, module: str) -> int | None:
+        """Return the number of the layer that a module lies in, None outside of the layers."""
+        patterns = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layers_patterns] or [FIRST_NUMBER]
+        found = next(filter(None, (re.match(pattern, module) for pattern in patterns)), None)
+        return None if found is None else int(found[found.lastindex or 1])
+
+    def _saves(self, module: str) -> bool:
+        words = module.split(".")
+        outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        return any(name.endswith(saved) for name in outer for saved in self.saved)
+
+    def _names_embedding(self, names: list[str] | str) -> bool:
+        if isinstance(names, str):
+            return any(re.fullmatch(names, name) for name in TIED_BY_PEFT)
+        return any(name.rpartition(".")[2] in TIED_BY_PEFT for name in names)
+
+    def biases(self, names: Iterable[str], adapted: Collection[str]) -> set[str]:
+        """Return the biases that are trained, of the tensors with these names."""
+        found = {name for name in names if name.rpartition(".")[2] == "bias"}
+        if self.bias == "all":
+            return found
+        return {name for name in found if self.bias == "lora_only" and name.removesuffix(".bias") in adapted}
+
+
+def _ends(names: list[str] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return bool(names) and re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapter folders of PEFT: adapter_config.json, and the tensors of adapter_model.safetensors or .bin.
+#
+# LoRA alone is read. Whatever in the config changes what an adapter computes, and is not understood here, is refused
+# by name. Nothing is executed, and every tensor of the file is accounted for.
+
+WEIGHTS = "adapter_model"
+COPY_AGAIN = "copy the folder again"
+PREFIX = "base_model.model."
+"""PeftModel.base_model.model is the model that the adapter belongs to."""
+
+# What changes nothing that a trained adapter computes, or follows from its tensors.
+_HARMLESS = {
+    "auto_mapping", "corda_config", "eva_config", "inference_mode", "loftq_config",
+    "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "runtime_config", "task_type",
+}  # fmt: skip
+_UNCHANGED_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base's weights as they are."""
+_PISSA = "pissa"
+"""Takes the largest singular values out of the base's weights: the same again, for the same base."""
+
+
+@dataclass(frozen=True)
+class PeftFactors:
+    """The two factors of one module's update, `alpha / divisor * B @ A`, and the update of its bias, if it has one."""
+
+    a: StoredTensor
+    """(rank, in_features), of an embedding (rank, vocabulary)."""
+    b: StoredTensor
+    """(out_features, rank), of an embedding (hidden, rank)."""
+    alpha: float
+    divisor: float
+    """The rank; its square root with rsLoRA."""
+    of_embedding: bool
+    bias: StoredTensor | None
+    magnitude: StoredTensor | None = None
+    """DoRA: length of each row of the adapted weight, (out_features), of an embedding (hidden)."""
+    starts_from_svd: bool = False
+    """PiSSA: B @ A began as the largest singular values of the base's weight, which were taken out of it."""
+
+    def scaling(self, weight: float) -> float:
+        """Return the factor of `B @ A`, rounded as PEFT's `set_scale(adapter, weight)` rounds it."""
+        return weight * self.alpha / self.divisor
+
+
+@dataclass(frozen=True)
+class BaseName:
+    """Name of the base in adapter_config.json."""
+
+    name: str | None
+    """base_model_name_or_path: a folder, or a name on the hub."""
+    revision: str | None
+
+
+@dataclass
+class PeftAdapter:
+    """One adapter. Modules and tensors have the names that transformers' model gives them."""
+
+    path: Path
+    base: BaseName
+    selection: Selection
+    fan_in_fan_out: bool
+    dropout: float
+    rank: int
+    alpha: float
+    rslora: bool
+    low_rank: dict[str, PeftFactors] = field(default_factory=dict)
+    """By module."""
+    whole: dict[str, StoredTensor] = field(default_factory=dict)
+    """By tensor: those of modules_to_save, trained biases, and embeddings that PEFT saves beside an adapter."""
+
+    def check_complete(
+        self, matrices: Collection[str], names: Collection[str], tied: Collection[str] = (), *, lora_only: bool = True
+    ) -> None:
+        """Raise CheckpointError unless the tensors are those that PEFT trains by this config, no more and no less.
+
+        Args:
+            matrices: Modules of the base whose weight is a matrix.
+            names: Tensors of the base.
+            tied: Embedding and output, where they share their weight.
+            lora_only: Whether biases of adapted modules must be there too, which releases of PEFT have left out.
+        """
+        chosen = self.selection
+        adapted, modules = chosen.adapted(matrices, tied), {_module(name) for name in names}
+        saved = chosen.whole(modules, tied)
+        whole, biases = {name for name in names if _module(name) in saved}, chosen.biases(names, adapted)
+        needed = biases if lora_only or chosen.bias == "all" else set()
+        missing = (adapted - self.low_rank.keys()) | ((whole | needed) - self.whole.keys())
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {some(sorted(missing))}, which its {CONFIG} names; {COPY_AGAIN}")
+        # PEFT saves embeddings also frozen, beside an adapter or with tokens added
+        unnamed = {name for name in self.whole if _module(name).rpartition(".")[2] not in INPUTS + OUTPUTS}
+        surplus = (unnamed - whole - biases) | {
+            module
+            for module in self.low_rank.keys() - adapted
+            if not (chosen.ties and module.rpartition(".")[2] in INPUTS + OUTPUTS)  # onto a base that is not tied
+        }
+        if surplus:
+            raise CheckpointError(
+                f"{self.path} holds {some(sorted(surplus))}, which its {CONFIG} does not name; {COPY_AGAIN}"
+            )
+
+
+def _module(tensor: str) -> str:
+    """Return the module that a tensor belongs to."""
+    return tensor.rpartition(".")[0]
+
+
+class _Fields:
+    """Values of adapter_config.json. Raises CheckpointError for a value of another type."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._left = read_json(path)
+
+    def take(self, name: str, default: Any, *kinds: type) -> Any:
+        value = self._left.pop(name, None)
+        value = default if value is None else value
+        if type(value) not in (*kinds, type(default)):
+            raise CheckpointError(f"{self.path} has {name}: {shown(value)}, of another type than PEFT's; copy it again")
+        return value
+
+    def take_names(self, name: str, *kinds: type) -> Any:
+        value = self.take(name, [], *kinds)
+        if isinstance(value, list) and not all(isinstance(entry, str) and entry for entry in value):
+            raise CheckpointError(f"{self.path} has {name}: {shown(value)}; it must be a list of module names")
+        if isinstance(value, str):
+            _check_pattern(self.path, name, value)
+        return value
+
+    def take_numbers(self, name: str, *kinds: type) -> dict[str, Any]:
+        value: dict[str, Any] = self.take(name, {})
+        for pattern, number in value.items():
+            _check_pattern(self.path, name, pattern)
+            if type(number) not in kinds or not 0 < number < math.inf:
+                raise CheckpointError(f"{self.path} has {name} {pattern}: {shown(number)}; it must be a number above 0")
+        return value
+
+    def refuse_others(self) -> None:
+        """Raise CheckpointError for every field that is set and not understood."""
+        others = [
+            f"{name}: {shown(value)}"
+            for name, value in sorted(self._left.items())
+            if name not in _HARMLESS and value not in (None, False, "", [], {})
+        ]
+        if others:
+            raise CheckpointError(
+                f"{self.path} has {'; '.join(others)}: features of PEFT that are not read here. Merge such an adapter "
+                "with PEFT's merge_and_unload"
+            )
+
+
+def _check_pattern(path: Path, name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"{path} has {name} {shown(pattern)}, which is not a regular expression: {error}"
+        ) from None
+
+
+def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
+    """Read an adapter's config and open its tensors.
+
+    Raises CheckpointError for a config that is not LoRA's or has features that are not read, for damaged files, and for
+    tensors that lack their counterpart or have another rank than the config says.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"adapter {folder} is not a folder; give one that holds {CONFIG}: download it first")
+    if not os.path.lexists(folder / CONFIG) and any((*folder.glob(MANIFEST), *folder.glob(f"*/{MANIFEST}"))):
+        raise CheckpointError(
+            f"adapter {folder} is a checkpoint of a run, not in PEFT's format; convert it first: "
+            f"{command_name('convert_checkpoint')} --load {folder} --to peft --save FOLDER"
+        )
+    fields = _Fields(own_file(folder, CONFIG))
+    kind = fields.take("peft_type", "", str)
+    if kind != "LORA":
+        raise CheckpointError(f"{fields.path} has peft_type: {shown(kind)}; only LORA is read")
+    start = fields.take("init_lora_weights", True, bool, str)
+    if start not in (*_UNCHANGED_BASE, _PISSA):
+        raise CheckpointError(
+            f"{fields.path} has init_lora_weights: {shown(start)}, which changes the base's weights at the start, in a "
+            "way that cannot be repeated. Save the adapter with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...), which undoes that"
+        )
+    scales = _Scales(fields)
+    adapter = PeftAdapter(
+        path=folder,
+        base=BaseName(fields.take("base_model_name_or_path", "") or None, fields.take("revision", "") or None),
+        selection=_selection(fields),
+        fan_in_fan_out=fields.take("fan_in_fan_out", False),
+        dropout=_dropout(fields),
+        rank=scales.default_rank,
+        alpha=scales.default_alpha,
+        rslora=scales.rslora,
+    )
+    form = _Form(fields.take("lora_bias", False), fields.take("use_dora", False), start == _PISSA)
+    fields.refuse_others()
+    _sort_tensors(adapter, _tensors(folder, files), scales, form)
+    return adapter
+
+
+def _selection(fields: _Fields) -> Selection:
+    """Return what selects the trained modules. Raises CheckpointError for what PEFT refuses too."""
+    layers = fields.take("layers_to_transform", [], int)
+    layers = [layers] if isinstance(layers, int) else layers
+    patterns = fields.take_names("layers_pattern", str)
+    chosen = Selection(
+        targets=fields.take_names("target_modules", str),
+        excluded=fields.take_names("exclude_modules", str),
+        saved=fields.take_names("modules_to_save"),
+        layers=layers,
+        layers_patterns=[patterns] if isinstance(patterns, str) else patterns,
+        bias=fields.take("bias", "none"),
+        ties=fields.take("ensure_weight_tying", False),
+    )
+    for name in (*chosen.saved, *chosen.layers_patterns):
+        _check_pattern(fields.path, "modules_to_save or layers_pattern", name)
+    if not all(type(number) is int for number in layers):
+        raise CheckpointError(f"{fields.path} has layers_to_transform: {shown(layers)}; it must be numbers of layers")
+    if layers and isinstance(chosen.targets, str):
+        raise CheckpointError(
+            f"{fields.path} has layers_to_transform beside target_modules as one text, which PEFT refuses; list the "
+            "names of the modules"
+        )
+    if chosen.bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(f"{fields.path} has bias: {shown(chosen.bias)}; it must be none, all or lora_only")
+    return chosen
+
+
+def _dropout(fields: _Fields) -> float:
+    dropout = float(fields.take("lora_dropout", 0.0, int))
+    if not 0 <= dropout < 1:
+        raise CheckpointError(f"{fields.path} has lora_dropout: {dropout}; it must be at least 0 and below 1")
+    return dropout
+
+
+def _tensors(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
+    for suffix, opened in ((".safetensors", open_safetensors), (".bin", open_bin)):  # PEFT's order
+        if os.path.lexists(folder / f"{WEIGHTS}{suffix}"):
+            return opened(own_file(folder, f"{WEIGHTS}{suffix}"), files)
+    raise CheckpointError(f"{folder} holds neither {WEIGHTS}.safetensors nor {WEIGHTS}.bin; copy the whole folder")
+
+
+class _Scales:
+    """Rank and alpha of each module."""
+
+    def __init__(self, fields: _Fields) -> None:
+        self.default_rank = fields.take("r", 8)
+        self.default_alpha = fields.take("lora_alpha", 8, float)
+        if self.default_rank < 1 or not 0 < self.default_alpha < math.inf:
+            raise CheckpointError(
+                f"{fields.path} has r: {self.default_rank}, lora_alpha: {self.default_alpha}; r must be at least 1, "
+                "lora_alpha finite and above 0"
+            )
+        self._ranks = fields.take_numbers("rank_pattern", int)
+        self._alphas = fields.take_numbers("alpha_pattern", int, float)
+        self.rslora = fields.take("use_rslora", False)
+
+    def rank(self, module: str) -> int:
+        return int(_first_match(self._ranks, module, self.default_rank))
+
+    def alpha(self, module: str) -> float:
+        alpha: float = _first_match(self._alphas, module, self.default_alpha)  # an integer stays one, as in PEFT
+        return alpha
+
+    def divisor(self, module: str) -> float:
+        return math.sqrt(self.rank(module)) if self.rslora else self.rank(module)
+
+
+def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Options of an adapter on which its tensors depend."""
+
+    lora_bias: bool
+    use_dora: bool
+    starts_from_svd: bool
+
+
+_FACTORS = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    ".lora_embedding_A": "embedding A",
+    ".lora_embedding_B": "embedding B",
+    ".lora_B.bias": "bias",
+    ".lora_magnitude_vector": "magnitude",
+}
+
+
+def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], scales: _Scales, form: _Form) -> None:
+    """Fill the adapter's `low_rank` and `whole`. Raises CheckpointError for a tensor that belongs to neither."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    strangers = []
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX)
+        ending = next((ending for ending in _FACTORS if name.endswith(ending)), None)
+        # where bias is all, PEFT saves the biases of a module trained whole three times: frozen, and under two names
+        if ".original_module." in name or re.search(r"\.modules_to_save\.[^.]+\..*\.bias$", name):
+            continue
+        if name == key or "lora_" in (name.removesuffix(ending) if ending else name):
+            strangers.append(key)
+        elif ending:
+            modules.setdefault(name.removesuffix(ending), {})[_FACTORS[ending]] = tensor
+        else:
+            module, _, kind = name.rpartition(".")
+            module = module.removesuffix(".base_layer").removesuffix(".modules_to_save")
+            adapter.whole[f"{module}.{kind}"] = tensor
+    if strangers:
+        raise CheckpointError(
+            f"{adapter.path} holds {some(sorted(strangers))}, which are not tensors of a LoRA adapter"
+        )
+    if not modules and not adapter.whole:
+        raise CheckpointError(f"{adapter.path} holds no tensors; save the adapter again")
+    for module, factors in modules.items():
+        adapter.low_rank[module] = _low_rank(adapter.path, module, factors, scales, form)
+
+
+def _low_rank(
+    path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, form: _Form
+) -> PeftFactors:
+    of_embedding = "embedding A" in factors or "embedding B" in factors
+    wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if form.lora_bias else [])}
+    wanted |= {"magnitude"} if form.use_dora else set()
+    if set(factors) != wanted:
+        raise CheckpointError(
+            f"{path} holds {', '.join(sorted(factors))} of {module}; it must be {', '.join(sorted(wanted))}"
+        )
+    a, b = (factors[f"embedding {name}" if of_embedding else name] for name in "AB")
+    rank = scales.rank(module)
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise CheckpointError(
+            f"{path} holds A {list(a.shape)} and B {list(b.shape)} of {module}, but {CONFIG} gives it rank {rank}: A "
+            f"must have {rank} rows, and B {rank} columns; copy both files from one place"
+        )
+    magnitude = factors.get("magnitude")
+    if magnitude is not None and magnitude.shape != b.shape[:1]:
+        raise CheckpointError(
+            f"{path} holds the magnitudes of {module} as {list(magnitude.shape)}; it must be {list(b.shape[:1])}, one "
+            "for each row of B"
+        )
+    return PeftFactors(
+        a,
+        b,
+        scales.alpha(module),
+        scales.divisor(module),
+        of_embedding,
+        factors.get("bias"),
+        magnitude,
+        form.starts_from_svd and not of_embedding,
+    )
