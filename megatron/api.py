@@ -1,4 +1,4 @@
-"""What programs and notebooks call: a model to generate with, and InstructLab's interface on this engine.
+"""Interface of programs and notebooks: a model to generate with, and InstructLab's interface on this engine.
 
     import megatron.api
 

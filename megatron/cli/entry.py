@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.early_interrupt import end_process_at_interrupt, raise_at_interrupt
+from megatron.runtime.early_interrupt import end_process_at_interrupt, raise_at_interrupt
 
 FAILED = 1
 

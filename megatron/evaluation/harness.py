@@ -38,7 +38,7 @@ except ImportError as error:
 MAX_NEW_TOKENS = 256
 """Longest answer of a task that says nothing else, as of lm-eval's own models."""
 NO_CACHED_DATASET = "Couldn't find cache for"
-"""What datasets says offline of a dataset that has not been downloaded."""
+"""Message of the datasets library, offline, for a dataset that has not been downloaded."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams", "length_penalty")
 
 

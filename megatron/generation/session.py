@@ -39,7 +39,7 @@ OnText = Callable[[str], object]
 
 
 class _Ends(NamedTuple):
-    """What ends a text."""
+    """Ids and strings that end a text."""
 
     ids: frozenset[int]
     strings: tuple[str, ...]

@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megatron.early_interrupt import raise_at_interrupt
 from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.devices import defer_backends
+from megatron.runtime.early_interrupt import raise_at_interrupt
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.network import adopt_mpi_variables
 

@@ -425,7 +425,9 @@ def test_what_a_killed_merge_has_left_is_removed_by_the_next(
     save = tmp_path / "merged [1]"
     words = [f"--base={sound / 'base'}", f"--adapter={sound / 'adapter'}", f"--save={save}"]
     program = (
-        "import os, signal, sys\nfrom megatron.cli import merge_adapter\nfrom megatron.weights.peft import adapter_merge\n"
+        "import os, signal, sys\n"
+        "from megatron.cli import merge_adapter\n"
+        "from megatron.weights.peft import adapter_merge\n"
         "adapter_merge.copy_changed = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_adapter.main(sys.argv[1:])\n"
     )
