@@ -76,7 +76,7 @@ class SourceFile:
                     yield branches, node.name, node.lineno
 
     def mentioned_modules(self) -> Iterator[str]:
-        """Names of modules that this file imports, also within functions, and those in strings, which importlib takes."""
+        """Names of modules that this file imports, also within functions, and by strings (importlib)."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 yield node.module

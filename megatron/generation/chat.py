@@ -123,7 +123,8 @@ class TerminalChat:
             completion = done[0]
             reason = {"interrupted": " [stopped]", "length": " [max_new_tokens]"}.get(completion.reason, "")
             if self._session.is_out_of_positions(completion):
-                reason = f" [the model's {self._session.model.max_positions:,} positions are full; /clear starts a new chat]"
+                positions = self._session.model.max_positions
+                reason = f" [the model's {positions:,} positions are full; /clear starts a new chat]"
             print(reason, flush=True)
             self._messages.append({"role": "assistant", "content": self._session.text_of(request, completion)})
 

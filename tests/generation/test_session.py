@@ -335,7 +335,7 @@ def test_texts_that_end_at_the_last_learned_position_are_counted(tmp_path: Path)
         contextlib.redirect_stderr(io.StringIO()),
     ):
         TerminalChat(Session(gpt2, chat)).run()
-    assert "[the model's 32 positions are full; /clear begins anew]" in out.getvalue()
+    assert "[the model's 32 positions are full; /clear starts a new chat]" in out.getvalue()
 
 
 def chat_lines(*lines: str) -> Iterator[str]:
