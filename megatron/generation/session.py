@@ -313,7 +313,15 @@ def print_throughput(model: InferenceModel, command: GenerateCommand) -> None:
     ]
     settings = BatchSettings(use_graphs=command.prompts.use_graphs)
     cases = [(replace(settings, batch_size=size), list(_requests(model, size, length))) for size, length in sizes]
-    if faults := [fault for each, found in cases for fault in request_faults(model, found, options, each)]:
+    faults = [fault for each, found in cases for fault in request_faults(model, found, options, each)]
+    for length in command.prompts.benchmark_prompt_lengths:
+        needed, positions = length + options.max_new_tokens - 1, model.max_positions  # the last token is never read
+        if positions is not None and length <= positions < needed:  # the texts would be shorter than the figures say
+            faults.append(
+                f"prompts of {length} tokens with max_new_tokens={options.max_new_tokens} need {needed} positions, but "
+                f"the model has {positions} learned ones; lower benchmark_prompt_lengths or max_new_tokens"
+            )
+    if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     if model.ctx.rank == 0:
         print("  ".join(COLUMNS), flush=True)

@@ -326,6 +326,10 @@ def test_texts_that_end_at_the_last_learned_position_are_counted(tmp_path: Path)
     words = ("--prompt", "x" * 30, "abc", "--max-new-tokens", "6", "--ignore-eos")
     assert "1 text ended before max_new_tokens=6: the model has 32 learned positions" in printed(gpt2, *words)[1]
     assert "learned positions" not in printed(gpt2, *words[:1], "abc", *words[3:])[1]
+    figures = ("--benchmark", "--benchmark-batch-sizes", "1", "--benchmark-prompt-lengths", "30", "--max-new-tokens")
+    assert "  30  " in printed(gpt2, *figures, "3")[0]
+    with pytest.raises(ConfigError, match="prompts of 30 tokens with max_new_tokens=4 need 33 positions"):
+        printed(gpt2, *figures, "4")
     chat, _ = read_command(["--load", str(tmp_path), "--chat", "--ignore-eos"])
     lines = chat_lines("Hi there")
     out = io.StringIO()
