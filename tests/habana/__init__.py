@@ -34,6 +34,8 @@ def loaded() -> list[str]:
 
 
 def _forget() -> None:
+    if (overwrites := sys.modules.get("habana_frameworks.torch.core.torch_overwrites")) is not None:
+        overwrites.restore_torch_functions()
     for name in loaded():
         del sys.modules[name]
 

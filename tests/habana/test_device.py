@@ -237,6 +237,27 @@ def test_hccl_computes_on_the_device_alone(hpu_ranks: RankPools) -> None:
         }
 
 
+def refused_keywords() -> list[str]:
+    """Return what groups raise for keywords of torch that the published package does not have."""
+    with devices.on_hpu():
+        raised = []
+        for function, options in (
+            (dist.init_process_group, {"backend": "hccl", "device_id": HPU}),
+            (dist.new_group, {"backend": "hccl", "group_desc": "a name"}),
+            (dist.new_group, {"use_local_synchronization": True}),
+        ):
+            with pytest.raises(TypeError) as error:
+                function(**options)
+            raised.append(str(error.value).partition(" got ")[2])
+    return raised
+
+
+def test_groups_refuse_keywords_that_the_package_does_not_have(hpu_ranks: RankPools) -> None:
+    names = ("device_id", "group_desc", "use_local_synchronization")
+    expected = [f"an unexpected keyword argument '{name}'" for name in names]
+    assert hpu_ranks(1)(refused_keywords) == [expected]
+
+
 def modules() -> dict[str, str]:
     """Return the variables that the package of hccl sets."""
     with devices.on_hpu():

@@ -98,6 +98,14 @@ def test_arguments_are_the_published_ones(file: str, theirs: str, module: str, o
     ]
 
 
+@pytest.mark.parametrize("name", ["new_group", "init_process_group"])
+def test_groups_take_the_published_arguments(name: str) -> None:
+    importlib.import_module("habana_frameworks.torch.core")
+    published = published_arguments("core/torch_overwrites.py", f"overwrite_torch_functions.wrap_{name}")
+    ours = inspect.signature(getattr(torch.distributed, name), follow_wrapped=False).parameters
+    assert list(ours) == [argument for argument, _ in published]
+
+
 def published(file: str) -> ModuleType:
     """The published source, run over the stand-in of what it imports."""
     module = ModuleType(Path(file).stem)
