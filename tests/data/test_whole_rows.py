@@ -16,6 +16,7 @@ from megatron.cli.preprocess_preferences import main as preprocess_preferences
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.row_forms import RowReader
 from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.data.preference.encoder import PairCounts
 from megatron.data.preference.formats import parse_preference
 from megatron.data.preference.preprocessing import PreferenceJob
 from megatron.data.preference.preprocessing import preprocess_preferences as run_job
@@ -253,6 +254,17 @@ def test_items_of_a_list_are_compared_by_one_score() -> None:
     items = [{"text": "a", "rank": 1}, {"text": "b", "rank": 2, "score": 1}]
     found = parse_preference({"prompt": "Q", "answers": items})
     assert (found.chosen, found.rejected, found.scores) == ("a", "b", (-1, -2))
+    assert found.unread == ("answers.score",)
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_a_prompt_that_answers_repeat_is_counted(as_chat: bool) -> None:
+    row = {"prompt": "Which colour? ", "chosen": "Which colour? Red.", "rejected": "Which colour? None."}
+    assert parse_preference(row, as_chat=as_chat).repeats_prompt
+    assert not parse_preference({**row, "rejected": "None."}, as_chat=as_chat).repeats_prompt
+    counts = PairCounts(num_repeated_prompts=2)
+    counts.add(PairCounts(num_repeated_prompts=1))
+    assert counts.outcomes() == {"rows whose answers begin with the prompt again": 3}
 
 
 def test_columns_that_hold_what_the_turns_hold_may_stay() -> None:

@@ -32,7 +32,7 @@ _CONTEXT = frozenset(
     "system prompt prompts instruction instructions input inputs context contexts history question questions query "
     "queries message messages conversation conversations dialog dialogue turns tool tools function functions document "
     "documents passage passages paragraph paragraphs article background knowledge evidence persona preamble premise "
-    "hypothesis choices options image images audio audios video videos".split()
+    "hypothesis dialogs dialogues choices options image images audio audios video videos".split()
 )
 """Last words of names of columns that hold a part of what an answer is to."""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
@@ -57,6 +57,7 @@ class Row(dict[str, Any]):
         self._ignored = {name: super(Row, self).pop(name) for name in ignored if name in self}
         self.nulls = [name for name, value in columns.items() if value is None]
         self._read: set[str] = set()
+        self._unread_parts: list[str] = []
 
     def __getitem__(self, name: str) -> Any:
         self._read.add(name)
@@ -74,10 +75,14 @@ class Row(dict[str, Any]):
         """Note that the column `a.b` is read, or `a`, in which it is."""
         self._read |= {path, path.split(".")[0]}
 
+    def leave(self, path: str) -> None:
+        """Note that the part `a.b` of a column that is read is not."""
+        self._unread_parts.append(path)
+
     def unread(self) -> tuple[str, ...]:
         """Return the columns that are not empty and were not read."""
         names = [name for name, value in self.items() if name not in self._read and value not in EMPTY]
-        return (*names, *self._ignored)
+        return (*names, *self._unread_parts, *self._ignored)
 
     def settle(
         self, prompt: Iterable[str], answers: Iterable[str] = (), *, needed: Sequence[str] = ()

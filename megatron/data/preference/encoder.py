@@ -66,6 +66,8 @@ class PairCounts:
     """Rows in which a column is not read, by its name."""
     num_other_turns: int = 0
     """Rows whose answers hold turns of others than the assistant."""
+    num_repeated_prompts: int = 0
+    """Rows whose answers begin with the text of the prompt."""
     num_passed_over: int = 0
     """Answers of ranked lists between the best and the worst."""
 
@@ -82,6 +84,7 @@ class PairCounts:
         self.left_out.update(other.left_out)
         self.unread.update(other.unread)
         self.num_other_turns += other.num_other_turns
+        self.num_repeated_prompts += other.num_repeated_prompts
         self.num_passed_over += other.num_passed_over
 
     def outcomes(self) -> dict[str, int]:
@@ -95,6 +98,7 @@ class PairCounts:
             **{f"bad, {reason}": count for reason, count in self.bad.items()},
             **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
             "rows whose answers hold turns of others": self.num_other_turns,
+            "rows whose answers begin with the prompt again": self.num_repeated_prompts,
             "answers between the best and the worst, not used": self.num_passed_over,
             **{f"column not read, {name}": count for name, count in self.unread.items()},
         }

@@ -69,6 +69,15 @@ class Preference:
             for _, side in self.answers
         )
 
+    @property
+    def repeats_prompt(self) -> bool:
+        """True if each answer begins with the text of the prompt, which is then there twice."""
+        last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content")
+        if not isinstance(last, str) or not last.strip():
+            return False
+        begins = [next(iter(_texts(side)), "").lstrip() for _, side in self.answers]
+        return all(begin.startswith(last.strip()) for begin in begins)
+
     def conversation(self, answer: Side) -> Chat:
         """Return prompt and answer as one conversation, checked and in one form. Raises BadRow."""
         assert not isinstance(self.prompt, str)

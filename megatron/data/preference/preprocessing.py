@@ -166,6 +166,7 @@ def _encoded_block(
             numbers.append(number)
             counts.unread.update(found.unread)
             counts.num_other_turns += found.has_other_turns
+            counts.num_repeated_prompts += found.repeats_prompt
             counts.num_passed_over += found.num_passed_over
             counts.forms[found.form] += 1
             counts.first_rows.setdefault(found.form, block.place(number))

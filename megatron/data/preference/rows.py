@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, Row
+from megatron.data.chat.columns import COLUMNS, EMPTY, FURTHER, LABELS, Row
 from megatron.data.chat.conversation import BadRow, list_of, messages_or_text
 from megatron.data.chat.row_forms import of_sharegpt, with_roles
 from megatron.data.chat.template import Message
@@ -132,7 +132,7 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     if listed is not None:
         scores, sides = list_of(row[listed], listed), items
     else:
-        scores, sides = _scored(items, key)
+        scores, sides = _scored(row, items, key)
     is_usable = isinstance(scores, list) and all(_is_number(score) for score in scores)
     if not is_usable or len(scores) != len(sides):
         raise BadRow("bad scores", f"the scores of {key!r} are {str(scores)[:60]}; write a number for each answer")
@@ -143,7 +143,7 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     return RowAnswers((key,), chosen, rejected, (float(best), float(worst)), len(sides) - 2)
 
 
-def _scored(items: list[Any], key: str) -> tuple[list[Any], list[Any]]:
+def _scored(row: Row, items: list[Any], key: str) -> tuple[list[Any], list[Any]]:
     """Return the scores of answers that hold them, all under one name, and their texts. Raises BadRow."""
     names = [item.keys() if isinstance(item, dict) else () for item in items]
     text = next((name for name in _ITEM_TEXTS if all(name in each for each in names)), None)
@@ -154,6 +154,9 @@ def _scored(items: list[Any], key: str) -> tuple[list[Any], list[Any]]:
             f"the answers of {key!r} have no scores of one name; write 'scores', a number for each, or objects of "
             "'response' and 'score'",
         )
+    for name in dict.fromkeys(name for item in items for name in item if item[name] not in (None, *EMPTY)):
+        if name not in (text, score):
+            row.leave(f"{key}.{name}")
     sign = _ITEM_SCORES[score]
     values = [item[score] for item in items]
     return [value * sign if _is_number(value) else value for value in values], [item[text] for item in items]
