@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +25,7 @@ from megatron.observability.metric_writers import check_wandb
 from megatron.options.config import Config, ConfigError, on_device
 from megatron.options.dependents import slow_mode
 from megatron.resilience.process import leave, print_error
-from megatron.resilience.shutdown import Signals
+from megatron.resilience.shutdown import Signals, is_launched
 from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import defer_backends, set_graph_variables
@@ -55,9 +55,10 @@ def main(arguments: list[str], signals: Signals) -> None:
     if "RANK" not in os.environ:  # the launcher has printed them
         for line in command.notes:
             print_error(line)
-    if os.environ.get("RANK", "0") == "0":
-        for line in idle(config):
-            print_error(f"WARNING: {line}")
+    is_first = os.environ.get("RANK", "0") == "0"
+    is_unsaid = is_first and not is_launched()  # warnings of the options
+    if is_unsaid:
+        _warn(idle(config))
     settings = check_deepspeed(config)
     check_wandb(config)
 
@@ -69,10 +70,10 @@ def main(arguments: list[str], signals: Signals) -> None:
     if config.data.eval_graphs:
         set_graph_variables(config.parallel.device, config.parallel.tensor_model_parallel_size)
     device = accelerator.choose_device(config.parallel.device)  # before anything imports deepspeed
+    is_unsaid |= is_first and config.parallel.device == "auto"  # which the launcher did not know
     config = on_device(config, device, lazy=accelerator.is_lazy(device))
-    if os.environ.get("RANK", "0") == "0":
-        for line in slow_mode(config, lazy=accelerator.is_lazy(device)):
-            print_error(f"WARNING: {line}")
+    if is_unsaid:
+        _warn(slow_mode(config, lazy=accelerator.is_lazy(device)))
     if device == "hpu" and os.environ.get("LOCAL_RANK", "0") == "0":
         from megatron.observability.hpu_health import driver_warning
 
@@ -108,6 +109,11 @@ def main(arguments: list[str], signals: Signals) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        print_error(f"WARNING: {line}")
 
 
 def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, watchdog: Watchdog | None = None) -> None:
@@ -356,7 +362,7 @@ def start(signals: Signals) -> int:
     except ConfigError as error:
         # equal on every rank, so one of them prints it
         if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
+            print_error(str(error))
         return REFUSED
     except Exception as error:
         from megatron.resilience.errors import USER_FAULTS, PeerLostError, TrainingAborted, exit_status, message_of

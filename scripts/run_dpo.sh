@@ -13,8 +13,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # The recipe is megatron/presets/dpo_llama.yaml: HL_NUM_EPOCHS 1, HL_GBS 64, HL_SEQ_LEN 1023 (longer answers are cut),
-# HL_MAX_PROMPT_LEN 512, HL_MAX_BATCH_LEN 8192, HL_BETA 0.1, HL_LR 2e-5, HL_LORA_RANK 8. Without adapters take
-# HL_LORA_RANK=none HL_LR=5e-7. The model's options come from HL_MODEL.
+# HL_MAX_PROMPT_LEN half of HL_SEQ_LEN + 1, HL_MAX_BATCH_LEN 8192, HL_BETA 0.1, HL_LR 2e-5, HL_LORA_RANK 8. Without
+# adapters take HL_LORA_RANK=none HL_LR=5e-7. The model's options come from HL_MODEL.
 
 # Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
 export HL_NUM_NODES="${HL_NUM_NODES:-1}"

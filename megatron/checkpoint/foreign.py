@@ -87,6 +87,11 @@ FORMATS = (
         (("model*.safetensors",), ("pytorch_model*.bin",)),
         "copy the model's own config.json there",
     ),
+    ForeignFormat(
+        "adapters in PEFT's format without their adapter_config.json",
+        (("adapter_model*.safetensors",), ("adapter_model*.bin",)),
+        "copy their own adapter_config.json there",
+    ),
 )
 GGUF_MAGIC = b"GGUF"
 MODEL_FILES = ("config.json", "adapter_config.json")

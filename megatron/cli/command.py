@@ -14,6 +14,7 @@ from types import FrameType
 from megatron.runtime.commands import DONE, FAILED
 from megatron.runtime.devices import defer_backends
 from megatron.runtime.files import READER_LEFT, discard_output
+from megatron.runtime.terminal import for_stderr
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -107,7 +108,7 @@ def run_command(
     try:
         work()
     except errors as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(for_stderr(f"error: {error}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:
         raise  # `command` handles it

@@ -26,6 +26,7 @@ from megatron.cli.command import command, run_command
 from megatron.launch.child_processes import InterruptedBySignal, interruptible
 from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, shell_status
 from megatron.runtime.devices import count_devices, has_gaudi_plugin
+from megatron.runtime.terminal import for_stderr
 
 PARTS = ("kernels", "losses", "throughput")
 MODES = ("lazy", "eager")
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.devices = found
     folder = options.output or Path(f"gaudi_acceptance_{datetime.datetime.now():%Y%m%d_%H%M%S}")
     if faults := list(_faults(options, found, folder)):
-        print("\n".join(["refused; nothing was started:", *(f"  - {fault}" for fault in faults)]), file=sys.stderr)
+        lines = ["refused; nothing was started:", *(f"  - {fault}" for fault in faults)]
+        print(for_stderr("\n".join(lines)), file=sys.stderr)
         return REFUSED
     acceptance = _Test(options, folder)
     try:

@@ -15,7 +15,6 @@ import difflib
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
 from megatron.runtime.commands import DONE
 from megatron.runtime.devices import detect_device
+from megatron.runtime.terminal import folded, for_stderr
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
 SCRIPTS = {
@@ -189,13 +189,7 @@ def help_text(name: str | None) -> str:
 
 def _entry(name: str, text: str, width: int) -> str:
     first = f"  {name}".ljust(width)
-    return textwrap.fill(
-        first + ("" if first.endswith(" ") else "  ") + text,
-        100,
-        subsequent_indent=" " * width,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return folded(first + ("" if first.endswith(" ") else "  ") + text, 100, further=" " * width)
 
 
 def _generate(line: SpawnLine, ranks: Ranks) -> int:
@@ -225,7 +219,7 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
     if faults := [*command.faults, *request.faults]:
         return refused(faults)
     for note in (*ranks.notes, *command.notes, *request.notes):
-        print(f"note: {note}", file=sys.stderr)
+        print(for_stderr(f"note: {note}"), file=sys.stderr)
     return GENERATE.run([*flags, *request.flags, *command.train_flags])
 
 

@@ -16,7 +16,6 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
 from megatron.runtime.commands import REFUSED, command_name
 from megatron.runtime.files import IMPORT_ROOT
+from megatron.runtime.terminal import folded, for_stderr
 from megatron.settings.command_line import presets_of, read_command_line, to_yaml
 from megatron.settings.parser import build_parser, help_text, help_topic
 from megatron.settings.plugins import load_task
@@ -94,10 +94,7 @@ def _restarts(plan: LaunchPlan) -> str:
 
 def _wrapped(text: str, label: str) -> str:
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    return (
-        textwrap.fill(label + text, width, subsequent_indent=" " * 4, break_long_words=False, break_on_hyphens=False)
-        + "\n"
-    )
+    return folded(label + text, width) + "\n"
 
 
 def command_text(plan: LaunchPlan) -> str:
@@ -442,7 +439,7 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
         lines += [f"  - warning: {warning}" for warning in refused.warnings]
         if names := names_in(refused.faults):
             lines.append(f"  ({names})")
-        print("\n".join(lines), file=sys.stderr)
+        print(for_stderr("\n".join(lines)), file=sys.stderr)
         return REFUSED
     if print_config:
         sys.stdout.write(to_yaml(plan.config))
@@ -452,17 +449,17 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
         sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
         return 0
     for note in plan.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(for_stderr(f"note: {note}"), file=sys.stderr)
     too_large = memory_warning(plan.config, plan.nodes * plan.devices_per_node, plan.devices_per_node)
     for warning in (*plan.warnings, *([too_large] if too_large else [])):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(for_stderr(f"warning: {warning}"), file=sys.stderr)
     sys.stdout.flush()
     if plan.fine_tuning is not None:
         try:
             plan = with_processed_data(plan, plan.fine_tuning)
         except ValueError as error:  # DataError, whose message is complete
             names = names_in([str(error)])
-            print(f"{error} ({names})" if names else error, file=sys.stderr)
+            print(for_stderr(f"{error} ({names})" if names else str(error)), file=sys.stderr)
             return REFUSED
     return launch(plan)
 
@@ -484,7 +481,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     if tokenizers := [samples.tokenizer for samples in found if samples.tokenizer is not None]:
         added += ["--tokenizer-model", tokenizers[0]]
     for warning in warn_of_new_tokens(plan.config, vocab_size):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(for_stderr(f"warning: {warning}"), file=sys.stderr)
     if vocab_size > plan.config.model.vocab_size:
         added += ["--vocab-size", str(vocab_size)]
     return dataclasses.replace(plan, train_flags=(*plan.train_flags, *added))

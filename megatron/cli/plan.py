@@ -15,6 +15,7 @@ from megatron.cli.command import command
 from megatron.options.config import ConfigError
 from megatron.plan.describe import describe
 from megatron.runtime.commands import command_name
+from megatron.runtime.terminal import for_stderr
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags += ["--data-path", "DATASET"]  # the plan does not read it
         config = load_config(flags, num_devices)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(for_stderr(str(error)), file=sys.stderr)
         return 2
     per_node = min(num_devices, options.devices_per_node)
     if num_devices % per_node:

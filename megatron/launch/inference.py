@@ -29,6 +29,7 @@ from megatron.options.flags import dashed
 from megatron.resilience.process import leave, status_of
 from megatron.runtime.commands import DONE, REFUSED, command_name
 from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables
+from megatron.runtime.terminal import for_stderr
 
 
 class Command(Protocol):
@@ -100,7 +101,7 @@ class InferenceCommand(Generic[C]):
             print(shlex.join([sys.executable, "-m", self.main, *plan.train_flags]))
             return DONE
         for note in request.notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(for_stderr(f"note: {note}"), file=sys.stderr)
         if plan.nodes * plan.devices_per_node == 1 and not plan.hosts:
             os.environ.update(plan.environment)
             return self._run_here(plan.train_flags, ends=argv is None)
@@ -119,7 +120,7 @@ def refused(faults: Sequence[str]) -> int:
     faults = list(dict.fromkeys(faults))
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in faults)]
-    print("\n".join(lines), file=sys.stderr)
+    print(for_stderr("\n".join(lines)), file=sys.stderr)
     return REFUSED
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron.observability.step_metrics import Speed, StepMetrics, Validation
 from megatron.options.config import LoggingConfig
 from megatron.runtime.files import AppendFile, WriteErrors
 from megatron.runtime.network import prints_to_terminal
+from megatron.runtime.terminal import folded
 
 LOG_FILE = "train.log"
 HEADER_EVERY = 20
@@ -123,14 +123,7 @@ class Console:
         if len(start) + len(line) <= self._width:
             return start + line
         indent = " " * (len(start) or 4)
-        return textwrap.fill(
-            line,
-            self._width,
-            initial_indent=start,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        return folded(line, self._width, start, indent)
 
     def _write(self, full: str, row: Callable[[], str]) -> None:
         self._keep(full)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from megatron.options.config import Config, options
+from megatron.options.data import DataConfig, parse_split
 from megatron.options.fp8 import Fp8Config
 
 SAVING = (
@@ -112,9 +113,25 @@ def idle_without(config: Config) -> Iterator[str]:
     for present, needed, remedy, names in needs:
         if not present:
             yield from idle_options(config, needed, remedy, names)
+    yield from _validation_without_data(config)
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def _validation_without_data(config: Config) -> Iterator[str]:
+    if config.data.eval_iters and not _holds_out(config.data):
+        why, remedy = f"split={config.data.split} holds out nothing", "hold out a share, such as split=98,2,0"
+        if config.data.per_split:
+            why, remedy = "there is no valid_data_path", "give it"
+        yield f"eval_iters={config.data.eval_iters} has no effect, as {why}; {remedy}, or set eval_iters=0"
+
+
+def _holds_out(data: DataConfig) -> bool:
+    """Return True if there are data to validate or test on."""
+    if data.per_split:
+        return bool(data.valid_data_path or data.test_data_path)
+    return any(parse_split(data.split)[1:])
 
 
 def slow_mode(config: Config, *, lazy: bool) -> Iterator[str]:

@@ -94,6 +94,12 @@ def _choices(hint: Any) -> list[str]:
     return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
 
 
+def _numbers(hint: Any) -> list[str]:
+    """Return INT or FLOAT where a type of choices takes any number too; empty for other types."""
+    parts = [getattr(part, "__origin__", part) for part in get_args(hint)]  # Annotated has bounds
+    return [part.__name__.upper() for part in (int, float) if part in parts]
+
+
 def _is_pairs(hint: Any) -> bool:
     """Return True for a tuple of pairs, which are written KEY=VALUE."""
     return any(get_origin(part) is tuple for part in get_args(sequence(hint)))
@@ -104,7 +110,7 @@ def metavar(hint: Any) -> str:
     if is_bool(hint):
         return "[BOOL]"
     if choices := _choices(hint):
-        braced = "{" + ",".join(choices) + "}"
+        braced = "{" + ",".join([*_numbers(hint), *choices]) + "}"
         return braced if len(braced) <= 48 else "NAME"
     if _is_pairs(hint):
         return "KEY=VALUE ..."

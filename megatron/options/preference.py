@@ -112,13 +112,18 @@ class PreferenceConfig:
     sft_weight: NonNegativeFloat | None = None
     """Weight of a second term: the mean loss of the tokens of the preferred answers, as in supervised fine-tuning.
     Unset: 1 with orpo and cpo, else 0."""
-    max_prompt_length: Positive | None = None
-    """Tokens of a prompt, of which the last are kept. Unset: no limit of its own."""
+    max_prompt_length: Positive | Literal["half"] | None = None
+    """Tokens of a prompt, of which the last are kept. `half`: half of the seq_length + 1 tokens of a prompt with its
+    answer. Unset: no limit of its own."""
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
     """Side that is kept of a prompt with its answer that is longer than seq_length + 1 tokens."""
     unusable_pairs: Literal["skip", "error"] = "skip"
     """Pairs of which, when they are cut, no answer or no difference is left. `skip`: leave them out, with a warning
     that counts them. `error`: refuse the data."""
+
+    def prompt_limit(self, seq_length: int) -> int | None:
+        """Return the number of tokens of a prompt that are kept; None: all."""
+        return (seq_length + 1) // 2 if self.max_prompt_length == "half" else self.max_prompt_length
 
     @property
     def needs(self) -> ObjectiveNeeds:

@@ -15,6 +15,7 @@ from megatron.runtime.devices import defer_backends
 from megatron.runtime.early_interrupt import raise_at_interrupt
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.network import adopt_mpi_variables
+from megatron.runtime.terminal import for_stderr
 
 INTERRUPTED = 130
 
@@ -61,7 +62,7 @@ def print_error(text: str) -> None:
     """Print on stderr. On a full disk nothing is printed, and the exit status remains."""
     with contextlib.suppress(OSError):
         if text:
-            print(text, file=sys.stderr, flush=True)
+            print(for_stderr(text), file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> NoReturn:

@@ -44,6 +44,11 @@ def identity() -> str | None:
     return None if began is None else f"{socket.gethostname()} {began}"
 
 
+def is_launched() -> bool:
+    """Return True if the launcher has started this rank, and has printed what it knows of the options."""
+    return COMMAND in os.environ
+
+
 def restarts() -> int:
     """Return the number of restarts of this job so far."""
     return int(os.environ.get(RESTARTS, "0"))

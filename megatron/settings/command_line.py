@@ -114,7 +114,14 @@ def _known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list
         _CONFIG.validate_python(known)
     except ValidationError as error:
         wrong = error.errors()
-        faults += dict.fromkeys(_wrong_value(known, fault["loc"], fault["type"], fault["msg"]) for fault in wrong)
+        # an option of several types has a fault for each of them
+        rules: dict[tuple[int | str, ...], list[str]] = {}
+        for fault in wrong:
+            rules.setdefault(fault["loc"][:2], []).append(fault["msg"])
+        joined = {where: " or ".join(dict.fromkeys(found)) for where, found in rules.items()}
+        faults += dict.fromkeys(
+            _wrong_value(known, fault["loc"], fault["type"], joined[fault["loc"][:2]]) for fault in wrong
+        )
         unread |= {str(fault["loc"][1]) for fault in wrong}
     return known, faults, unread
 
@@ -219,6 +226,8 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
     for needed, names in POSITIONS.items():
         if encoding not in (None, needed):
             found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
+    if _is_zero(above.get("eval_iters")):
+        found["eval_iters=0"] = [name for name in ("eval_interval",) if name not in above]
     if above.get("lora_rank", 1) is None:
         found["lora_rank=none"] = [name for name in ADAPTERS if name not in above]
     names_by = {
@@ -412,10 +421,13 @@ def stand_ins(name: str) -> list[Any]:
         if kind == name:
             return known_plugins(kind)
     hint = get_type_hints(sections()[options()[name][0]], include_extras=True)[name]
+    accepted: list[Any] = []
     for part in (hint, *get_args(hint)):
         if get_origin(part) is Literal:
-            return list(get_args(part))[:MOST]
-    adapter, accepted = TypeAdapter(hint, config=STRICT), list[Any]()
+            accepted += get_args(part)
+    if len(accepted) > 1:
+        return accepted[:MOST]
+    adapter = TypeAdapter(hint, config=STRICT)
     for candidate in CANDIDATES:
         try:
             value = adapter.validate_python(candidate)

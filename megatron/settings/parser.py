@@ -6,7 +6,6 @@ import argparse
 import difflib
 import functools
 import shutil
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_type_hints
@@ -15,6 +14,7 @@ from megatron.options.config import ConfigError, options, sections
 from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
 from megatron.runtime.commands import train_name
 from megatron.runtime.files import IMPORT_ROOT
+from megatron.runtime.terminal import folded
 
 ABOUT = (
     "Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, which override "
@@ -120,8 +120,7 @@ def sections_text() -> list[str]:
 
 def _wrapped(text: str, indent: str = "") -> str:
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    filled = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return filled + "\n"
+    return folded(text, width, indent, indent) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

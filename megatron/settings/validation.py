@@ -60,7 +60,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
 def idle(config: Config) -> list[str]:
     """Return a message for every option that has no effect, given the others of a valid config.
 
-    Exempt are those that presets set for every use: save_interval, eval_interval, min_lr, adam_*, spike_*.
+    Exempt are those that presets set for every use: save_interval, min_lr, adam_*, spike_*.
     """
     task = load_task(config)
     own = (config.training.task, *task.sections)

@@ -79,7 +79,8 @@ class PreferenceTask(PackedTask):
     def faults(self, world_size: int) -> Iterator[str]:
         yield from super().faults(world_size)
         options, lora = self.config.preference, self.config.lora
-        limit, longest = options.max_prompt_length, self.config.training.seq_length
+        longest = self.config.training.seq_length
+        limit = options.prompt_limit(longest)
         if limit is not None and limit > longest:
             yield (
                 f"max_prompt_length={limit} leaves no token of an answer in seq_length={longest} and one more; lower "

@@ -95,12 +95,33 @@ def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx
         raise LossError(f"{label} has no gradient that can be computed: {error}") from error
     if gradient is None:
         raise LossError(f"{label} returned losses that do not depend on its first argument; compute them of it")
+    if _has_own_parameter(total, (hidden, outputs[1])):
+        raise LossError(
+            f"{label} computes its losses from a parameter of its own, which no optimizer trains; make it a number or "
+            "an option, or write a model family that has it (docs/extending.md)"
+        )
     if not bool(gradient.isfinite().all()):
         raise LossError(
             f"{label} is finite in a first microbatch, its gradient is not; keep it away from log(0), sqrt(0) and 0/0, "
             "also where torch.where() drops the result"
         )
     return total.detach()
+
+
+def _has_own_parameter(total: Tensor, given: Sequence[Tensor]) -> bool:
+    """Return True if a gradient of `total` reaches a parameter other than those that the function was given."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    waiting, seen = [total.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter) and leaf.untyped_storage().data_ptr() not in known:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def _call_without_gradients(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> None:

@@ -96,6 +96,11 @@ _NEUTRAL = {
     **dict.fromkeys(("routed_scaling_factor", "scale_depth", "scale_emb", "attention_factor", "mscale"), 1),
 }
 """Factors that change nothing at 1."""
+_ON = (
+    "apply_rotary", "causal", "elementwise_affine", "is_causal", "norm_affine", "rms_norm", "use_causal_mask",
+    "use_final_norm", "use_rmsnorm", "use_rope",
+)  # fmt: skip
+"""Switches that change what is computed where they are off."""
 _WINDOWED = ("sliding_window", "max_window_layers")
 """Keys without effect where use_sliding_window is false."""
 
@@ -199,7 +204,11 @@ class _Fields:
     def _is_idle(self, name: str) -> bool:
         """Return True for a key that is read, or has a value by which it changes nothing."""
         value = self.values[name]
-        if name in self._read or value in _OFF:
+        if name in self._read:
+            return True
+        if name in _ON:
+            return value is True or value is None
+        if value in _OFF:
             return True
         if name in _WINDOWED and self.values.get("use_sliding_window") is False:
             return True

@@ -33,6 +33,7 @@ FOLDERS = {
     "of TensorFlow or Flax": ("flax_model.msgpack", "from_flax"),
     "of PyTorch Lightning": ("epoch=1-step=10.ckpt", "export it"),
     "without their config.json": ("model.safetensors tokenizer.json", "copy the model's own config.json there"),
+    "without their adapter_config.json": ("adapter_model.safetensors", "copy their own adapter_config.json there"),
     "DeepSpeed's format": ("latest global_step10/mp_rank_00_model_states.pt", "--universal-checkpoint (HL_UNIV_CP=1)"),
     "DeepSpeed's format in uni": ("uni/zero/1.weight/fp32.pt", "--universal-checkpoint (HL_UNIV_CP=1)"),
     "folders of models": ("checkpoint-5/config.json checkpoint-5/model.safetensors", "checkpoint-5"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.preference.dataset import PairLimits
 from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.plan import RefusedError
 from megatron.launch.preflight import preflight
@@ -46,6 +47,31 @@ def test_the_recipe_and_its_variables(folder: Path) -> None:
     assert not any("far too high" in fault for fault in from_environment(given, "dpo", ["--lr", "5e-7"]).faults)
     whole = config_of(folder, "--lr", "5e-7", **names)
     assert (whole.lora.lora_rank, whole.optimizer.lr) == (None, 5e-7)
+
+
+def test_a_short_sequence_needs_no_limit_of_its_own_for_prompts(folder: Path) -> None:
+    def limits_of(**variables: str) -> tuple[int, int | None]:
+        given = {"HL_MODEL": str(folder / "base"), "HL_DEVICE": "cpu", "HL_DRY_RUN": "1"} | variables
+        limits = PairLimits.of(preflight(from_environment(given, "dpo", [])).config)
+        return limits.max_length, limits.max_prompt_length
+
+    assert limits_of() == (1024, 512), "as dpo.py"
+    assert limits_of(HL_SEQ_LEN="255") == (256, 128)
+    assert limits_of(HL_SEQ_LEN="255", HL_MAX_PROMPT_LEN="200") == (256, 200)
+    with pytest.raises(RefusedError, match="max_prompt_length=256 leaves no token of an answer"):
+        limits_of(HL_SEQ_LEN="255", HL_MAX_PROMPT_LEN="256")
+
+
+def test_a_validation_that_cannot_be_is_said_once(folder: Path) -> None:
+    """A launched rank repeated the launcher's warnings; eval_iters alone validated nothing, without a word."""
+    given = TINY | {"HL_DATA": "pairs.jsonl", "HL_CHAT_TEMPLATE": "chatml", "HL_RESULTS_DIR": "out"}
+    done = run("run_dpo.sh", folder, HL_EVAL_INTERVAL="5", **given)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("eval_interval=5 has no effect without eval_iters") == 1
+    plan = run("run_dpo.sh", folder, HL_DRY_RUN="1", HL_EVAL_INTERVAL="5", HL_EVAL_ITERS="2", **given)
+    assert "eval_iters=2 has no effect, as split=1,0,0 holds out nothing" in plan.stdout
+    plan = run("run_dpo.sh", folder, "--split=9,1,0", HL_DRY_RUN="1", HL_EVAL_INTERVAL="5", HL_EVAL_ITERS="2", **given)
+    assert "no effect" not in plan.stdout
 
 
 def test_wrong_variables_are_refused_by_their_names(folder: Path) -> None:

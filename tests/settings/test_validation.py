@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import megatron.settings.validation
 from megatron.options.config import on_device
 from megatron.options.dependents import slow_mode
-from megatron.settings.command_line import from_dict, load_config
+from megatron.settings.command_line import from_dict, load_config, read_command_line
 from megatron.settings.validation import check, divisors, idle
 from tests.settings.faults import VALID, faults_of
 
@@ -543,6 +543,16 @@ def test_an_option_that_would_do_nothing_is_named_in_a_warning(flags: str) -> No
     (warning,) = idle(load_config([*VALID, *flags.split()], world_size))
     assert f" has no effect without {needed}" in warning
     assert idle(load_config([*VALID, *flags.split(), *given.split()], world_size)) == []
+
+
+def test_validations_without_data_are_named_and_the_presets_interval_goes_with_them() -> None:
+    (warning,) = idle(load_config([*VALID, "--split", "1,0,0", "--eval-iters", "3"], 1))
+    assert warning.startswith("eval_iters=3 has no effect, as split=1,0,0 holds out nothing; hold out a share")
+    (warning,) = idle(load_config("--config tiny_llama --train-data-path x --train-samples 6400".split(), 1))
+    assert warning == "eval_iters=4 has no effect, as there is no valid_data_path; give it, or set eval_iters=0"
+    command = read_command_line("--config tiny_llama --data-path x --eval-iters 0".split())
+    assert command.notes == ["eval_iters=0 replaces the preset's eval_interval=50"]
+    assert idle(command.config) == []
 
 
 @pytest.mark.parametrize(

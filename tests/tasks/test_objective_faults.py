@@ -125,6 +125,13 @@ def not_of_its_argument(log_probs: Tensor, batch: LossBatch) -> Tensor:
     return torch.zeros_like(log_probs, requires_grad=True)
 
 
+OWN = torch.nn.Parameter(torch.ones(()))
+
+
+def has_a_parameter(log_probs: Tensor, batch: LossBatch) -> Tensor:
+    return -log_probs * OWN
+
+
 def seeds(log_probs: Tensor, batch: LossBatch) -> Tensor:
     torch.manual_seed(3)
     return -log_probs
@@ -226,6 +233,7 @@ def test_what_is_left_out_has_no_label(tmp_path: Path) -> None:
         (differentiates, "raised RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
         (switches_gradients, "switched gradients for the whole process; use `with torch.no_grad():`"),
         (sets_a_dtype, "set the default dtype of the whole process; give new tensors their own dtype"),
+        (has_a_parameter, "computes its losses from a parameter of its own, which no optimizer trains"),
         (not_of_its_argument, "returned losses that do not depend on its first argument; compute them of it"),
     ],
 )

@@ -515,6 +515,7 @@ def test_keys_that_change_what_a_derivative_computes_are_refused_by_name(tmp_pat
         "sliding_window": 128, "use_qk_norm": True, "logit_scale": 0.0625, "attn_logit_softcapping": 30.0,
         "residual_multiplier": 0.2, "clip_qkv": 8.0, "num_local_experts": 4, "layer_types": ["sliding_attention"] * 4,
         "no_rope_layers": [1, 0], "my_own": "x", "use_bias": True,
+        "use_rope": False, "is_causal": False,
     }  # fmt: skip
     for name, value in keys.items():
         with pytest.raises(CheckpointError, match=f"{name}=.* not known here; if the model computes the same without"):

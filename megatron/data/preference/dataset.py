@@ -41,7 +41,8 @@ class PairLimits:
     @classmethod
     def of(cls, config: Config) -> PairLimits:
         options = config.preference
-        return cls(config.training.seq_length + 1, options.max_prompt_length, options.truncation)
+        limit = options.prompt_limit(config.training.seq_length)
+        return cls(config.training.seq_length + 1, limit, options.truncation)
 
     def prompt_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tokens of prompts of these lengths."""

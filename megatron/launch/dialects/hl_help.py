@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 
 from megatron.launch.dialects.hl_variables import VARIABLES, Script, Variable
 from megatron.options.config import ConfigError
+from megatron.runtime.terminal import folded
 from megatron.settings.parser import help_text, sections_text
 
 
@@ -195,6 +195,6 @@ def _overview(script: Script, taken: list[Variable]) -> str:
 def _lines(variables: list[Variable]) -> str:
     width = max(len(variable.name) for variable in variables) + 4
     return "".join(
-        textwrap.fill(f"  {variable.name}".ljust(width) + variable.meaning, 100, subsequent_indent=" " * width) + "\n"
+        folded(f"  {variable.name}".ljust(width) + variable.meaning, 100, further=" " * width) + "\n"
         for variable in variables
     )
