@@ -19,10 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.block_sizes import ATTENTION_QUERIES
 from megatron.runtime.devices import attends_blockwise
-
-BLOCK = 64
-"""Queries of a block: their scores stay in the cache from product to product."""
 
 
 @functools.cache
@@ -54,8 +52,8 @@ class _Heads:
     def blocks(self) -> Iterator[slice]:
         """Yield the queries of each block; they see the keys up to its end."""
         length = self.q.shape[2]
-        for begin in range(0, length, BLOCK):
-            yield slice(begin, min(begin + BLOCK, length))
+        for begin in range(0, length, ATTENTION_QUERIES):
+            yield slice(begin, min(begin + ATTENTION_QUERIES, length))
 
     def rows(self, x: Tensor, block: slice) -> Tensor:
         """[B k, g, S, d] or [B, n, S, d] -> [B k, g Q, d]"""

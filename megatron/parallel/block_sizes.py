@@ -1,4 +1,4 @@
-"""Chunks of tokens in which the loss is computed, and blocks within them. Without torch, so that a plan needs none."""
+"""Blocks in which losses, products and attention are computed. Without torch, so that a plan needs none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ BLOCK_LOGITS_OF_A_DEVICE = 1 << 24
 BLOCK_NUMBERS = 1 << 22
 """Numbers of the weight's gradient that a product in 16 bits gives at once, where it cannot be added in float32: 8 MiB.
 """
+ATTENTION_QUERIES = 64
+"""Queries of a block of attention on a CPU: their scores stay in the cache from product to product."""
 
 
 def least_tokens(hidden_size: int) -> int:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
+from megatron.parallel.block_sizes import ATTENTION_QUERIES, BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import is_matrix, number_size
@@ -100,7 +100,10 @@ def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     work = stream + (inner * 3 // 2 if kernels_form(config) == "eager" and _is_gated(columns, rows) else inner)
     # those of q, k and v, once the MLP's activations are freed
     scores = 8 * _scores(config) if stores_attention_scores(config) else 0
-    attention_work = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores - mlp_bytes
+    gradients = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores
+    # where the weights' gradients are deferred, the MLP's inputs and the gradients of its outputs wait for them
+    freed = mlp_bytes if config.parallel.schedule != "zero-bubble" else 0
+    attention_work = max(gradients, stream + _blockwise_backward(config)) - freed
     products = [
         (attention_work, columns[0]),
         (2 * stream - mlp_bytes, rows[0]),
@@ -288,18 +291,43 @@ def _context_let_go(layer: LayerDeclaration, config: Config) -> int:
 
     Not its statistics, nor its output, which is there only where the output projection keeps its input.
     """
-    model, training = config.model, config.training
-    is_chosen = model.attention_backend == "auto" and model.kernels != "plain" and not training.torch_compile
-    suits = load_task(config).row_length in BLOCKWISE_LENGTHS and model.attention_dropout == 0
-    is_cut = load_task(config).packs_documents  # document by document, of lengths that the plan does not know
-    if config.parallel.device != "cpu" or not is_chosen or not suits or is_cut:
+    if not _is_blockwise(config):
         return 0
-    if not _attends_blockwise(training.precision):
-        return 0
+    model = config.model
     query, _ = _head_channels(config)
     statistics = 4 * model.num_attention_heads // config.parallel.tensor_model_parallel_size
     context = 0 if _keeps_input(layer, _rows(layer)[0]) else query * number_size(config)
     return num_tokens(config) * (statistics + context)
+
+
+def _blockwise_backward(config: Config) -> int:
+    """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given.
+
+    Of 16-bit numbers it holds the keys and values, and the sums of their gradients, in float32, and of a block of
+    scores the probabilities, their gradient before and after the softmax, and that rounded.
+    """
+    if not _is_blockwise(config):
+        return 0
+    number, tokens = number_size(config), num_tokens(config)
+    query, key = _head_channels(config)
+    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    copies = 2 * 4 if number == 2 else 0
+    sums = 2 * 4
+    scores = 3 * 4 + (number if number == 2 else 0)
+    return tokens * (query * number + key * (copies + sums)) + tokens * heads * ATTENTION_QUERIES * scores
+
+
+def _is_blockwise(config: Config) -> bool:
+    """Return True if megatron/models/blockwise_attention.py computes the attention."""
+    model, training = config.model, config.training
+    if config.parallel.device != "cpu" or model.attention_backend != "auto":
+        return False
+    if model.kernels == "plain" or training.torch_compile or model.attention_dropout > 0:
+        return False
+    task = load_task(config)
+    if task.packs_documents:  # document by document, of lengths that the plan does not know
+        return False
+    return task.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
 
 
 @functools.cache

@@ -353,7 +353,7 @@ def test_blockwise_attention_equals_float64(
     dtype: torch.dtype, bound: float, alibi: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients, over blocks of which the last is shorter, of inputs that lie by token."""
-    monkeypatch.setattr(blockwise_attention, "BLOCK", 5)
+    monkeypatch.setattr(blockwise_attention, "ATTENTION_QUERIES", 5)
     inputs = q, k, v = [
         random(S, B, heads, HEAD_SIZE, seed=seed).to(dtype).permute(1, 2, 0, 3).requires_grad_()
         for seed, heads in enumerate((HEADS, groups, groups))
@@ -373,7 +373,7 @@ def test_blockwise_attention_equals_float64(
 
 def test_blockwise_attention_has_few_shapes_of_products() -> None:
     """oneDNN keeps a kernel of nearly 1 MB for each shape."""
-    assert max(devices.BLOCKWISE_LENGTHS) / blockwise_attention.BLOCK <= 16
+    assert max(devices.BLOCKWISE_LENGTHS) / blockwise_attention.ATTENTION_QUERIES <= 16
 
 
 def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:

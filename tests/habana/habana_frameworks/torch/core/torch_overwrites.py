@@ -34,7 +34,8 @@ def wrap_init_process_group(
 
 
 def overwrite_torch_functions() -> None:
-    dist.new_group, dist.init_process_group = wrap_new_group, wrap_init_process_group
+    for name, wrapper in (("new_group", wrap_new_group), ("init_process_group", wrap_init_process_group)):
+        setattr(dist, name, wrapper)
 
 
 def restore_torch_functions() -> None:
