@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING
 
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.messages import wait_for
 from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer, is_passing
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, Channel, Report, verdict
 from megatron.runtime.agent_link import AgentLink
@@ -34,7 +35,7 @@ from megatron.runtime.descriptors import shortage
 from megatron.runtime.network import LOOPBACK, address_towards
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
 FOLDER = "faults"
 """In results_dir: a folder for each start of the run that ended by an error, with a file for each rank."""
@@ -372,11 +373,16 @@ class Watchdog:
 
 
 STANDARD_LIBRARY = os.path.dirname(threading.__file__)
-COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}", f"{os.sep}distributed_waits.py")
+COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
+"""Folders of the libraries whose calls wait for other ranks; `wait_for` is our own."""
 
 
 def _is_standard(path: str) -> bool:
     return path.startswith(STANDARD_LIBRARY) and "site-packages" not in path
+
+
+def _is_collective(code: CodeType) -> bool:
+    return code is wait_for.__code__ or any(part in code.co_filename for part in COLLECTIVES)
 
 
 def _innermost(main: int | None) -> tuple[str, bool]:
@@ -397,5 +403,5 @@ def _innermost(main: int | None) -> tuple[str, bool]:
     shown = ours or frame
     # a backward pass on an accelerator runs in threads of its own
     inner = [frame, *frames.values()] if f"autograd{os.sep}graph.py" in frame.f_code.co_filename else [frame]
-    waits = any(part in each.f_code.co_filename for each in inner for part in COLLECTIVES)
+    waits = any(_is_collective(each.f_code) for each in inner)
     return f"in {shown.f_code.co_name} ({shown.f_code.co_filename}:{shown.f_lineno})", waits

@@ -22,6 +22,7 @@ import pytest
 
 from megatron.options.config import Config, GuardConfig, LoggingConfig, ParallelConfig
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.messages import wait_for
 from megatron.resilience import rank_reports
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
@@ -65,6 +66,30 @@ def test_a_look_at_the_main_thread_keeps_nothing_of_it_alive() -> None:
         assert layer()() is None
     finally:
         gc.enable()
+
+
+def test_a_rank_in_the_function_that_waits_for_others_is_said_to_wait() -> None:
+    """As a collective that is waited for in the background: its own `wait` is native code without a frame."""
+    lock = threading.Lock()
+
+    def hang() -> None:
+        lock.acquire()
+
+    def wait() -> None:
+        wait_for([SimpleNamespace(wait=lock.acquire)])
+
+    for function, name, expected in ((wait, "wait_for", True), (hang, "hang", False)):
+        lock.acquire()
+        thread = threading.Thread(target=function)
+        thread.start()
+        end = time.monotonic() + HANG_S
+        while f"in {name} " not in module._innermost(thread.ident)[0]:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert module._innermost(thread.ident)[1] is expected
+        lock.release()
+        thread.join()
+        lock.release()
 
 
 def test_where_all_wait_the_one_that_is_elsewhere_is_named() -> None:
