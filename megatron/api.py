@@ -11,7 +11,7 @@ docs/guides/generation.md describes it.
 
     run_training(torch_args=TorchrunArgs(nproc_per_node=8), train_args=TrainingArgs(model_path=..., ...))
 
-Code written for instructlab.training needs a changed import, and nothing else. docs/guides/finetuning.md
+Code written for instructlab.training needs a changed import, and nothing else. docs/reference/instructlab.md
 describes each field, and which are refused.
 """
 

@@ -5,7 +5,7 @@
 #   HL_CONFIG=tiny_bloom HL_PP=2 HL_DATA_DIR_ROOT=data HL_DATA_FILE_PREFIX=corpus scripts/run_bloom13b.sh --lr 1e-3
 #   HL_DRY_RUN=1 ...                  prints the plan and starts nothing
 #
-# Arguments are flags of megatron.train, and override the variables. All variables: docs/guides/launching.md.
+# Arguments are flags of megatron.train, and override the variables. All variables: docs/reference/variables.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh

@@ -5,7 +5,7 @@
 #   HL_MODEL=models/llama HL_DATA=pairs.jsonl HL_BETA=0.2 HL_TP=2 HL_PP=2 HL_DP=2 scripts/run_dpo.sh --lr 1e-5
 #   HL_DRY_RUN=1 ...                  prints the plan and starts nothing
 #
-# Arguments are flags of megatron.train, and override the variables. All variables: docs/guides/launching.md; formats and
+# Arguments are flags of megatron.train, and override the variables. All variables: docs/reference/variables.md; formats and
 # objectives: docs/guides/preference.md.
 # Wrong or unknown variables, layouts, hostsfiles and folders are reported together, before anything starts.
 set -euo pipefail

@@ -25,7 +25,7 @@ from tests.finetuning_files import write_chats, write_model
 from tests.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTATION = ROOT / "docs" / "guides" / "finetuning.md"
+DOCUMENTATION = ROOT / "docs" / "reference" / "instructlab.md"
 
 
 def blocks(text: str) -> list[str]:

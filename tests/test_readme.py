@@ -1,4 +1,4 @@
-"""Run the README's commands as written, and check the links of the documentation."""
+"""Run the README's commands as written."""
 
 from __future__ import annotations
 
@@ -80,19 +80,3 @@ def test_the_scripts_and_variables_of_the_readme_exist() -> None:
         name for name in re.findall(r"(?:scripts|tools|benchmarks)/\w+\.\w+", text) if not (ROOT / name).exists()
     } == set()
     assert set(re.findall(r"HL_[A-Z_]+", text)) <= {variable.name for variable in VARIABLES}
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as Markdown viewers name them."""
-    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-def test_every_link_of_the_documentation_leads_somewhere() -> None:
-    broken = []
-    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "examples").rglob("*.md")]:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
-            there = page.parent / target if target else page
-            if "://" not in target and (not there.exists() or (anchor and anchor not in anchors(there))):
-                broken.append(f"{page.name}: {target}#{anchor}")
-    assert broken == []

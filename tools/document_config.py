@@ -27,32 +27,19 @@ HEADER = """# Configuration
 python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000
 ```
 
-The same options in a preset, a YAML file, are grouped by section:
+In a preset, a YAML file, options are grouped by the sections below: `training: {seq_length: 128}`.
 
-```yaml
-model:
-  num_layers: 40
-training:
-  rampup_batch_size: [16, 16, 5000000]
-```
-
-**Precedence.** The command line overrides the presets, and the presets override the defaults. Give a preset by name
-(`--config tiny_bloom`) or by path (`--config path/to/file.yaml`). With several presets, a later one overrides an
-earlier one, option by option: `--config llama32_1b --config sft_llama`.
-
-**Flags.** Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` means false. `none`
-unsets an option that can be unset.
-
-**Checking.** `--print-config` prints the resolved config as YAML; a run saves it as `config.yaml` in its results
-folder. All errors of a config are reported together, before any process group starts.
+- The command line overrides the presets, and these the defaults. `--config` takes names or paths; with several, a later
+  one overrides an earlier one, option by option: `--config llama32_1b --config sft_llama`.
+- Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` false. `none` unsets an option.
+- `--print-config` prints the resolved config; a run saves it as `config.yaml`. All errors are reported together.
 """
 
 PRESETS = """
 ## Presets
 
-Parameters are counted with the vocabulary padded for one tensor-parallel rank. A recipe has no model section and is
-combined with a preset that has one: [`sft_llama`](../../megatron/presets/sft_llama.yaml), for
-[fine-tuning](../guides/finetuning.md).
+Parameters are counted with the vocabulary padded for one tensor-parallel rank. Recipes (`sft_llama`, `lora_llama`,
+`dpo_llama`) have no model section and are combined with a preset that has one.
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}

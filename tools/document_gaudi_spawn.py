@@ -6,12 +6,13 @@ python tools/document_gaudi_spawn.py > docs/reference/gaudi_spawn_flags.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.cli.gaudi_spawn import FLAGS, OWN
+from megatron.launch.dialects.spawn_flags import SpawnFlag
 
 HEADER = """# Flags of optimum-habana's scripts
 
@@ -22,24 +23,55 @@ here](../guides/optimum_habana.md) begins with the commands.
 
 | outcome | meaning |
 |---|---|
-| sets | [variables](../guides/launching.md), flags of [training](configuration.md) or [generation][generation] |
+| sets | [variables](variables.md), flags of [training](configuration.md) or [generation][generation] |
 | honoured | what it requests always holds here |
 | no effect | it is accepted, and a note gives the reason |
 | refused | the command ends before anything starts, with the remedy |
 
-A default is the script's own, which counts here too where the flag is left out. Any other flag is refused, with the
-nearest name. `SCRIPT --help` prints the same in a terminal.
+A default is the script's own, which counts here too where the flag is left out. Flags with equal answers share a row.
+Any other flag is refused, with the nearest name. `SCRIPT --help` prints the same in a terminal.
 
 [generation]: ../guides/generation.md
 """
 
 
-def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """Return a table of flags, outcomes, texts and defaults."""
-    lines = ["| flag | outcome | here | default |", "|---|---|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| `{name}` | {outcome} | {text} | {default} |" for name, outcome, text, default in rows)]
-    )
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of flags; the last cell is the default. Flags without one share a row if all else is equal."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        key = (*rest, name) if rest[-1] else tuple(rest)
+        shared.setdefault(key, []).append(f"`{name}`")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join([' '.join(names), *key[: len(head) - 1]])} |" for key, names in shared.items()]
+    return "\n".join(lines)
+
+
+def training_rows() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield name, scripts, outcome, text and defaults of each flag of sft.py and dpo.py; two rows if texts differ."""
+    sft, dpo = ({entry.name: entry for entry in FLAGS[script]} for script in ("sft", "dpo"))
+    for name in {**sft, **dpo}:
+        ours, theirs = sft.get(name), dpo.get(name)
+        if ours and theirs and _are_alike(ours, theirs):
+            defaults = [
+                f"{script} `{entry.default}`" for script, entry in (("sft", ours), ("dpo", theirs)) if entry.default
+            ]
+            if len(defaults) == 2 and ours.default == theirs.default:
+                defaults = [_default(ours.default)]
+            yield name, "sft, dpo", theirs.outcome, theirs.text, ", ".join(defaults)
+            continue
+        for script, entry in (("sft", ours), ("dpo", theirs)):
+            if entry:
+                yield name, script, entry.outcome, entry.text, _default(entry.default)
+
+
+def _are_alike(ours: SpawnFlag, theirs: SpawnFlag) -> bool:
+    """Return True if the text of dpo.py's flag is that of sft.py's, but for what it says of dpo.py."""
+    more = theirs.text.removeprefix(ours.text)
+    return ours.outcome == theirs.outcome and (not more or (more != theirs.text and "dpo.py" in more))
+
+
+def _default(default: str | None) -> str:
+    return f"`{default}`" if default else ""
 
 
 def document() -> str:
@@ -47,24 +79,25 @@ def document() -> str:
     own = [
         (f"{name} {value}".rstrip(), "sets" if value else "honoured", text, "") for name, (value, text) in OWN.items()
     ]
-    parts = [HEADER, "## gaudi_spawn.py", "", table(own), ""]
-    for script, flags in FLAGS.items():
-        rows = [(flag.name, flag.outcome, flag.text, f"`{flag.default}`" if flag.default else "") for flag in flags]
-        parts += [f"## {script}.py", "", table(rows), ""]
+    generation = [(entry.name, entry.outcome, entry.text, _default(entry.default)) for entry in FLAGS["run_generation"]]
     merging = [
         ("--base_model_name", "sets", "folder of the Hugging Face model", ""),
         ("--adapter_model_name", "sets", "folder of the adapter, or of a run, whose newest export is taken", ""),
         ("--output_name", "sets", "folder to write, new or empty; nothing is uploaded", ""),
     ]
-    parts += ["## merge_peft_adapter.py", "", table(merging), ""]
     hydra = [
         ("--config-name", "sets", "the YAML file, in the folder config beside the script, or beside it", ""),
         ("--config-path", "sets", "another folder than config, from the script's own", ""),
         ("--config-dir", "sets", "another folder, from the current one", ""),
         ("key=value", "refused", "write it into the file", ""),
     ]
-    parts += ["## finetune.py", "", table(hydra), ""]
-    parts += ["Keys of the file: [fine-tuning](../guides/finetuning.md#run-a-finetune_lorayaml)."]
+    parts = [HEADER]
+    head = ("flag", "outcome", "here", "default")
+    parts += ["## gaudi_spawn.py", "", table(head, own), ""]
+    parts += ["## sft.py and dpo.py", "", table(("flag", "of", *head[1:]), training_rows()), ""]
+    parts += ["## run_generation.py", "", table(head, generation), ""]
+    parts += ["## merge_peft_adapter.py and finetune.py", "", table(head, [*merging, *hydra]), ""]
+    parts += ["Keys of the file: [finetune_lora.yaml](../guides/optimum_habana.md#run-a-finetune_lorayaml)."]
     return "\n".join(parts) + "\n"
 
 

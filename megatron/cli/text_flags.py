@@ -262,7 +262,7 @@ def add_tokenizer_flags(
         "--prepend-bos",
         action=argparse.BooleanOptionalAction,
         help="begin each text with the begin-of-text id (default: as Megatron's tokenizer of that name; "
-        "docs/guides/data_format.md)",
+        "docs/guides/pretrain.md)",
     )
     group.add_argument(
         "--parse-special",

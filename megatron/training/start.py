@@ -98,7 +98,7 @@ def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx
     if _has_own_parameter(total, (hidden, outputs[1])):
         raise LossError(
             f"{label} computes its losses from a parameter of its own, which no optimizer trains; make it a number or "
-            "an option, or write a model family that has it (docs/extending.md)"
+            "an option, or write a model family that has it (docs/internals/extending.md)"
         )
     if not bool(gradient.isfinite().all()):
         raise LossError(

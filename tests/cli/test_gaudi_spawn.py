@@ -133,7 +133,7 @@ def test_each_published_command_is_a_plan_or_names_mixtral(
     # and every flag of theirs is in the tables
     flags = {word.split("=")[0] for words in found for word in words if word.startswith("--")}
     assert len(flags) > 40
-    assert [name for name in sorted(flags) if not re.search(rf"^\| `{name}\b", FLAGS_PAGE, re.M)] == []
+    assert [name for name in sorted(flags) if not re.search(rf"^\|[^|]* ?`{name}\b[^|]*\|", FLAGS_PAGE, re.M)] == []
 
 
 def test_sft_py_trains_what_its_flags_and_defaults_say(trl: Path) -> None:

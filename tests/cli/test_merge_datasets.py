@@ -76,7 +76,7 @@ def test_the_result_is_numpys_concatenation(
 def write_by_hand(
     prefix: Path, tokens: NDArray[Any], lengths: NDArray[Any], pointers: NDArray[Any], sequences: NDArray[Any]
 ) -> None:
-    """The format of docs/guides/data_format.md; `sequences` is how many each document has."""
+    """The format of docs/reference/formats.md; `sequences` is how many each document has."""
     documents = np.concatenate([[0], np.cumsum(sequences)])
     code = {2: 8, 4: 4}[tokens.dtype.itemsize]
     prefix.with_suffix(".bin").write_bytes(tokens.tobytes())

@@ -18,7 +18,7 @@ from megatron.options.config import ConfigError
 from megatron.settings.command_line import load_config
 from tests.finetuning_files import write_chats, write_config
 
-DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "guides" / "finetuning.md"
+DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "guides" / "optimum_habana.md"
 # as published, but for the folders
 PUBLISHED = """
 model_id: base

@@ -498,7 +498,7 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_FI_PROVIDER": "verbs", "HL_HNIC": "false"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
         ({"HL_DATA_DIR_ROOT": "/d"}, "needs HL_DATA_FILE_PREFIX"),
         ({"HL_TOKENIZER_TYPE": "Llama4"}, "HL_TOKENIZER_TYPE='Llama4' must be GPT2BPETokenizer, HFTokenizer"),
-        ({"HL_QUIET": "2"}, "unknown variable HL_QUIET=2; docs/guides/launching.md lists the variables"),
+        ({"HL_QUIET": "2"}, "unknown variable HL_QUIET=2; docs/reference/variables.md lists the variables"),
         ({"HL_GSB": "8"}, "unknown variable HL_GSB=8; did you mean HL_GBS?"),
         ({"HL_LLAMA_VER": "2"}, "it belongs to scripts/run_llama.sh"),
     ],

@@ -217,10 +217,14 @@ def test_every_variable_of_the_newest_script_is_known() -> None:
 
 
 def test_every_default_is_that_of_the_newest_script_or_is_named_on_the_page() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "launching.md").read_text(encoding="utf-8")
-    others = page.partition("### Other defaults")[2].partition("### ")[0]
-    named = {row[1]: (row[2], row[3]) for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", others, re.M))}
-    ours = {row[1]: row[3] for row in map(cells, re.findall(r"^\| `HL_\w+` .*$", page.replace(others, ""), re.M))}
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "variables.md").read_text(encoding="utf-8")
+    others = page.partition("## Other defaults")[2].partition("\n## ")[0]
+    named = {row["Variable"]: (row["pretrain_llama.sh"], row["run_llama.sh"]) for row in table_rows(others)}
+    ours = {
+        name: row.get("run_llama.sh", row.get("Default", ""))
+        for row in table_rows(page.replace(others, ""))
+        for name in row["Variable"].replace("`", "").split(", ")
+    }
     supported = {variable.name.removeprefix("HL_") for variable in VARIABLES if "llama" in variable.scripts}
     known = supported & set(PRETRAIN_LLAMA.split())
     assert known == {*DEFAULTS, *COMPUTED}
@@ -232,9 +236,17 @@ def test_every_default_is_that_of_the_newest_script_or_is_named_on_the_page() ->
     assert named == differing
 
 
-def cells(row: str) -> list[str]:
-    """The cells of a table's row; the first is empty."""
-    return [cell.strip().strip("`") for cell in row.split("|")]
+def table_rows(text: str) -> list[dict[str, str]]:
+    """The rows of the tables of variables in a text, by the heads of their columns."""
+    rows: list[dict[str, str]] = []
+    head: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("| Variable "):
+            head = cells
+        elif line.startswith("| `HL_"):
+            rows.append(dict(zip(head, cells, strict=True)))
+    return rows
 
 
 @pytest.mark.parametrize(("version", "size"), MODELS)

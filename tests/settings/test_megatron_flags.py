@@ -28,13 +28,19 @@ PARSER = build_parser()
 
 PLACEHOLDERS = {"N": "1", "PATH": "some/path", "PREFIX": "some/prefix"}
 
-SAME = ("flag", "Megatron's default", "here", "what to know", "shown by")
+SAME = ("section", "flag", "Megatron's default", "here", "what to know")
+EQUAL = ("section", "flags, each with its default")
 RENAMED, MISSING, ONLY_HERE = (
     ("Megatron", "here", "what to know"),
     ("Megatron", "why, or what instead"),
     ("section", "flags"),
 )
-TABLES = {"Same name": SAME, "Renamed": RENAMED, "Not supported": MISSING, "Only in this project": ONLY_HERE}
+TABLES = {
+    "Same name": {EQUAL, SAME},
+    "Renamed": {RENAMED},
+    "Not supported": {MISSING},
+    "Only in this project": {ONLY_HERE},
+}
 
 TESTS = PAGE.parents[2] / "tests"
 MEGATRONS = set((TESTS / "settings" / "megatron_flag_names.txt").read_text(encoding="utf-8").split())
@@ -65,6 +71,20 @@ def rows(section: str) -> list[Row]:
     return [row for _, body in tables_of(sections_of(PAGE.read_text("utf-8"))[section]) for row in body]
 
 
+def same_rows() -> list[Row]:
+    """Section, flag, Megatron's default, ours and what to know of each flag of the same name."""
+    found = []
+    for row in rows("Same name"):
+        if len(row) == len(SAME):
+            found += [[row[0], name, *row[2:]] for name in row[1].split(" ")]
+            continue
+        section, listed = row
+        for entry in listed.split(", "):
+            name, default = entry.split(" ")
+            found.append([section, name, default, default, ""])
+    return found
+
+
 def answers() -> str:
     """The lines of megatron/settings/megatron_flags.tsv, from the page."""
     lines = []
@@ -91,17 +111,19 @@ def parsed(command: str) -> Config:
     return parse_arguments([PLACEHOLDERS.get(word, word) for word in command.split()])[0]
 
 
-same = rows("Same name")
+same = same_rows()
 renamed = rows("Renamed")
 missing = rows("Not supported")
 only_here = rows("Only in this project")
-same_flags = [flags_in(row[0])[0] for row in same]
+same_flags = [flags_in(row[1])[0] for row in same]
+SHOWN_BY = [line.split("\t") for line in (TESTS / "settings" / "megatron_flags_shown_by.tsv").read_text().splitlines()]
+"""Each flag of the same name, and the test that shows what it does."""
 
 
 def test_page_has_four_sections_and_each_table_a_known_head() -> None:
     found = sections_of(PAGE.read_text("utf-8"))
     heads = {section: {head for head, _ in tables_of(body)} for section, body in found.items()}
-    assert heads == {section: {head} for section, head in TABLES.items()}
+    assert heads == TABLES
     assert min(map(len, (same, renamed, missing, only_here))) > 5
 
 
@@ -114,26 +136,18 @@ def test_every_flag_called_ours_exists() -> None:
 
 def test_flags_listed_by_section_stand_in_that_section_of_the_config() -> None:
     section_of = {flag(name): section for name, (section, _) in options().items()}
-    parts = re.split(r"^### (\w+) options$", sections_of(PAGE.read_text("utf-8"))["Same name"], flags=re.MULTILINE)[1:]
-    listed = [
-        (name, head.lower()) for head, body in zip(parts[::2], parts[1::2], strict=True) for name in theirs_in(body)
-    ]
-    assert [name for name, _ in listed] == same_flags
+    listed = [(name, row[0]) for name, row in zip(same_flags, same, strict=True)]
     listed += [(name, row[0]) for row in only_here for name in flags_in(row[1])]
     assert [(name, section) for name, section in listed if section_of.get(name) != section] == []
 
 
-def theirs_in(body: str) -> list[str]:
-    return [name for _, found in tables_of(body) for row in found for name in flags_in(row[0])]
-
-
 def test_a_row_of_the_same_name_holds_one_flag_and_our_default() -> None:
     ours = {flag(name): shown(getattr(sections()[section], name)) for name, (section, _) in options().items()}
-    assert [row[0] for row in same] == [f"`{name}`" for name in same_flags]
-    assert {name: row[2] for name, row in zip(same_flags, same, strict=True)} == {
+    assert [row[1] for row in same] == [f"`{name}`" for name in same_flags]
+    assert {name: row[3] for name, row in zip(same_flags, same, strict=True)} == {
         name: ours[name] for name in same_flags
     }
-    assert [row[0] for row in same if not row[1]] == [], "a row lacks Megatron's default"
+    assert [row[1] for row in same if not row[2]] == [], "a row lacks Megatron's default"
 
 
 def test_a_name_of_megatrons_has_a_row_and_no_other_has() -> None:
@@ -141,14 +155,15 @@ def test_a_name_of_megatrons_has_a_row_and_no_other_has() -> None:
     assert [name for row in only_here for name in flags_in(row[1]) if name in MEGATRONS] == []
 
 
-def test_every_row_of_the_same_name_names_a_test_that_exists() -> None:
+def test_each_flag_of_the_same_name_is_shown_by_a_test_that_exists() -> None:
     functions = {
         f"{path.relative_to(TESTS)}::{node.name}"
-        for path in {TESTS / row[4].partition("::")[0] for row in same}
+        for path in {TESTS / test.partition("::")[0] for _, test in SHOWN_BY}
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
-    assert [(row[0], row[4]) for row in same if row[4] not in functions] == []
+    assert sorted(name for name, _ in SHOWN_BY) == sorted(same_flags)
+    assert [(name, test) for name, test in SHOWN_BY if test not in functions] == []
 
 
 def test_every_option_of_ours_is_listed_once() -> None:
@@ -179,7 +194,7 @@ def test_a_missing_flag_is_rejected() -> None:
 
 
 def test_values_named_in_a_row_are_values_of_its_flag() -> None:
-    named = [(row[0].strip("`"), value) for row in same for value in re.findall(r"`([^`-][^`]*)`", row[3])]
+    named = [(row[1].strip("`"), value) for row in same for value in re.findall(r"`([^`-][^`]*)`", row[4])]
     named += [
         (flags_in(here)[0], value)
         for _, here, remark in renamed

@@ -75,7 +75,7 @@ TOKENIZER_TYPES = {
     "NullTokenizer": _Type("NullTokenizer", False, False),
 }
 """Sources: megatron-core 0.19; Llama2Tokenizer: Megatron-LM up to core 0.16, whose class of that name prepends BOS;
-HFTokenizer: Megatron-DeepSpeed. See the table in docs/guides/data_format.md."""
+HFTokenizer: Megatron-DeepSpeed. See the table in docs/guides/pretrain.md."""
 MODEL_FILES = {
     "HFTokenizer": "a tokenizer.json or its folder",
     "SentencePieceTokenizer": "a SentencePiece .model",

@@ -1,7 +1,7 @@
 """The YAML file of a LoRA fine-tuning with DeepSpeed on Gaudi, as HL_* variables and flags of run_sft.sh.
 
 Its keys are those of `finetune.py --config-name=finetune_lora.yaml`, with ds_config.json beside it; the table is in
-docs/guides/finetuning.md. A key is translated, noted as needless, or refused by name.
+docs/guides/optimum_habana.md. A key is translated, noted as needless, or refused by name.
 """
 
 from __future__ import annotations

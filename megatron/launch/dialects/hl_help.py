@@ -159,7 +159,7 @@ def script_help(script: Script, topic: str) -> str:
     if not topic:
         return _overview(script, taken)
     if topic == "variables":
-        return f"Variables of run_{script}.sh (defaults: docs/guides/launching.md)\n" + _lines(taken)
+        return f"Variables of run_{script}.sh (defaults: docs/reference/variables.md)\n" + _lines(taken)
     if topic.startswith("HL_"):
         found = [variable for variable in taken if variable.name == topic]
         refused = next((entry for entry in REFUSED if covers(entry, topic)), None)

@@ -272,7 +272,7 @@ def _unknown_or_refused(given: Mapping[str, str], script: Script, reader: _Varia
             names = [known.removeprefix("HL_") for known in KNOWN if script in KNOWN[known].scripts]
             # without what all names share, in which a short name would be near to any other
             near = ["HL_" + found for found in difflib.get_close_matches(name.removeprefix("HL_"), names, n=1)]
-            hint = f"did you mean {near[0]}?" if near else "docs/guides/launching.md lists the variables"
+            hint = f"did you mean {near[0]}?" if near else "docs/reference/variables.md lists the variables"
             reader.fault(f"unknown variable {name}={value}; {hint}", *near)
         elif value.lower() not in refused.off:
             reader.fault(f"{name}={value} is not supported: {refused.reason}")

@@ -2,7 +2,7 @@
 
 One table, `VARIABLES`. Defaults that are not in a preset are in scripts/run_bloom13b.sh and scripts/run_llama.sh; here
 a variable is only translated. A value that cannot be used is a fault: none is ignored. An empty value counts as unset.
-Variables of Habana's scripts that are not supported are in hl_refused.py.
+Variables of Habana's scripts that are not supported are in hl_help.py.
 """
 
 from __future__ import annotations

@@ -191,8 +191,7 @@ def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
             _OPTIMIZERS,
-            "`HL_OPTIMIZER`; [paged AdamW](../guides/quantization.md#paged-adamw) on CUDA, AdamW elsewhere, with "
-            "a warning",
+            "`HL_OPTIMIZER`; [paged AdamW](../guides/adapters.md#paged-adamw) on CUDA, AdamW elsewhere, with a warning",
             default=optimizer,
         ),
         _to("--seed", "--seed", default=seed),

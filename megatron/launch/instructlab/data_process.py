@@ -113,7 +113,7 @@ def _texts(data_path: Path, column: str) -> Iterator[str]:
 #     from megatron.api import DataProcessArgs, data_process as dp
 #     dp.main(DataProcessArgs(data_path="chats.jsonl", data_output_path="data", max_seq_len=4096, model_path="model"))
 #
-# The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/guides/finetuning.md),
+# The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/reference/instructlab.md),
 # tokenizer/, and data.json with the digests of their inputs: the same call, made again or on another node that shares
 # the folder, uses what is there.
 

@@ -81,7 +81,7 @@ def write_callbacks(callbacks: Sequence[TrainerCallback], folder: Path) -> tuple
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Translation of InstructLab's arguments into a config; docs/guides/finetuning.md has the table.
+# Translation of InstructLab's arguments into a config; docs/reference/instructlab.md has the table.
 
 NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""

@@ -1,6 +1,6 @@
 """Differences between the releases of DeepSpeed: upstream's, and the fork in the Gaudi software (0.16 in release 1.21).
 
-All code that depends on the release is here; docs/start/gaudi.md has the table.
+All code that depends on the release is here; docs/start/gaudi.md has the releases.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_each_name_gives_megatrons_ids(test_data: Path, begins_with_bos: Path) -
 
 
 def test_the_table_of_names_is_that_of_the_code() -> None:
-    page = (ROOT / "docs" / "guides" / "data_format.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "pretrain.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| ([\w. ]+) \| (parsed|text) \|", page, flags=re.MULTILINE)
     words = {True: "yes", False: "no", None: "as tokenizer.json says"}
     assert rows == [
