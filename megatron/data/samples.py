@@ -132,6 +132,7 @@ class Documents(Protocol):
         """Return the tokens of each sequence, [rows, sequences]."""
 
 
+# What is repeated leaves the validation, not the training, whose data and fingerprint so stay what they are.
 def repeats(held_out: Documents, others: Sequence[Documents]) -> NDArray[np.bool_]:
     """Return which of the documents [rows] are also in one of the other files."""
     signs, count = _signs(held_out), held_out.lengths().shape[1]

@@ -22,6 +22,8 @@ ATTENTION_QUERIES = 64
 """Queries of a block of attention on a CPU: their scores stay in the cache from product to product."""
 
 
+# Each chunk reads and writes the float32 sum of the weight's gradient: with fewer tokens that takes longer than the
+# products.
 def least_tokens(hidden_size: int) -> int:
     """Return the fewest tokens of one of several chunks."""
     return min(max(MIN_CHUNK_TOKENS, hidden_size), ENOUGH_TOKENS)

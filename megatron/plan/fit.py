@@ -108,6 +108,8 @@ def memory_warning(config: Config, num_devices: int, ranks_per_node: int) -> str
     return f"the plan {fit_text(room, size)}; --dry-run (HL_DRY_RUN=1) lists layouts that fit"
 
 
+# Nothing here knows which change saves what: candidates in the order of a rough cost are planned until enough of them
+# fit.
 def propose(config: Config, num_devices: int, devices_per_node: int, room: Capacity) -> list[Proposal]:
     """Return the layouts nearest to the run's that fit, fewest devices first, then by estimated cost.
 

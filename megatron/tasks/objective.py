@@ -26,6 +26,8 @@ IGNORED = -100
 """Label of what is not in the loss, as in torch and transformers."""
 
 
+# Torch has no tensor that refuses to be written: what the loss needs afterwards is computed before the user's
+# function, and version counters are compared after it.
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
     """Microbatch as a loss function sees it: [B, S], or with `rows` [N, L]. Its tensors are not to be written."""

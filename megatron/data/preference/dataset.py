@@ -28,6 +28,8 @@ CHOSEN, REJECTED = 1, 2
 """Sequences of a document."""
 
 
+# Pairs are cut when they are read: TRL cuts prompt and answer together, for each side apart, so a stored cut could
+# not share the prompt, and each length would need a dataset of its own.
 @dataclass(frozen=True)
 class PairLimits:
     """Limits of the length of a pair."""

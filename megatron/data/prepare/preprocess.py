@@ -160,6 +160,8 @@ class PreprocessJob:
         return read_batches(self.sources, rules, start=start)
 
 
+# Threads, not processes: tokenizers, gigatoken and hashing release the interpreter's lock, so nothing is pickled, and
+# a kill leaves no process behind.
 def map_in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterator[A], ahead: int) -> Generator[B]:
     """Yield results as `pool.map` does, with at most `ahead` items in flight."""
     waiting: deque[Future[B]] = deque()

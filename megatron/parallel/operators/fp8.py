@@ -84,6 +84,8 @@ def _stage_group(ctx: ParallelContext) -> dist.ProcessGroup | None:
     return groups[ctx.stage]
 
 
+# Switched on around the forward passes of training alone: evaluation measures the model that is exported, and moves
+# no scale. Scales are not saved, since the engine's own form of them is a pickle; one interval measures them again.
 class Fp8Method(BaseMethod):
     """x @ W^T + b with operands in fp8 during a training pass, in 16 bits otherwise. One method for each layer."""
 
