@@ -42,6 +42,8 @@ class Ancestor:
     """False where only the weights were taken, so that nothing else of that run leads to this one."""
 
 
+# The identity is drawn, not derived from options, so that two runs of one command differ. As in Neptune, a run that
+# branches keeps what its parent saved up to that step, and nothing later.
 @dataclass(frozen=True)
 class Run:
     """A run, over all its starts."""

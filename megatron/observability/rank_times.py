@@ -154,6 +154,8 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
     )
 
 
+# Median against median. A rank that is its stage alone is compared with the others' FLOPs and with its own past; a
+# fraction of the work is not expected to take a fraction of the time, which small models contradict.
 def slowness(one: RankRecord, others: Sequence[RankRecord]) -> Slowness:
     """Return a rank's own time against that expected of it, in the way in which it is the slowest."""
     if not others:

@@ -94,6 +94,8 @@ class ReplicaCheck:
         return next((each for each in ctx.gather_objects(text) if each is not None), "")
 
 
+# Sums of bits on the device: 8 bytes a parameter travel, over the host's network, since a device's collectives may
+# lack int64.
 def checksum(tensor: Tensor) -> Tensor:
     """Return an int64 scalar on the tensor's device, equal for equal bits.
 

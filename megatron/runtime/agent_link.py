@@ -31,6 +31,8 @@ class Datagrams:
     def __init__(self, address: str, sender: int) -> None:
         """Bind a free port of this address. Raises OSError."""
         self._sender = sender
+        # Datagrams: reports are repeated anyway, no connection breaks or hangs, and ranks of any launcher can send
+        # them. (Clients of torch's TCPStore wait forever for a stopped server.)
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         try:
             self._socket.bind((address, 0))

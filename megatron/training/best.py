@@ -18,6 +18,8 @@ from megatron.options.progress import BestEvaluation, Progress
 from megatron.parallel.context import ParallelContext
 
 
+# Patience counts against the last improvement larger than the minimum, as in Lightning, so slow progress adds up;
+# transformers compares with the best of all, and would end it.
 class BestTracker:
     """Compares the validations of a run by `best_metric`. Collective in use; does nothing unless an option needs it.
 

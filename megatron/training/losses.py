@@ -23,6 +23,7 @@ from megatron.tasks.loss_result import LossError, LossResult
 from megatron.tasks.task import OfOutputs, Task
 
 
+# Two numbers each for loss and norm, with an outlier cut off at its limit, are saved as JSON and restored exactly.
 class SpikeDetector:
     """Compares each step with the running estimates in `progress`, which it updates. Alike on every rank."""
 

@@ -60,6 +60,8 @@ class NodesChangedError(Exception):
     """Nodes wait to join; the ranks restart with them."""
 
 
+# Not torch's agents: these restart a run that was refused, kill ranks 30 s after a SIGTERM, in which no large
+# checkpoint is saved, and need torch and a store for a single node.
 class Agent:
     """Ranks of this node, from their start to the end of the run."""
 

@@ -145,6 +145,8 @@ def agent_command(plan: LaunchPlan) -> list[str]:
     return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
 
 
+# By ssh's standard input, in a second connection: pdsh passes no input on, sshd drops variables, and every user of a
+# host reads its command lines.
 def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
     """Start to write a new secret for the agents into a file on each host, by ssh's standard input.
 

@@ -97,6 +97,7 @@ def check_mpirun(request: LaunchRequest, hosts: Sequence[Host]) -> Iterator[str]
         yield fault
 
 
+# mpirun starts agents, not ranks: it would end all ranks a second after a failure or a SIGTERM, before they save.
 def mpirun_command(plan: LaunchPlan, names: Sequence[str], hostfile: str | None) -> list[str]:
     """Return the command that starts an agent on each node. `names`: variables whose values they get."""
     return [

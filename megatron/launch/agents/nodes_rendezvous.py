@@ -70,6 +70,7 @@ RECONNECT_S = 15.0
 POLL_S = 0.05
 
 
+# Not torch's elastic rendezvous, which unpickles what any peer writes to a store that listens on all interfaces.
 class NodesRendezvous(Rendezvous):
     """Rendezvous of several nodes, ordered by `node_rank`.
 

@@ -72,6 +72,8 @@ class Node:
     joined_s: float = 0.0
 
 
+# It alone chooses the nodes of a round and decides on restarts: two hosts cannot give way to one spare host, and an
+# agent sees its own ranks alone, which may only have lost others.
 class Server(threading.Thread):
     """Serves the rendezvous on `listener` until `stop`, or without restarts until all nodes have their numbers."""
 

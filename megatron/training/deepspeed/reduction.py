@@ -95,6 +95,9 @@ class _Bucket:
     work: Any = None
 
 
+# A bucket is summed to the owner of its shard: half the bytes of an all-reduce. A reduce_scatter over all ranks would
+# have to copy it first, and took twice as long over gloo. DeepSpeed 0.19.8 reduces after the last backward pass, in
+# one call.
 class GradientBuffers:
     """The gradients of a rank's trained parameters, from the first of a step to its update."""
 
