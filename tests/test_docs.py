@@ -109,6 +109,17 @@ def test_the_design_has_the_rooms_and_floors_of_the_code() -> None:
     assert listed == FLOORS
 
 
+def test_tables_have_a_cell_for_each_head_and_stand_by_themselves() -> None:
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for before, table, after in re.findall(r"(.*)\n((?:^\|.*\n)+)(.*)", text, re.MULTILINE):
+            widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            if len(widths) > 1 or before.strip() or after.strip():
+                broken.append(f"{page.relative_to(ROOT)}: {table.splitlines()[0]}")
+    assert broken == []
+
+
 def test_a_page_that_is_not_there_is_found(tmp_path: Path) -> None:
     name = "docs" + "/guides/gone.md"
     assert mentions(f'raise ValueError("see {name}#why, or out/{name}")') == [(name, "why")]

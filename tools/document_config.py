@@ -33,6 +33,7 @@ In a preset, a YAML file, options are grouped by the sections below: `training: 
   one overrides an earlier one, option by option: `--config llama32_1b --config sft_llama`.
 - Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` false. `none` unsets an option.
 - `--print-config` prints the resolved config; a run saves it as `config.yaml`. All errors are reported together.
+- The data-parallel size is the number of ranks / (tensor x pipeline).
 """
 
 PRESETS = """
@@ -84,8 +85,7 @@ def presets_table() -> str:
 
 def section_table(section: str, cls: type) -> str:
     """Return the heading and the table of one section."""
-    purpose = (cls.__doc__ or "").strip()
-    rows = [f"## {section}", "", purpose, "", "| flag | type | default | meaning |", "|---|---|---|---|"]
+    rows = [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
     for name, hint in get_type_hints(cls, include_extras=True).items():
         doc = option_doc(section, name).replace("|", "\\|")
         rows.append(f"| `{flag(name)}` | {type_text(hint)} | {shown(getattr(cls, name))} | {doc} |")

@@ -18,20 +18,10 @@ HEADER = """# Flags of optimum-habana's scripts
 
 <!-- Written by tools/document_gaudi_spawn.py from the tables of megatron/: change those, not this page. -->
 
-What becomes of each flag in `python -m megatron.gaudi_spawn`; [from optimum-habana to
-here](../guides/optimum_habana.md) begins with the commands.
-
-| outcome | meaning |
-|---|---|
-| sets | [variables](variables.md), flags of [training](configuration.md) or [generation][generation] |
-| honoured | what it requests always holds here |
-| no effect | it is accepted, and a note gives the reason |
-| refused | the command ends before anything starts, with the remedy |
-
-A default is the script's own, which counts here too where the flag is left out. Flags with equal answers share a row.
-Any other flag is refused, with the nearest name. `SCRIPT --help` prints the same in a terminal.
-
-[generation]: ../guides/generation.md
+What becomes of each flag in `python -m megatron.gaudi_spawn`; the [guide](../guides/optimum_habana.md) has commands. A
+flag **sets** [variables](variables.md), or flags of [training](configuration.md) or generation; is **honoured**, since
+what it requests always holds here; has **no effect**, with a note; or is **refused**, with the remedy. A default is
+the script's own, which counts here too where the flag is left out. Any other flag is refused, with the nearest name.
 """
 
 

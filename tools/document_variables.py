@@ -22,12 +22,11 @@ HEADER = """# HL_* variables
 
 `scripts/run_*.sh`, `generate.sh` and `evaluate.sh` translate these into flags of `tools/launch.py` and
 `megatron.train`. `--help variables` of a script lists its own, `--help HL_GBS` explains one.
-[Launching](../guides/launching.md) has examples.
+Two that set one flag differently are an error.
 
 - An empty variable counts as unset. An unknown variable is an error that names the most similar one.
 - "preset" means that the preset (`megatron/presets/*.yaml`) holds the value and that the variable overrides it.
 - Arguments of a script are flags of `megatron.train` ([configuration](configuration.md)) and override the variables.
-- Two variables that set one flag differently are an error.
 - `HL_CONFIG` selects another preset, or a YAML file. Then the script's defaults of the data, of `HL_RAMPUP_BS`,
   `HL_SEQ_PARALLEL` and `HL_OPTIMIZER` do not apply. A preset `tiny_*` has a default layout of 1 x 1 x 1.
 """
