@@ -125,15 +125,15 @@ def attribution(ctx: Any, step: Callable[[], None]) -> dict[str, list[float]]:
 
         return run
 
-    ctx.clock.start(ctx.device)
-    clock, checks = ctx.clock._clock, ctx.checks
+    ctx.state.clock.start(ctx.device)
+    clock, checks = ctx.state.clock._clock, ctx.state.checks
     clock.begin, clock.end = counted("clock", clock.begin), counted("clock", clock.end)
     checks._add = counted("checks", checks._add)
     for _ in range(STEPS):
         spent_s.update(dict.fromkeys(found, 0.0))
-        with ctx.clock.step():
+        with ctx.state.clock.step():
             counted("step", step)()
-        ctx.clock.read()
+        ctx.state.clock.read()
         for name, seconds in spent_s.items():
             found[name].append(seconds)
     return found

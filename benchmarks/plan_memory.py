@@ -191,7 +191,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     step()
     parts = _peak_cpu(step, allocations) if allocations else None
     measured = parts.tensors + parts.communication if parts else _peak_cuda(step)
-    stage = memory_by_stage(config, ctx.grad_size)[ctx.stage]
+    stage = memory_by_stage(config, ctx)[ctx.stage]
     planned = stage.memory.total + (stage.host_bytes if device == "cpu" else 0)
     result = Result(ctx.stage, planned, measured, stage.peak, parts)
     if device == "cuda" and abs(result.ratio - 1) > explain:

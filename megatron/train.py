@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.observability.metric_writers import check_wandb
 from megatron.options.config import Config, ConfigError, on_device
 from megatron.options.dependents import slow_mode
+from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals, is_launched
 from megatron.runtime.commands import DONE, REFUSED
@@ -342,9 +343,7 @@ def check_deepspeed(config: Config) -> dict[str, Any]:
     """Return DeepSpeed's settings. Raises ConfigError for a JSON that is missing or contradicts the config."""
     from megatron.training.deepspeed.config import deepspeed_config
 
-    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    data_size = int(os.environ.get("WORLD_SIZE", "1")) // model_ranks
-    return deepspeed_config(config, data_size)
+    return deepspeed_config(config, Layout.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def announce(ctx: ParallelContext, text: str) -> None:

@@ -37,7 +37,8 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError as CheckpointError
 from megatron.checkpoint.errors import SaveError as SaveError
 from megatron.checkpoint.foreign import MANIFEST as MANIFEST
-from megatron.parallel.shards import LayoutError, Shard
+from megatron.parallel.layout import LayoutError
+from megatron.parallel.shards import Shard
 
 FORMAT = "megatron-3d"
 VERSION = 2

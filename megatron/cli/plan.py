@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from megatron.cli.command import command
 from megatron.options.config import ConfigError
+from megatron.parallel.layout import Layout
 from megatron.plan.describe import describe
 from megatron.runtime.commands import command_name
 from megatron.runtime.terminal import for_stderr
@@ -35,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(arguments)
     try:
         config = read_command_line(flags).config  # its faults come with all others below
-        parallel = config.parallel
         num_devices = options.num_devices
         if num_devices is None:
-            num_devices = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+            num_devices = Layout.of(config.parallel).world_size
         if num_devices < 1 or options.devices_per_node < 1:
             raise ConfigError(
                 [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be at least 1"]

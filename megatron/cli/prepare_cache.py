@@ -19,6 +19,7 @@ from megatron.data.blend import BlendedDataset, sets_of
 from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
 from megatron.data.index.indexed import DataError
 from megatron.options.config import Config, ConfigError
+from megatron.parallel.layout import Layout
 from megatron.runtime.commands import command_name, train_name
 from megatron.settings.command_line import load_config, read_command_line
 
@@ -27,8 +28,7 @@ COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
 
 def read_config(flags: Sequence[str]) -> Config:
     """Return the run's config, validated for one data-parallel rank, which changes nothing. Raises ConfigError."""
-    parallel = read_command_line(flags).config.parallel
-    return load_config(flags, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    return load_config(flags, Layout.of(read_command_line(flags).config.parallel).world_size)
 
 
 def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) -> str:

@@ -366,7 +366,7 @@ class _Replica:
         coordinates = [(ctx.num_stages - 1, 0)]
         if self._chooser is not None:
             coordinates = list(itertools.product(range(ctx.num_stages), range(ctx.tensor_size)))
-        ranks = [int(ctx.topology.get_rank(pipe=pipe, data=ctx.batch_rank, model=model)) for pipe, model in coordinates]
+        ranks = [ctx.rank_at(stage=stage, tensor_rank=tensor_rank) for stage, tensor_rank in coordinates]
         return [rank for rank in ranks if rank != ctx.rank]
 
     def _send(self, pending: _Pending) -> None:

@@ -26,6 +26,7 @@ from megatron.launch.plan import LaunchPlan, LaunchRequest, check_addresses, fin
 from megatron.launch.preflight import run_id
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import dashed
+from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, status_of
 from megatron.runtime.commands import DONE, REFUSED, command_name
 from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables
@@ -166,12 +167,12 @@ def plan_ranks(
     device = load.device if load.device != "auto" else request.device
     if device not in ("hpu", "cuda", "cpu"):
         device = detect_device(allow_hpu=device != "no-hpu")
-    model_ranks = load.tensor_model_parallel_size * load.pipeline_model_parallel_size
+    model_ranks = Layout.of(load).model_size
     copies = request.data_parallel_size
     devices = request.devices_per_node or -(-model_ranks * (copies or 1) // request.nodes)
     world_size = request.nodes * devices
     if copies is None:
-        copies = request.data_parallel_size = max(1, world_size // model_ranks)
+        copies = request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
     hosts, faults = find_hosts(request, devices)
     request.faults += [*_layout_faults(request, load, world_size, devices), *faults]
     request.faults += check_addresses(hosts, request.hostsfile)
@@ -217,8 +218,7 @@ def plan_ranks(
 
 
 def _layout_faults(request: LaunchRequest, load: LoadOptions, world_size: int, devices: int) -> Iterator[str]:
-    model_ranks = load.tensor_model_parallel_size * load.pipeline_model_parallel_size
-    if (request.data_parallel_size or 1) * model_ranks != world_size:
+    if (request.data_parallel_size or 1) * Layout.of(load).model_size != world_size:
         yield from checks.check_layout(request, load, devices)
 
 

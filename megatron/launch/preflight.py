@@ -28,6 +28,7 @@ from megatron.options.config import Config, on_device
 from megatron.options.data import parse_data_path
 from megatron.options.dependents import slow_mode
 from megatron.options.flags import flag
+from megatron.parallel.layout import Layout
 from megatron.plan.pipeline import partition_warnings
 from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables, known_device
 from megatron.settings.command_line import CommandLine, faults_in_all, read_command_line
@@ -41,17 +42,12 @@ UNREADABLE = SIZES | MEETING | {"model"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ConfigOnRanks:
     """A config, and the ranks that run it."""
 
     config: Config
     devices_per_node: int
     world_size: int
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that share one copy of the model."""
-        return self.config.parallel.tensor_model_parallel_size * self.config.parallel.pipeline_model_parallel_size
 
 
 def preflight(request: LaunchRequest) -> LaunchPlan:
@@ -170,11 +166,11 @@ def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tu
     return None if device == "auto" and not lazy and not given else lazy, []
 
 
-def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy: bool | None) -> list[Layout]:
+def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy: bool | None) -> list[ConfigOnRanks]:
     """Return the layout of a config on its device; several, if nodes, devices or sizes cannot be read."""
     if device in ("hpu", "cuda", "cpu"):
         config = on_device(config, device, lazy=bool(lazy))
-    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    model_ranks = Layout.of(config.parallel).model_size
     devices_per_node = request.devices_per_node or _default_devices(request, device, model_ranks)
     if request.unread & SIZES:
         return [_layout(request, config, devices_per_node, model_ranks * copies) for copies in (1, 2, 3)]
@@ -184,11 +180,11 @@ def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy
     return [_layout(request, config, devices_per_node, world_size)]
 
 
-def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world_size: int) -> Layout:
-    layout = Layout(config, devices_per_node, world_size)
+def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world_size: int) -> ConfigOnRanks:
+    layout = ConfigOnRanks(config, devices_per_node, world_size)
     if request.samples_per_rank is None:
         return layout
-    samples = request.samples_per_rank * max(1, world_size // layout.model_ranks)
+    samples = request.samples_per_rank * Layout.of(config.parallel, world_size).num_batch_ranks
     training = dataclasses.replace(config.training, global_batch_size=samples)
     return dataclasses.replace(layout, config=dataclasses.replace(config, training=training))
 
@@ -200,7 +196,7 @@ def _default_devices(request: LaunchRequest, device: str | None, model_ranks: in
     return DEVICES_PER_NODE
 
 
-def _check_layout(request: LaunchRequest, layout: Layout) -> Iterator[str]:
+def _check_layout(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str]:
     """Yield the faults of the options, and of what they name."""
     config, world_size = layout.config, layout.world_size
     if not request.unread & SIZES:
@@ -224,7 +220,7 @@ def _check_graphs(request: LaunchRequest, config: Config, *, lazy: bool | None) 
 
 
 def _check_launcher(
-    request: LaunchRequest, layouts: Sequence[Layout], hosts: Sequence[Host], flags: Sequence[str]
+    request: LaunchRequest, layouts: Sequence[ConfigOnRanks], hosts: Sequence[Host], flags: Sequence[str]
 ) -> Iterator[str]:
     """Yield what keeps pdsh or mpirun from starting the agents, and from giving them their variables."""
     if hosts and not request.dry_run:
@@ -248,14 +244,14 @@ def _check_environment(request: LaunchRequest) -> Iterator[str]:
         yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
 
 
-def _check_data(request: LaunchRequest, layout: Layout) -> Iterator[str]:
+def _check_data(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str]:
     """Yield the faults of the dataset, unless it is still to be made."""
     given, data = request.fine_tuning, layout.config.data
     if data.data_path != ("DATASET",) and (given is None or (given.data is None and given.folder is not None)):
         yield from checks.check_data_files(layout.config)
 
 
-def _check_machine(request: LaunchRequest, layout: Layout, *, is_remote: bool) -> Iterator[str]:
+def _check_machine(request: LaunchRequest, layout: ConfigOnRanks, *, is_remote: bool) -> Iterator[str]:
     """Yield what this machine lacks, if it runs ranks."""
     device = layout.config.parallel.device
     if request.dry_run or is_remote or request.unread & (SIZES | MEETING):
@@ -289,7 +285,7 @@ def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Ite
         yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
-def _warn_of_devices(layout: Layout) -> Iterator[str]:
+def _warn_of_devices(layout: ConfigOnRanks) -> Iterator[str]:
     if layout.config.parallel.device == "hpu":
         yield from warn_of_modules(layout.devices_per_node)
 
@@ -321,7 +317,7 @@ def run_id(request: LaunchRequest, flags: Sequence[str]) -> str:
     return f"{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
 
 
-def _rank_environment(request: LaunchRequest, layout: Layout, *, lazy: bool | None) -> dict[str, str]:
+def _rank_environment(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bool | None) -> dict[str, str]:
     device = layout.config.parallel.device
     environment = dict(request.environment)
     if lazy is not None:
@@ -365,14 +361,12 @@ def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
     return flags
 
 
-def _run_folder(layout: Layout) -> str:
+def _run_folder(layout: ConfigOnRanks) -> str:
     """Return ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_20260131_235959, as Habana's scripts name it."""
-    config = layout.config
-    t, p = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    training = config.training
-    data_parallel_size = layout.world_size // layout.model_ranks
+    config, training = layout.config, layout.config.training
+    ranks = Layout.of(config.parallel, layout.world_size)
     return (
         f"ds_z{config.optimizer.zero_stage}_nl{config.model.num_layers}_hs{config.model.hidden_size}"
-        f"_gb{training.global_batch_size}_mb{training.micro_batch_size}_D{data_parallel_size}_T{t}_P{p}"
-        f"_devices{data_parallel_size * t * p}_{time.strftime('%Y%m%d_%H%M%S')}"
+        f"_gb{training.global_batch_size}_mb{training.micro_batch_size}_D{ranks.num_batch_ranks}_T{ranks.tensor_size}_P{ranks.num_stages}"
+        f"_devices{ranks.world_size}_{time.strftime('%Y%m%d_%H%M%S')}"
     )

@@ -425,7 +425,7 @@ class SelfAttention(nn.Module):
             return self.dense(self._cached(hidden, packing))
         q, k, v = self.project(hidden)
         if self.recompute_core and self.training:
-            context = self.ctx.streams.recomputed(self._core, q, k, v, packing)
+            context = self.ctx.state.streams.recomputed(self._core, q, k, v, packing)
         else:
             context = self._core(q, k, v, packing)
         return self.dense(context)
@@ -475,7 +475,7 @@ class SelfAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
         dropout = self.dropout if self.training else 0.0
         if dropout:
-            with self.ctx.streams.sharded():
+            with self.ctx.state.streams.sharded():
                 context = self.shared.kernel(q, k, v, packing, dropout)
         else:
             context = self.shared.kernel(q, k, v, packing, 0.0)

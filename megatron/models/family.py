@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from megatron.models import adapters
 from megatron.options.config import Config, ConfigError, ModelConfig
+from megatron.parallel.layout import LayoutError
 from megatron.parallel.operators.nf4_layout import cut_fault
-from megatron.parallel.shards import LayerDeclaration, LayoutError, declared_shards
+from megatron.parallel.shards import LayerDeclaration, declared_shards
 from megatron.plan.pipeline import waits_like_1f1b
 from megatron.settings.plugins import load_plugin
 

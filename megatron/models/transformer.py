@@ -64,7 +64,7 @@ def _streams(tokens_BS: Tensor, packing: Packing | None, ctx: ParallelContext) -
     # the sum over each sequence: of equal sequences it is equal
     sums_BS = words_BS.cumsum(1, dtype=torch.int32)
     sequence_BS = sums_BS.gather(1, ends_BS) - sums_BS.gather(1, starts_BS) + words_BS.gather(1, starts_BS)
-    low, high = _key(ctx.streams.step_key, device)
+    low, high = _key(ctx.state.streams.step_key, device)
     start_BS = _mixed(_mixed(sequence_BS + low) + (place_BS + 1) * _signed(0xC2B2AE3D))
     stride_BS = _mixed(start_BS ^ high) | 1
     return torch.stack((start_BS.t(), stride_BS.t()), -1), (ends_BS - starts_BS + 1).t().float()
@@ -245,7 +245,7 @@ class EmbeddingOutput(nn.Module):
         if self.norm is not None:
             hidden = self.norm(hidden)
         sharded = self.ctx.sequence_parallel
-        return repack(dropout(hidden, self.probability, self.training, self.ctx.streams, sharded=sharded), stream)
+        return repack(dropout(hidden, self.probability, self.training, self.ctx.state.streams, sharded=sharded), stream)
 
 
 class _MLP(nn.Module):
@@ -325,7 +325,7 @@ class TransformerLayer(nn.Module):
     def forward(self, stream: Stream) -> Stream:
         hidden, packing = unpack(stream)
         if self.recompute_all and self.training:
-            return repack(self.ctx.streams.recomputed(self._layer, hidden, packing), stream)
+            return repack(self.ctx.state.streams.recomputed(self._layer, hidden, packing), stream)
         return repack(self._layer(hidden, packing), stream)
 
     def _layer(self, hidden: Tensor, packing: Packing | CachedTokens | None) -> Tensor:
@@ -339,7 +339,7 @@ class TransformerLayer(nn.Module):
         """branch(norm(hidden)), with what is to be recomputed of it."""
         discards = self.discards_norms and self.training
         if recomputed and self.training:
-            streams = self.ctx.streams
+            streams = self.ctx.state.streams
             if discards:
                 return streams.recomputed(lambda x: branch(norm(x)), hidden)
             return streams.recomputed(branch, norm(hidden))
@@ -347,7 +347,7 @@ class TransformerLayer(nn.Module):
 
     def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
         sharded = self.ctx.sequence_parallel
-        return hidden + dropout(branch, self.probability, self.training, self.ctx.streams, sharded=sharded)
+        return hidden + dropout(branch, self.probability, self.training, self.ctx.state.streams, sharded=sharded)
 
 
 def project_tied(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:

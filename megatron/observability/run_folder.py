@@ -290,7 +290,7 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
         "layout": {
             "tensor": ctx.tensor_size,
             "pipeline": ctx.num_stages,
-            "data": ctx.grad_size,
+            "data": ctx.num_batch_ranks,
             "zero_stage": config.effective_zero_stage,
         },
         "versions": {

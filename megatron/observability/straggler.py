@@ -37,7 +37,7 @@ class Straggler:
         self._positions: deque[int] = deque(maxlen=WINDOW)
         self._earlier: list[float] | None = None
         self._left_out = WARM_UP
-        ctx.clock.start(ctx.device)
+        ctx.state.clock.start(ctx.device)
         flops = stage_work(config)
         self._blanks = [
             RankRecord(place, work=(*flops[place.stage], float(trained), 0.0))
@@ -53,7 +53,7 @@ class Straggler:
 
         Collective over the host's network. The device must have ended the last step.
         """
-        for step in self._ctx.clock.read():
+        for step in self._ctx.state.clock.read():
             if self._left_out:
                 self._left_out -= 1
                 continue

@@ -165,6 +165,11 @@ def batch_sizes(training: TrainingConfig) -> list[int]:
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
 
 
+def num_microbatches(training: TrainingConfig, num_batch_ranks: int) -> int:
+    """Return the microbatches of each data-parallel rank in a step, once any ramp-up is over."""
+    return max(1, training.global_batch_size // (training.micro_batch_size * num_batch_ranks))
+
+
 def batch_levels(training: TrainingConfig) -> list[tuple[int, int | None]]:
     """Return each global batch size with the first consumed_samples beyond it (None: the last)."""
     if training.rampup_batch_size is None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.options.config import Config
+from megatron.options.config import Config, num_microbatches
 
 
-def num_microbatches(config: Config, data_parallel_size: int) -> int:
-    """Return the microbatches of one rank in a global batch of the final size."""
-    training = config.training
-    return max(1, training.global_batch_size // (training.micro_batch_size * data_parallel_size))
-
-
-def scaling(config: Config, data_parallel_size: int) -> tuple[int, int]:
+def scaling(config: Config, num_batch_ranks: int) -> tuple[int, int]:
     """Return the interval and the length of the history, in microbatches.
 
     Source of what is unset: examples/llama/pretrain_llama.sh of HabanaAI/Megatron-LM 1.24.
     """
-    microbatches, fp8 = num_microbatches(config, data_parallel_size), config.fp8
+    microbatches, fp8 = num_microbatches(config.training, num_batch_ranks), config.fp8
     interval = fp8.fp8_interval or microbatches
     return interval, fp8.fp8_amax_history_len or -(-min(interval, microbatches) // 16)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,22 +65,6 @@ def block_bytes(m: int, k: int, n: int, *, adds: bool = False) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The adapters of one linear layer, as its declaration names them and its method computes them. Without torch.
-
-
-class AdapterSwitch:
-    """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
-
-    def __init__(self) -> None:
-        self.is_on = True
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Compute without adapters."""
-        self.is_on = False
-        try:
-            yield
-        finally:
-            self.is_on = True
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Place of this process on the tensor, pipeline and data axes, and its process groups."""
+"""This process in the layout: its process groups, its device, and the state of its passes."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -12,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.parallel import plain_data
-from megatron.parallel.block_sizes import AdapterSwitch
-from megatron.parallel.deferred import DeferredGradients, Fp8Passes
-from megatron.parallel.finite_checks import FiniteChecks
-from megatron.parallel.phase_clock import StepClock
-from megatron.parallel.rng import RandomStreams
-from megatron.parallel.shards import LayoutError
+from megatron.parallel.layout import Layout
+from megatron.parallel.pass_state import DeferredGradients, PassState
 from megatron.runtime import network
 from megatron.runtime.accelerator import quiet
 
@@ -105,29 +102,17 @@ def _join_process_group(device_kind: str, timeout: timedelta) -> None:
 
 
 @dataclass(frozen=True)
-class ParallelContext:
-    """Sizes, ranks and groups, built once in `main` and passed down.
+class ParallelContext(Layout):
+    """The layout with this rank's process groups and device, built once in `main` and passed down.
 
-    Ranks are numbered with the tensor axis fastest, then data, then pipeline: tensor-parallel neighbours
-    share a node.
+    It is frozen; what changes from pass to pass is in `state`.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    tensor_rank: int = 0
-    tensor_size: int = 1
     tensor_group: dist.ProcessGroup | None = None
-    stage: int = 0
-    num_stages: int = 1
-    batch_rank: int = 0
-    """Index of the share of each global batch that this rank reads."""
-    num_batch_ranks: int = 1
     batch_group: dist.ProcessGroup | None = None
     """The ranks that read different shares of a batch for the same part of the model."""
-    grad_rank: int = 0
-    """Place among the ranks over which the gradients of this part of the model are summed, and ZeRO shards."""
-    grad_size: int = 1
     grad_group: dist.ProcessGroup | None = None
+    """The ranks over which the gradients of this part of the model are summed, and which ZeRO shards."""
     model_group: dist.ProcessGroup | None = None
     """All ranks that together hold one copy of the model."""
     control_group: dist.ProcessGroup | None = None
@@ -138,15 +123,7 @@ class ParallelContext:
     """DeepSpeed's ProcessTopology (pipe, data, model)."""
     grid: Any = None
     """DeepSpeed's PipelineParallelGrid, its `mpu`."""
-    streams: RandomStreams = field(default_factory=RandomStreams)
-    adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
-    checks: FiniteChecks = field(default_factory=FiniteChecks)
-    """Checks of what this rank computed in its last step."""
-    fp8: Fp8Passes = field(default_factory=Fp8Passes)
-    clock: StepClock = field(default_factory=StepClock)
-    """Times of what this rank computed itself in its last steps."""
-    deferred: DeferredGradients | None = None
-    """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""
+    state: PassState = field(default_factory=PassState)
 
     @classmethod
     def single(cls) -> ParallelContext:
@@ -157,67 +134,41 @@ class ParallelContext:
     def build(cls, parallel: ParallelConfig, device_kind: str) -> ParallelContext:
         """Join the process group that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_RANK).
 
-        `device_kind` is hpu, cuda or cpu. Raises LayoutError if the world is not a multiple of tensor x pipeline.
+        `device_kind` is hpu, cuda or cpu. Raises LayoutError where the world is not a multiple of tensor x pipeline.
         """
         import torch.distributed as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
         _join_process_group(device_kind, timedelta(minutes=parallel.distributed_timeout_minutes))
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        if world_size % (tp * pp):
-            raise LayoutError(
-                f"{world_size} ranks are not a multiple of tensor x pipeline = {tp} x {pp}; change either"
-            )
+        layout = Layout.of(parallel, dist.get_world_size(), dist.get_rank())
+        layout.check(dist.get_world_size())
         if device_kind == "cpu":
             device = torch.device("cpu")
         else:
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
             device = torch.device(get_accelerator().current_device_name())
-        dp = world_size // (tp * pp)
-        topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
+        # DeepSpeed's data axis is what lies between tensor and pipeline
+        topology = PipeModelDataParallelTopology(
+            num_pp=layout.num_stages, num_mp=layout.tensor_size, num_dp=layout.grad_size
+        )
         with quiet():
             grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
-        place = topology.get_coord(rank)
         # one group for both: they part only where several ranks share a sample (context parallelism)
-        data_group = grid.get_data_parallel_group() if dp > 1 else None
+        data_group = grid.get_data_parallel_group() if layout.grad_size > 1 else None
         return cls(
-            rank=rank,
-            world_size=world_size,
-            tensor_rank=place.model,
-            tensor_size=tp,
-            tensor_group=grid.get_slice_parallel_group() if tp > 1 else None,
-            stage=place.pipe,
-            num_stages=pp,
-            batch_rank=place.data,
-            num_batch_ranks=dp,
+            **dataclasses.asdict(layout),
+            tensor_group=grid.get_slice_parallel_group() if layout.tensor_size > 1 else None,
             batch_group=data_group,
-            grad_rank=place.data,
-            grad_size=dp,
             grad_group=data_group,
-            model_group=grid.get_model_parallel_group() if tp * pp > 1 else None,
+            model_group=grid.get_model_parallel_group() if layout.model_size > 1 else None,
             control_group=dist.group.WORLD if device_kind == "cpu" else dist.new_group(backend="gloo"),
-            sequence_parallel=parallel.sequence_parallel and tp > 1,
+            sequence_parallel=parallel.sequence_parallel and layout.tensor_size > 1,
             device=device,
             topology=topology,
             grid=grid,
-            deferred=DeferredGradients() if parallel.schedule == "zero-bubble" else None,
+            state=PassState(deferred=DeferredGradients() if parallel.schedule == "zero-bubble" else None),
         )
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.num_stages - 1
-
-    def slice_size(self, total: int) -> int:
-        """Return one tensor-parallel rank's part of `total`. Raises LayoutError if it does not divide evenly."""
-        if total % self.tensor_size:
-            raise LayoutError(f"{total} cannot be split evenly over {self.tensor_size} tensor-parallel ranks")
-        return total // self.tensor_size
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, on every rank. Collective."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.deferred import DeferredGradients
 from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
@@ -29,6 +28,7 @@ from megatron.parallel.messages import wait_for
 from megatron.parallel.operators import products
 from megatron.parallel.operators.nf4 import QuantizedWeight
 from megatron.parallel.operators.weight_gradient import add_product, own_sum
+from megatron.parallel.pass_state import DeferredGradients
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import Shard, Shards
 
@@ -91,9 +91,9 @@ class DenseMethod(BaseMethod):
     """x @ W^T + b; the column side's backward communicates behind its matrix products."""
 
     def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        if layer.ctx.deferred is None and own_sum(layer.weight) is None:
+        if layer.ctx.state.deferred is None and own_sum(layer.weight) is None:
             return products.linear(x, layer.weight, bias)
-        return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.deferred)
+        return _DeferringLinear.apply(x, layer.weight, bias, layer.ctx.state.deferred)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         if layer.ctx.tensor_size == 1:
@@ -183,7 +183,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
-        function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.deferred)
+        function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.state.deferred)
         function.save_for_backward(x if function.needs_input_grad[1] else None, weight)
         return products.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
 
@@ -194,7 +194,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: ParallelContext = function.ctx
         needs_x, needs_weight, needs_bias, _ = function.needs_input_grad
         grad = grad.contiguous()
-        defers = ctx.deferred is not None and ctx.deferred.is_open
+        defers = ctx.state.deferred is not None and ctx.state.deferred.is_open
         full, grad_x, gathering, reducing = x, None, None, None
         if needs_weight and ctx.sequence_parallel and not defers:
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
@@ -202,23 +202,23 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_x:
             grad_x = grad_full = products.mm(grad, weight)
             if gathering is not None:
-                with ctx.clock.phase(WAIT):
+                with ctx.state.clock.phase(WAIT):
                     wait_for([gathering])
-            ctx.checks.partial(grad_full)
+            ctx.state.checks.partial(grad_full)
             if ctx.sequence_parallel:
                 grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
                 reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
             else:
                 reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
         elif gathering is not None:
-            with ctx.clock.phase(WAIT):
+            with ctx.state.clock.phase(WAIT):
                 wait_for([gathering])
         gathers_later = ctx.sequence_parallel and defers
         gradients = function.parameters.gradients(
             (needs_weight, needs_bias), grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
         )
         if reducing is not None:
-            with ctx.clock.phase(WAIT):
+            with ctx.state.clock.phase(WAIT):
                 wait_for([reducing])
         return grad_x, *gradients, None
 

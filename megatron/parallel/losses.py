@@ -138,8 +138,8 @@ def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[R
     """Join the sums of rows that the tensor-parallel ranks hold; return them and each rank's columns, [ranks, C, K]."""
     mine = torch.cat([torch.stack([*own]), columns_CK.t()])
     parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
-    ctx.checks.partial(own.total)
-    with ctx.clock.phase(WAIT):
+    ctx.state.checks.partial(own.total)
+    with ctx.state.clock.phase(WAIT):
         dist.all_gather(parts, mine, group=ctx.tensor_group)
     gathered = torch.stack(parts)
     peaks, totals = gathered[:, 0], gathered[:, 1]

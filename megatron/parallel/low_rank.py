@@ -204,7 +204,7 @@ class LowRankMethod(LinearMethod):
         bias: Tensor | None,
     ) -> Tensor:
         """Return base(x) with the adapters; `bias` is in that already. `sharded`: tensor-parallel ranks differ in x."""
-        if not layer.ctx.adapters.is_on:
+        if not layer.ctx.state.adapters.is_on:
             return base(layer, x)
         if self.is_principal:
             base = partial(self._without_start, base)
@@ -314,5 +314,5 @@ def dropped(x: Tensor, probability: float, ctx: ParallelContext, *, sharded: boo
     """Return x with dropout from the adapters' stream: `sharded`, this tensor-parallel rank's own."""
     if probability == 0.0:
         return x
-    with ctx.streams.adapters(sharded=sharded):
+    with ctx.state.streams.adapters(sharded=sharded):
         return F.dropout(x, probability)

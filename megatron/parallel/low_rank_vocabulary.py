@@ -52,7 +52,7 @@ class VocabularyAdapters:
 
     def embed(self, layer: Vocabulary, rows_SB: Tensor, found: Tensor) -> Tensor:
         """Return the rows of the table that the base has `found`, [S, B, H], with the adapter's added."""
-        if self.embedding is None or not layer.ctx.adapters.is_on:
+        if self.embedding is None or not layer.ctx.state.adapters.is_on:
             return found
         low = F.embedding(rows_SB, layer.get_parameter("lora_embedding_A").t())
         found = plus(found, low, layer.get_parameter("lora_embedding_B") * self.embedding.scale)
@@ -62,7 +62,7 @@ class VocabularyAdapters:
 
     def project(self, layer: Vocabulary, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden, weight) for the loss, [rows, B, H] with the adapter's R channels after those of `hidden`."""
-        if self.output is None or not layer.ctx.adapters.is_on:
+        if self.output is None or not layer.ctx.state.adapters.is_on:
             return hidden, weight
         sharded = layer.ctx.sequence_parallel
         inputs = dropped(hidden, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.layout import LayoutError
 from megatron.parallel.phase_clock import WAIT
-from megatron.parallel.shards import LayoutError
 
 # torch 2.13 renamed these two; Habana's torch still has the old names
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,9 +25,9 @@ reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 
 def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over the tensor-parallel ranks; a new tensor, no autograd."""
-    ctx.checks.partial(x)
+    ctx.state.checks.partial(x)
     x = x.clone(memory_format=torch.contiguous_format)
-    with ctx.clock.phase(WAIT):
+    with ctx.state.clock.phase(WAIT):
         dist.all_reduce(x, group=ctx.tensor_group)
     return x
 
@@ -36,7 +36,7 @@ def all_gather_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     """[S/tp, ...] of each rank -> [S, ...]; no autograd."""
     full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
     x = x.contiguous()
-    with ctx.clock.phase(WAIT):
+    with ctx.state.clock.phase(WAIT):
         all_gather_into(full, x, group=ctx.tensor_group)
     return full
 
@@ -45,10 +45,10 @@ def reduce_scatter_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over ranks, keep own rows: [S, ...] -> [S/tp, ...]; no autograd."""
     if x.shape[0] % ctx.tensor_size:
         raise LayoutError(f"{x.shape[0]} rows cannot be split over {ctx.tensor_size} tensor-parallel ranks")
-    ctx.checks.partial(x)
+    ctx.state.checks.partial(x)
     own = x.new_empty((x.shape[0] // ctx.tensor_size, *x.shape[1:]))
     x = x.contiguous()
-    with ctx.clock.phase(WAIT):
+    with ctx.state.clock.phase(WAIT):
         reduce_scatter_into(own, x, group=ctx.tensor_group)
     return own
 

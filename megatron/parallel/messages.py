@@ -139,4 +139,4 @@ class StageMessages:
 
     def _neighbour(self, step: int) -> int:
         ctx = self._ctx
-        return int(ctx.topology.get_rank(pipe=ctx.stage + step, data=ctx.batch_rank, model=ctx.tensor_rank))
+        return ctx.rank_at(stage=ctx.stage + step)

@@ -12,26 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron.parallel.layout import LayoutError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-
-class TensorRanks(Protocol):
-    """The tensor-parallel part of a ParallelContext, which imports this file."""
-
-    @property
-    def tensor_size(self) -> int: ...
-    @property
-    def tensor_rank(self) -> int: ...
-    @property
-    def tensor_group(self) -> Any: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def checks(self) -> Any: ...
-    @property
-    def clock(self) -> Any: ...
+    from megatron.parallel.context import ParallelContext
 
 
 class DeclaresShards(Protocol):
@@ -39,10 +26,6 @@ class DeclaresShards(Protocol):
 
     def shards(self, weight: Shard) -> Mapping[str, Shard]: ...
     def linear_method(self) -> Any: ...
-
-
-class LayoutError(ValueError):
-    """A tensor or a world does not fit the parallel layout."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +167,7 @@ class Shards(Mapping[str, Shard]):
     def full_name(self, name: str) -> str:
         return self._layer.full_name(self._prefix + name)
 
-    def allocate(self, name: str, ctx: TensorRanks) -> nn.Parameter:
+    def allocate(self, name: str, ctx: ParallelContext) -> nn.Parameter:
         """Return the uninitialised parameter of this rank, with its description.
 
         Its gradient is summed over the tensor-parallel ranks, once a backward pass, where `used_on` demands it.
@@ -252,7 +235,7 @@ def declared_shards(layers: Iterable[LayerDeclaration]) -> dict[str, Shard]:
     return {layer.full_name(local): shard for layer in layers for local, shard in layer.shards.items()}
 
 
-def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype | None = None) -> nn.Parameter:
+def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return an uninitialised parameter that carries its name and shard; see `Shards.allocate`."""
     import torch
     from torch import nn
@@ -267,7 +250,7 @@ def allocate(full_name: str, shard: Shard, ctx: TensorRanks, dtype: torch.dtype 
     return parameter  # type: ignore[no-any-return]
 
 
-def _summed(gradient: Tensor, ctx: TensorRanks) -> Tensor:
+def _summed(gradient: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over the tensor-parallel ranks in at least float32, rounded once.
 
     16-bit sums would round at each rank, and these are small.
@@ -279,8 +262,8 @@ def _summed(gradient: Tensor, ctx: TensorRanks) -> Tensor:
 
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    ctx.checks.partial(total.view(-1))
-    with ctx.clock.phase(WAIT):
+    ctx.state.checks.partial(total.view(-1))
+    with ctx.state.clock.phase(WAIT):
         dist.all_reduce(total, group=ctx.tensor_group)
     return total.to(gradient.dtype)
 

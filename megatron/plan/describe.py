@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.options.config import Config, ModelConfig, batch_sizes, samples_after
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, layer_flops
@@ -24,16 +25,16 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide."""
     config = for_device(config)
     model, parallel, training = config.model, config.parallel, config.training
-    t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     world_size = nodes * devices_per_node
-    dp = world_size // (t * p)
-    stages = memory_by_stage(config, dp)
+    sizes = Layout.of(parallel, world_size)
+    stages = memory_by_stage(config, sizes)
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
-    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(t)}"
+    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(sizes.tensor_size)}"
     largest = max(stage.parameters for stage in stages)
     kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
     ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
-    layout = f"PP {p} x TP {t} x DP {dp}" + (", sequence parallel" if parallel.sequence_parallel else "")
+    layout = f"PP {sizes.num_stages} x TP {sizes.tensor_size} x DP {sizes.num_batch_ranks}"
+    layout += ", sequence parallel" if parallel.sequence_parallel else ""
     task = load_task(config)
     tokens = training.global_batch_size * task.sample_length
     products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
@@ -48,13 +49,13 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
         ("precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"),
         *_widened_row(parallel.device, training.precision),
         ("ZeRO", _zero_text(config)),
-        ("batch", task.batch_text(dp)),
+        ("batch", task.batch_text(sizes.num_batch_ranks)),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
         rows.append(("ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"))
     rows.append(("length", _length_text(config)))
-    rows.append(("bubble", _bubble_text(config, dp)))
+    rows.append(("bubble", _bubble_text(config, sizes.num_batch_ranks)))
     forward = task.num_forwards * sum(flops.forward for flops in layer_flops(config))
     tflop = (flops_per_token(config) + forward) * tokens / 1e12
     rows.append(("a step", f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.options.config import Config, sections
+from megatron.options.config import Config, num_microbatches, sections
 from megatron.options.flags import flag
-from megatron.plan.memory import Stage, memory_by_stage, num_microbatches
+from megatron.parallel.layout import Layout
+from megatron.plan.memory import Stage, memory_by_stage
 from megatron.plan.pipeline import schedule_bubble
 from megatron.runtime.devices import GIB, device_memory_bytes, known_device, parse_memory_gib
 from megatron.settings.plugins import load_task
@@ -85,9 +86,8 @@ def needed_bytes(config: Config, stage: Stage) -> int:
 
 def largest_rank(config: Config, num_devices: int) -> int:
     """Return what the rank needs that needs most."""
-    parallel = config.parallel
-    dp = num_devices // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    return max(needed_bytes(config, stage) for stage in memory_by_stage(config, dp))
+    stages = memory_by_stage(config, Layout.of(config.parallel, num_devices))
+    return max(needed_bytes(config, stage) for stage in stages)
 
 
 def fit_text(room: Capacity, size_bytes: int) -> str:
@@ -195,8 +195,8 @@ def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
     for communication.
     """
     parallel, optimizer = config.parallel, config.optimizer
-    t, p = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    m = num_microbatches(config, num_devices // (t * p))
+    layout = Layout.of(parallel, num_devices)
+    t, m = layout.tensor_size, num_microbatches(config.training, layout.num_batch_ranks)
     cost = 1 / (1 - schedule_bubble(config, m))
     cost *= {"none": 1.0, "selective": 1.03, "full": 4 / 3}[config.training.recompute_granularity]
     cost *= 1 + 0.05 * math.log2(t) + (1.0 if t > devices_per_node else 0.0)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megatron.options.config import Config
+from megatron.options.config import Config, num_microbatches
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import (
     adds_to_optimizers_sum,
@@ -57,26 +58,20 @@ class Stage:
     """Offloaded to host memory by each rank."""
 
 
-def num_microbatches(config: Config, data_parallel_size: int) -> int:
-    """Microbatches of each data-parallel rank in a step, once any ramp-up is over."""
-    return max(1, config.training.global_batch_size // (config.training.micro_batch_size * data_parallel_size))
-
-
-def memory_by_stage(config: Config, data_parallel_size: int) -> list[Stage]:
+def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
     """Return what each rank of each pipeline stage needs, with the activations that its schedule keeps alive.
 
     Not counted: what the allocator and the communication library keep for themselves, and kernels' work space.
     """
-    layers, t = declared_layers(config), config.parallel.tensor_model_parallel_size
-    stages = []
-    schedule = schedule_of(config, num_microbatches(config, data_parallel_size))
+    layers, stages = declared_layers(config), []
+    schedule = schedule_of(config, num_microbatches(config.training, layout.num_batch_ranks))
     for number, ranges in enumerate(stage_ranges(config, layers)):
         chunks = [layers[start:stop] for start, stop in ranges]
         held = held_layers(list(itertools.chain(*chunks)))  # a tied weight is held once a stage
-        state = shared_state(config, data_parallel_size, held)
+        state = shared_state(config, layout, held)
         walk = _Walk(config, chunks, state, number, schedule)
         peak, memory = max(walk.moments(), key=lambda moment: moment[1].total)
-        parameters = sum(parameters_of_layer(layer, t) for layer in held)
+        parameters = sum(parameters_of_layer(layer, layout.tensor_size) for layer in held)
         stages.append(Stage(tuple(ranges), parameters, walk.in_flight, memory, peak, state.host))
     return stages
 

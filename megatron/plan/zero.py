@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.options.config import Config, ConfigError
 from megatron.options.deepspeed_file import read_settings
+from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import declared_layers, number_size, parameters_of_layer
@@ -101,18 +102,18 @@ class SharedState:
     """Offloaded to the host's memory."""
 
 
-def shared_state(config: Config, data_parallel_size: int, layers: Sequence[LayerDeclaration]) -> SharedState:
+def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
     """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
-    state, t = _state_of_parameters(config, data_parallel_size, layers), config.parallel.tensor_model_parallel_size
+    state, t = _state_of_parameters(config, layout, layers), layout.tensor_size
     # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
     quantized = sum(nf4_layout.num_bytes(shard, t) for layer in layers for shard in _quantized(layer))
     return replace(state, weights=state.weights + quantized)
 
 
-def _state_of_parameters(config: Config, data_parallel_size: int, layers: Sequence[LayerDeclaration]) -> SharedState:
-    t, number = config.parallel.tensor_model_parallel_size, number_size(config)
+def _state_of_parameters(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
+    t, dp, number = layout.tensor_size, layout.grad_size, number_size(config)
     parameters, trained = _parameters(layers, t), _parameters(layers, t, trained_only=True)
-    share = -(-trained // data_parallel_size)
+    share = -(-trained // dp)
     stage = config.effective_zero_stage
     optimizer = config.optimizer
     moments = 2 if optimizer.optimizer != "sgd" else 1 if optimizer.sgd_momentum > 0 else 0
@@ -131,9 +132,9 @@ def _state_of_parameters(config: Config, data_parallel_size: int, layers: Sequen
         gathered=0,
     )
     if config.training.skip_train:
-        weights = parameters * number if stage < 3 else -(-parameters * number // data_parallel_size)
+        weights = parameters * number if stage < 3 else -(-parameters * number // dp)
         return replace(bare, weights=weights, master_weights=0, optimizer_states=0)
-    if stage == 0 and data_parallel_size == 1:
+    if stage == 0 and dp == 1:
         return bare
     dense = (shard for layer in layers for shard in layer.shards.values() if not shard.quantized)
     sizes = [math.prod(shard.local_shape(t)) for shard in dense]
@@ -141,16 +142,16 @@ def _state_of_parameters(config: Config, data_parallel_size: int, layers: Sequen
     if stage == 3:
         persistent = sum(size for size in sizes if size <= PERSISTENT_PARAMETER)
         ends = _parameters(held_layers([layers[0], layers[-1]]), t)
-        state = _zero_3(config, bare, data_parallel_size, parameters, share, persistent, ends)
+        state = _zero_3(config, bare, dp, parameters, share, persistent, ends)
     elif has_gradient_buffers(config):
-        state = _buffered(config, bare, data_parallel_size, trained, share)
+        state = _buffered(config, bare, dp, trained, share)
     else:
-        state = _zero_1_and_2(config, bare, data_parallel_size, trained, share)
+        state = _zero_1_and_2(config, bare, dp, trained, share)
     if optimizer.optimizer == "sgd" and optimizer.weight_decay > 0:
         state = replace(state, at_update=state.at_update + 4 * share)  # the decay is added to a copy of the gradient
     if optimizer.offload_optimizer:
         state = _offloaded(config, state, share, largest)
-    if stage in (1, 2) and data_parallel_size > 1 and config.parallel.device == "cpu":
+    if stage in (1, 2) and dp > 1 and config.parallel.device == "cpu":
         # gloo gathers the updated weights into a tensor of its own before it copies them
         state = replace(state, at_update=max(state.at_update, number * min(trained, ALLGATHER_BUCKET)))
     return state

@@ -13,7 +13,7 @@ from megatron.checkpoint.format import CheckpointError, SaveError
 from megatron.data.index.indexed import DataError
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import LayoutError
+from megatron.parallel.layout import LayoutError
 from megatron.runtime.accelerator import DeviceError
 from megatron.runtime.commands import ABORTED, FAILED, REFUSED
 from megatron.tasks.loss_result import LossError

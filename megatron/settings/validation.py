@@ -16,6 +16,7 @@ from megatron.options.data import parse_data_path, parse_split
 from megatron.options.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.options.fp8_rules import check_fp8, check_fp8_device
 from megatron.options.model import MIN_FLEX_HEAD_SIZE
+from megatron.parallel.layout import Layout
 from megatron.runtime.devices import KNOWN_DEVICES, known_device, parse_memory_gib
 from megatron.settings.plugins import import_attribute, known_plugins, load_plugin, load_task
 from megatron.settings.rules import check_partition, check_schedule
@@ -265,10 +266,8 @@ def _check_kernels(config: Config) -> Iterator[str]:
 
 def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
     """Return the data-parallel size, and the samples in one microbatch of all data-parallel ranks."""
-    parallel = config.parallel
-    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    data_parallel_size = max(1, world_size // model_ranks)
-    return data_parallel_size, config.training.micro_batch_size * data_parallel_size
+    size = Layout.of(config.parallel, world_size).num_batch_ranks
+    return size, config.training.micro_batch_size * size
 
 
 def _check_rampup(config: Config, world_size: int) -> Iterator[str]:

@@ -143,7 +143,7 @@ class Objective:
         if losses.requires_grad:
             losses.register_hook(self._enter_backward)
         total = torch.where(left_out, 0.0, losses * factors).sum()
-        ctx.checks.whole(total, LOSS_FUNCTION)
+        ctx.state.checks.whole(total, LOSS_FUNCTION)
         return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
 
     def _call(self, values: _Values, ctx: ParallelContext) -> Any:
@@ -152,7 +152,7 @@ class Objective:
         # a comparison of contents would wait for a device
         seen = values.seen(contents=ctx.device.type == "cpu" or not self._is_checked, weight=not self._is_checked)
         try:
-            with ctx.streams.loss(), _settings_kept(label):
+            with ctx.state.streams.loss(), _settings_kept(label):
                 returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)
         except LossError:
             raise
@@ -217,7 +217,7 @@ class Objective:
         else:
             found = self.log_probs(outputs, (given.labels,), ctx).unsqueeze(-1)
         left_out = (given.weights == 0).unsqueeze(-1)
-        ctx.checks.whole(found.masked_fill(left_out, 0.0), LOSS_INPUT)
+        ctx.state.checks.whole(found.masked_fill(left_out, 0.0), LOSS_INPUT)
         found = torch.where(left_out, found.detach(), self._watched(found, ctx))
         nll = self._nll(found[..., 0].detach(), given)
         found = _rows_of(found, given.places, 0.0)
@@ -244,7 +244,7 @@ class Objective:
 
         def leave_backward(grad: Tensor) -> None:
             self._is_in_backward = False
-            ctx.checks.whole(grad, LOSS_GRADIENT)
+            ctx.state.checks.whole(grad, LOSS_GRADIENT)
 
         if x.requires_grad:
             x.register_hook(leave_backward)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from megatron.options.config import Config
+from megatron.options.config import Config, num_microbatches
 from megatron.options.dependents import idle_options
 from megatron.runtime.commands import command_name
 from megatron.settings.plugins import filled_options
@@ -282,7 +282,7 @@ class Task(ABC):
 
     def num_microbatches(self, data_parallel_size: int) -> int | None:
         """Return the microbatches of each rank in a full step; None if the data decides."""
-        return self.config.training.global_batch_size // (self.config.training.micro_batch_size * data_parallel_size)
+        return num_microbatches(self.config.training, data_parallel_size)
 
     def batch_text(self, data_parallel_size: int) -> str:
         """Return the plan's line on the global batch."""

@@ -47,7 +47,7 @@ def build_engine(
     leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
     the model and its optimizer.
     """
-    settings = adapted(deepspeed_config(config, ctx.grad_size))
+    settings = adapted(deepspeed_config(config, ctx))
     specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
     with quiet():
         model = (
@@ -81,7 +81,7 @@ def build_engine(
         run_schedule(engine, config.parallel.schedule, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     if config.fp8.uses_fp8 and not evaluates:
-        fp8.set_up(ctx.fp8, config, ctx)
+        fp8.set_up(ctx.state.fp8, config, ctx)
     built = cls(engine, config, ctx, task, losses, detector)
     if not will_restore:
         start_from_base(built.module, built.state, config)

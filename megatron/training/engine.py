@@ -154,7 +154,7 @@ class Engine(ABC):
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:
-            ctx.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+            ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         microbatches = self._task.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
@@ -162,9 +162,9 @@ class Engine(ABC):
             buffers.begin_step(self._num_microbatches)
         skipped_before = self.deepspeed.skipped_steps
         self.passes.begin_step()
-        ctx.fp8.begin_step()
+        ctx.state.fp8.begin_step()
         objective = self._task.objective
-        with ctx.checks.step(), objective.naming_faults() if objective is not None else contextlib.nullcontext():
+        with ctx.state.checks.step(), objective.naming_faults() if objective is not None else contextlib.nullcontext():
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied
@@ -222,7 +222,7 @@ class Engine(ABC):
     ) -> list[Tensor]:
         """Return what `of_outputs` computes of each microbatch, without gradients: `tasks.task.Forward`."""
         passes = self._passes if num_microbatches is None else num_microbatches
-        switched = contextlib.nullcontext() if adapters else self.ctx.adapters.off()
+        switched = contextlib.nullcontext() if adapters else self.ctx.state.adapters.off()
         with self._losses.collect(of_outputs) as results, switched:
             self._run_forward([(batch.inputs, batch.targets) for batch in microbatches], passes)
         return results
@@ -274,7 +274,7 @@ class Engine(ABC):
         normaliser.
         """
         own = sum(batch.normaliser for batch in microbatches)
-        total = self.ctx.sum_over_batch_ranks(own) if self._task.varies_normaliser else own * self.ctx.grad_size
+        total = self.ctx.sum_over_batch_ranks(own) if self._task.varies_normaliser else own * self.ctx.num_batch_ranks
         self._losses.begin_step(len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0))
         return total
 
@@ -329,7 +329,7 @@ class SequentialEngine(Engine):
         if self.trace.wanted:
             engine.allreduce_gradients = self.trace.recorded("ReduceGrads", engine.allreduce_gradients)
             engine.step = self.trace.recorded("OptimizerStep", engine.step)
-        forward = self.passes.counted("ForwardPass", marked(self.ctx.fp8.around(self._loss)))
+        forward = self.passes.counted("ForwardPass", marked(self.ctx.state.fp8.around(self._loss)))
         self._forward = self.trace.recorded("ForwardPass", forward)
         backward = self.passes.counted("BackwardPass", marked(engine.backward))
         self._backward = self.trace.recorded("BackwardPass", backward)

@@ -260,8 +260,8 @@ class Loop:
         if progress.leaves_out(begin, begin + size):
             self._batches.seek(begin + size)
         else:
-            with engine.ctx.clock.step():
-                with engine.timers.on_host("batch-generator"), engine.ctx.clock.phase(DATA):
+            with engine.ctx.state.clock.step():
+                with engine.timers.on_host("batch-generator"), engine.ctx.state.clock.phase(DATA):
                     microbatches = self._next_batch() if engine.reads_data else []
                     num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
                 self.watchdog.phase("train", step)

@@ -56,7 +56,7 @@ class UpdateGate:
     ) -> None:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
         self._facts: _Facts | None = None
-        self.clock = ctx.clock
+        self.clock = ctx.state.clock
         self.observation: Observation | None = None
         """The one of this step; None until the optimizer steps."""
         self.sees_stop: Callable[[], bool] = lambda: False
@@ -82,7 +82,7 @@ class UpdateGate:
                 norms = torch._foreach_norm(counted, dtype=torch.float32)
                 squares = torch.stack(norms).square().sum() / scale**2
             if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
-                self._ctx.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
+                self._ctx.state.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
             self._facts = self._reduce(squares, uncounted)
         return self._facts.sums[1].sqrt_().clone()
 
@@ -138,11 +138,11 @@ class UpdateGate:
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
             if ctx.grad_size == 1:
-                ctx.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
+                ctx.state.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
         sums[2] = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
-            with ctx.clock.phase(WAIT):
+            with ctx.state.clock.phase(WAIT):
                 dist.all_reduce(sums)
         return _Facts(sums)
 

@@ -24,7 +24,7 @@ class PassCounter:
     """Counts the passes and messages of a step: every schedule runs the microbatches of a chunk in order."""
 
     def __init__(self, ctx: ParallelContext) -> None:
-        self._checks, self._clock = ctx.checks, ctx.clock
+        self._checks, self._clock = ctx.state.checks, ctx.state.clock
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def begin_step(self) -> None:
@@ -93,4 +93,4 @@ def step_record(module: Any, ctx: ParallelContext, place: RankPlace, loss: str =
     """
     weights = ((name, getattr(p, "ds_tensor", p)) for name, p in named_parameters(module))
     damaged = [name for name, weight in weights if weight.is_floating_point() and not weight.isfinite().all()]
-    return RankRecord(place, first=ctx.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]), loss=loss)
+    return RankRecord(place, first=ctx.state.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]), loss=loss)

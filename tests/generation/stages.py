@@ -86,7 +86,7 @@ def texts_by_form(
         "whole": texts(loaded({"load": base, **layout}), prompts, options),
         "beside": texts(beside, prompts, options),
     }
-    with beside.ctx.adapters.off():
+    with beside.ctx.state.adapters.off():
         found["off"] = texts(beside, prompts, options)
     return found | {"merged": texts(loaded({"load": adapter, "merge_adapter": True, **layout}), prompts, options)}
 

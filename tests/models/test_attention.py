@@ -61,7 +61,7 @@ def test_alibi_slopes_of_one_rank_are_those_of_its_heads() -> None:
     model = ModelConfig(num_attention_heads=12, position_embedding_type="alibi", attention_backend="sdpa")
     whole = alibi_slopes(12)
     for rank in range(4):
-        kernel = build_kernel(model, ParallelContext(tensor_rank=rank, tensor_size=4), packed=False)
+        kernel = build_kernel(model, ParallelContext(tensor_size=4, rank=rank), packed=False)
         bias = kernel.masks.get(None, 2, 2, torch.float32, CPU)  # type: ignore[attr-defined]
         assert torch.equal(bias[0, :, 1, 0], -whole[3 * rank : 3 * rank + 3])
 

@@ -167,7 +167,7 @@ def test_operators_computed_on_the_cpu_are_named_once_a_stage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, habana: Any, tensor_rank: int, named: int
 ) -> None:
     monkeypatch.setattr(accelerator, "_device", lambda: "hpu")
-    ctx = dataclasses.replace(HPU, rank=4 + tensor_rank, tensor_rank=tensor_rank, tensor_size=2)
+    ctx = dataclasses.replace(HPU, rank=4 + tensor_rank, tensor_size=2)
     loop: Any = SimpleNamespace(engine=SimpleNamespace(ctx=ctx), _fallbacks=set())
     habana.fallbacks |= {"aten::unique": 3, "aten::sort": 1}
     Loop._name_fallbacks(loop)

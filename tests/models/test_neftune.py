@@ -24,7 +24,7 @@ KEY = derive_seed(1, 2)
 
 
 def noise_of(tokens: Tensor, packing: Packing | None, size: int, ctx: ParallelContext, alpha: float = 5.0) -> Array:
-    ctx.streams.step_key = KEY
+    ctx.state.streams.step_key = KEY
     rows = tokens.shape[1] // (ctx.tensor_size if ctx.sequence_parallel else 1)
     return add_noise(torch.zeros(rows, len(tokens), size), tokens, packing, alpha, ctx).numpy()
 
@@ -45,7 +45,7 @@ def test_sequence_parallel_ranks_draw_their_own_rows() -> None:
     tokens = tokens_of(2, 24)
     whole = noise_of(tokens, None, 16, ParallelContext.single())
     for rank in range(2):
-        ctx = replace(ParallelContext.single(), tensor_rank=rank, tensor_size=2, sequence_parallel=True)
+        ctx = replace(ParallelContext.single(), tensor_size=2, rank=rank, sequence_parallel=True)
         np.testing.assert_array_equal(noise_of(tokens, None, 16, ctx), whole[12 * rank : 12 * rank + 12])
 
 

@@ -207,9 +207,9 @@ def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
     ctx = context(tp, sequence_parallel=False)
     drawn = []
     for consumed_samples in step_seeds:
-        ctx.streams.seed_step(1, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+        ctx.state.streams.seed_step(1, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
         replicated, sharded = (
-            dropout(torch.ones(256), 0.5, True, ctx.streams, sharded=sharded).numpy() for sharded in (False, True)
+            dropout(torch.ones(256), 0.5, True, ctx.state.streams, sharded=sharded).numpy() for sharded in (False, True)
         )
         drawn.append((replicated, sharded))
     return drawn

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import LayoutError
+from megatron.parallel.layout import LayoutError
 from megatron.runtime.network import interface_towards
 
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
+from megatron.parallel.layout import LayoutError
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.operators import weight_gradient
 from megatron.parallel.operators.weight_gradient import GradientSum
-from megatron.parallel.shards import LayoutError, Shard, shard_of
+from megatron.parallel.shards import Shard, shard_of
 from tests.parallel import on_ranks
 from tests.parallel.on_ranks import declared
 from tests.ranks import RankPools
@@ -113,7 +114,7 @@ def test_norm_gradients_are_whole_on_every_rank(ranks: RankPools, tp: int, seque
 
 
 def test_layers_allocate_what_is_declared() -> None:
-    ctx = ParallelContext(tensor_size=2, tensor_rank=1)
+    ctx = ParallelContext(tensor_size=2, rank=1)
     weight = Shard((16, 6), dim=0, pieces=(8, 4, 4), std=0.5)
     column = ColumnParallelLinear(declared(weight=weight, bias=Shard((16,), dim=0, pieces=(8, 4, 4))), ctx)
     assert shard_of(column.weight) is weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.options.config import Config
+from megatron.parallel.layout import Layout
 from megatron.plan.activations import layer_memory
 from megatron.plan.flops import declared_layers
 from megatron.settings.command_line import from_dict
@@ -27,6 +28,11 @@ LLAMA_8B = {
 
 def config(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     return from_dict({"model": model or {}, **sections})
+
+
+def copies(run: Config, number: int) -> Layout:
+    """The layout of so many copies of the run's model."""
+    return Layout.of(run.parallel, number * Layout.of(run.parallel).model_size)
 
 
 def bytes_of_a_layer(run: Config) -> int:

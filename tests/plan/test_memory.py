@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.allocations import Allocations
 from benchmarks.plan_memory import BLOOM, COMMON, CPU_CASES, GPT2, LIMIT, LLAMA, Case, compare
+from megatron.parallel.layout import Layout
 from megatron.plan.activations import stores_attention_scores
 from megatron.plan.flops import count_parameters, declared_layers, parameters_of_layer
 from megatron.plan.memory import memory_by_stage
@@ -18,7 +19,7 @@ from megatron.plan.zero import held_layers, reduce_bucket_size, shared_state, ze
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
 from megatron.training.deepspeed.config import deepspeed_config
-from tests.plan.configs import BLOOM_13B, bytes_of_a_layer, config
+from tests.plan.configs import BLOOM_13B, bytes_of_a_layer, config, copies
 from tests.ranks import RankPools
 from tests.runs import TINY, train, write_dataset
 
@@ -88,7 +89,8 @@ def test_a_whole_run_with_its_data_and_watchdog_is_within_5_percent_too(ranks: R
         "--num-attention-heads 4 --ffn-hidden-size 704 --vocab-size 4000 --seq-length 512 --zero-stage 2 "
         "--recompute-granularity full"
     )
-    (stage,) = memory_by_stage(parse_arguments([*TINY.split(), *arguments.split()])[0], 2)
+    run = parse_arguments([*TINY.split(), *arguments.split()])[0]
+    (stage,) = memory_by_stage(run, copies(run, 2))
     for measured in ranks(2)(peak_of_a_whole_run, arguments):
         assert stage.memory.total == pytest.approx(measured, rel=LIMIT)
 
@@ -140,13 +142,13 @@ def test_first_stage_holds_as_many_microbatches_as_there_are_stages() -> None:
         parallel={"pipeline_model_parallel_size": 4},
         training={"global_batch_size": 8},
     )
-    assert [stage.in_flight for stage in memory_by_stage(run, 1)] == [4, 3, 2, 1]
-    assert [stage.in_flight for stage in memory_by_stage(run, 4)] == [2, 2, 2, 1]
+    assert [stage.in_flight for stage in memory_by_stage(run, copies(run, 1))] == [4, 3, 2, 1]
+    assert [stage.in_flight for stage in memory_by_stage(run, copies(run, 4))] == [2, 2, 2, 1]
 
 
 def test_offload_moves_states_to_the_host() -> None:
     run = config(training={"bf16": True}, optimizer={"zero_stage": 2, "offload_optimizer": True})
-    (stage,) = memory_by_stage(run, 4)
+    (stage,) = memory_by_stage(run, copies(run, 4))
     assert stage.memory.optimizer_states == stage.memory.master_weights == 0
     assert stage.host_bytes >= 12 * stage.parameters / 4
 
@@ -154,32 +156,34 @@ def test_offload_moves_states_to_the_host() -> None:
 def test_a_bucket_is_no_larger_than_the_gradients_that_it_takes(tmp_path: Path) -> None:
     """DeepSpeed's own default is a buffer of 500 million numbers, whatever the model."""
     zero_2 = {"zero_stage": 2}
-    assert reduce_bucket_size(config(optimizer=zero_2)) == memory_by_stage(config(), 1)[0].parameters
+    assert reduce_bucket_size(config(optimizer=zero_2)) == memory_by_stage(config(), copies(config(), 1))[0].parameters
     assert reduce_bucket_size(config(BLOOM_13B, optimizer=zero_2)) == 500_000_000
     # ours: several in a model, so that some are reduced while the backward pass still runs
     assert reduce_bucket_size(config()) == 1_000_000
     assert reduce_bucket_size(config(BLOOM_13B)) == 40_000_000
     for zero in (1, 2, 3):
         staged = config(optimizer={"zero_stage": zero})
-        assert deepspeed_config(staged, 1)["zero_optimization"]["reduce_bucket_size"] == reduce_bucket_size(staged)
+        assert deepspeed_config(staged, Layout())["zero_optimization"]["reduce_bucket_size"] == reduce_bucket_size(
+            staged
+        )
     users = tmp_path / "deepspeed.json"
     users.write_text('{"zero_optimization": {"reduce_bucket_size": 1000} /* as DeepSpeed allows */}', encoding="utf-8")
     run = config(optimizer={"zero_stage": 2}, training={"deepspeed_config": str(users)})
     assert zero_settings(run) == {"reduce_bucket_size": 1000}
-    assert deepspeed_config(run, 1)["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert deepspeed_config(run, Layout())["zero_optimization"]["reduce_bucket_size"] == 1000
 
 
 def test_tied_embedding_is_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:
     single, piped = config(), config(parallel={"pipeline_model_parallel_size": 2})
     vocabulary = single.model.padded_vocab_size(1) * single.model.hidden_size
-    (only,) = memory_by_stage(single, 1)
+    (only,) = memory_by_stage(single, copies(single, 1))
     assert only.parameters == count_parameters(single)
-    assert sum(stage.parameters for stage in memory_by_stage(piped, 1)) == only.parameters + vocabulary
+    assert sum(stage.parameters for stage in memory_by_stage(piped, copies(piped, 1))) == only.parameters + vocabulary
 
 
 def test_frozen_parameters_have_weights_alone() -> None:
     whole, frozen = (
-        shared_state(run, 4, held_layers(declared_layers(run)))
+        shared_state(run, Layout(num_batch_ranks=4), held_layers(declared_layers(run)))
         for run in (config(training={"bf16": True}), config({"freeze": ("layers.*",)}, training={"bf16": True}))
     )
     trained = sum(parameters_of_layer(layer, 1) for layer in declared_layers(config())[:-1] if layer.number is None)

@@ -99,7 +99,7 @@ def assert_planned_is_allocated(run: Config) -> None:
     size = run.parallel.tensor_model_parallel_size
     layers = declared_layers(run)
     with torch.device("meta"):
-        specs = build_layers(run, ParallelContext(tensor_size=size, tensor_rank=size - 1))
+        specs = build_layers(run, ParallelContext(tensor_size=size, rank=size - 1))
         built = [dict(named_parameters(spec.build())) for spec in specs]
     for layer, parameters in zip(layers, built, strict=True):
         shapes = {layer.full_name(name): shard.local_shape(size) for name, shard in layer.shards.items()}

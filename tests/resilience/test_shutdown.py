@@ -319,7 +319,7 @@ def largest_of_each_place(world_size: int) -> list[int]:
     group = dist.new_group(list(range(world_size)), backend="gloo")
     if ctx.rank >= world_size:
         return []
-    ctx = dataclasses.replace(ctx, world_size=world_size, control_group=group)
+    ctx = dataclasses.replace(ctx, num_batch_ranks=world_size, control_group=group)
     return [ctx.largest(100 + place if ctx.rank == place else ctx.rank) for place in range(world_size)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.options.config import ConfigError
+from megatron.parallel.layout import Layout
 from megatron.settings.command_line import load_config
 from megatron.training.deepspeed.config import KEYS, UNUSED, check_values, deepspeed_config
 
@@ -24,7 +25,7 @@ def check(tmp_path: Path) -> Check:
         path = tmp_path / "ds.json"
         path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
         words = "--config tiny_bloom --data-path x --micro-batch-size 2 --global-batch-size 8 --deepspeed-config"
-        return deepspeed_config(load_config([*words.split(), str(path), *flags], 2), 2)
+        return deepspeed_config(load_config([*words.split(), str(path), *flags], 2), Layout(num_batch_ranks=2))
 
     return merged
 

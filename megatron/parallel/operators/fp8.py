@@ -21,9 +21,9 @@ from megatron.options.config import Config
 from megatron.options.fp8 import Fp8Config
 from megatron.options.fp8_rules import scaling
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.deferred import Fp8Passes
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
+from megatron.parallel.pass_state import Fp8Passes
 from megatron.parallel.shards import LayerDeclaration
 from megatron.runtime.accelerator import DeviceError
 
@@ -60,7 +60,7 @@ def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
 def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
     """Prepare the context in which this rank's training passes run. Collective. Raises DeviceError."""
     engine, fp8 = transformer_engine(), config.fp8
-    interval, history = scaling(config, ctx.grad_size)
+    interval, history = scaling(config, ctx.num_batch_ranks)
     recipe = engine.recipe.DelayedScaling(
         margin=fp8.fp8_margin,
         interval=interval,
@@ -80,7 +80,7 @@ def _stage_group(ctx: ParallelContext) -> dist.ProcessGroup | None:
         return None
     if ctx.num_stages == 1:
         return dist.group.WORLD
-    groups = [dist.new_group(ctx.topology.get_axis_list("pipe", stage)) for stage in range(ctx.num_stages)]
+    groups = [dist.new_group(ctx.ranks_of(stage)) for stage in range(ctx.num_stages)]
     return groups[ctx.stage]
 
 
@@ -95,7 +95,7 @@ class Fp8Method(BaseMethod):
         self._product: Callable[..., Tensor] | None = None
 
     def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        passes = layer.ctx.fp8
+        passes = layer.ctx.state.fp8
         if not passes.is_on:
             return DENSE.linear(layer, x, bias)
         if self._product is None:
@@ -105,7 +105,7 @@ class Fp8Method(BaseMethod):
         return output if bias is None else output + bias
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
-        if not layer.ctx.fp8.is_on:
+        if not layer.ctx.state.fp8.is_on:
             return DENSE.column(layer, hidden)
         return self.linear(layer, enter_tensor_region(hidden, layer.ctx), layer.bias)
 

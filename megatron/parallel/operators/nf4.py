@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.operators import products
 from megatron.parallel.operators.nf4_layout import BLOCK, DEQUANTIZED_AT_ONCE, GROUP, groups_of_units, sections, units
-from megatron.parallel.shards import Shard, TensorRanks
+from megatron.parallel.shards import Shard
+
+if TYPE_CHECKING:
+    from megatron.parallel.context import ParallelContext
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -151,7 +154,7 @@ class QuantizedWeight(nn.Module):
 
     packed: Tensor
 
-    def __init__(self, full_name: str, shard: Shard, ctx: TensorRanks) -> None:
+    def __init__(self, full_name: str, shard: Shard, ctx: ParallelContext) -> None:
         super().__init__()
         self.full_name, self.shard, self.ctx = full_name, shard, ctx
         self.sections = sections(shard, ctx.tensor_size)

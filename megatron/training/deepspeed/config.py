@@ -17,10 +17,10 @@ from typing import Any
 from megatron.options.config import Config, ConfigError
 from megatron.options.deepspeed_file import read_settings
 from megatron.options.training import TrainingConfig
-from megatron.parallel.shards import LayoutError
+from megatron.parallel.layout import Layout, LayoutError
 from megatron.plan.zero import has_gradient_buffers, reduce_bucket_size, zero_settings
 from megatron.runtime.accelerator import quiet
-from megatron.settings.validation import check, parallel_batch_size
+from megatron.settings.validation import check
 
 KEYS = {
     "": "communication_data_type disable_allgather disable_python_gc dump_state gradient_accumulation_steps "
@@ -123,7 +123,7 @@ class Agreed:
     """Option of ours that sets it; '': none."""
 
 
-def merge(made: dict[str, Any], config: Config, data_parallel_size: int) -> dict[str, Any]:
+def merge(made: dict[str, Any], config: Config, layout: Layout) -> dict[str, Any]:
     """Return the settings `made` for this config with the user's file merged in.
 
     Raises ConfigError with every fault of the file.
@@ -133,7 +133,7 @@ def merge(made: dict[str, Any], config: Config, data_parallel_size: int) -> dict
         return made
     settings = read_settings(path)
     agreed = {name: Agreed((value,)) for name, value in _leaves(made) if name not in FREE}
-    agreed |= _options(config, data_parallel_size)
+    agreed |= _options(config, layout)
     faults = [*_unknown(settings, ""), *_contradictions(settings, agreed)]
     if faults:
         raise ConfigError([f"{path}: {fault}" for fault in faults])
@@ -149,10 +149,10 @@ def merge(made: dict[str, Any], config: Config, data_parallel_size: int) -> dict
     return result
 
 
-def _options(config: Config, data_parallel_size: int) -> dict[str, Agreed]:
+def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
     """Return what the options say in other words, or of what they leave no choice."""
     training, optimizer = config.training, config.optimizer
-    accumulation = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
+    accumulation = training.global_batch_size // (training.micro_batch_size * layout.num_batch_ranks)
     betas, off = [optimizer.adam_beta1, optimizer.adam_beta2], Agreed((False, None))
     names = ("SGD", "sgd") if optimizer.optimizer == "sgd" else ("Adam", "AdamW", "FusedAdam", "adam", "adamw")
     zero, params = "zero_optimization.", "optimizer.params."
@@ -293,7 +293,7 @@ GATED_BF16 = {"immediate_grad_update": True, "check_grad_overflow": False}
 """Gradients leave their 16-bit form as soon as they exist, and the update gate alone examines the norm."""
 
 
-def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
+def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     """Return the argument of `deepspeed.initialize`, with the user's own JSON merged in.
 
     The engine sets the number of microbatches for each step. Raises ConfigError if that file is missing, is not a JSON
@@ -314,7 +314,7 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
     if optimizer.offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
     made: dict[str, Any] = {
-        "train_batch_size": micro * data_parallel_size,
+        "train_batch_size": micro * layout.grad_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         # clipped by our optimizer where DeepSpeed wraps none around it
@@ -340,22 +340,22 @@ def deepspeed_config(config: Config, data_parallel_size: int) -> dict[str, Any]:
             "loss_scale_window": training.loss_scale_window,
             "hysteresis": training.hysteresis,
         }
-    return merge(made, config, data_parallel_size)
+    return merge(made, config, layout)
 
 
 def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:
     """Return the faults of the user's DeepSpeed JSON, and what it contradicts."""
     if config.training.deepspeed_config is None:
         return []
-    data_parallel_size, _ = parallel_batch_size(config, world_size)
+    layout = Layout.of(config.parallel, world_size)
     try:
         try:
-            deepspeed_config(config, data_parallel_size)
+            deepspeed_config(config, layout)
         except (LayoutError, ArithmeticError):
             if not check(config, world_size):
                 raise
             # sizes that break a rule, which is reported, have no buckets to compare
-            merge({}, config, data_parallel_size)
+            merge({}, config, layout)
     except ConfigError as error:
         return error.faults
     return []

@@ -184,8 +184,8 @@ def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
         else:
             own = [arguments[0]]
         for gradients in own:
-            ctx.checks.whole(gradients, GRADIENT, PassPlace(UPDATE))
-        with ctx.clock.phase(WAIT):
+            ctx.state.checks.whole(gradients, GRADIENT, PassPlace(UPDATE))
+        with ctx.state.clock.phase(WAIT):
             reduce(*arguments)
 
     setattr(optimizer, name, call)

@@ -134,7 +134,7 @@ class PipelineEngine(Engine):
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
         table = engine._INSTRUCTION_MAP
-        table = table | {ForwardPass: self.ctx.fp8.around(table[ForwardPass])}
+        table = table | {ForwardPass: self.ctx.state.fp8.around(table[ForwardPass])}
         passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
         if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself

@@ -17,8 +17,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megatron.parallel.context import LARGEST_TAG, ParallelContext
-from megatron.parallel.deferred import Job, compute_deferred
 from megatron.parallel.messages import Receipt, Sends, check_shape, post_receive, receive
+from megatron.parallel.pass_state import Job, compute_deferred
 from megatron.plan.pipeline_schedules import Message, PassKind, PipelineSchedule
 
 HEADER_TAG = LARGEST_TAG + 1
@@ -179,8 +179,8 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
 
         self._running_engine_backward = True  # its hooks leave the rest to us
         try:
-            if self.ctx.deferred is not None:
-                self._deferred[key] = self.ctx.deferred.collect(backward)
+            if self.ctx.state.deferred is not None:
+                self._deferred[key] = self.ctx.state.deferred.collect(backward)
             else:
                 backward()
         finally:

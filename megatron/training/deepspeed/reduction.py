@@ -201,8 +201,8 @@ class GradientBuffers:
         for slot in self._slots:
             if slot.tied_group is not None:
                 self._zero_missing(slot)
-                self._ctx.checks.whole(slot.view, TIED, PassPlace(UPDATE))
-                with self._ctx.clock.phase(WAIT):
+                self._ctx.state.checks.whole(slot.view, TIED, PassPlace(UPDATE))
+                with self._ctx.state.clock.phase(WAIT):
                     dist.all_reduce(slot.view, group=slot.tied_group)
                 self._complete(slot)
 
@@ -216,7 +216,7 @@ class GradientBuffers:
             self._start(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
-            with self._ctx.clock.phase(WAIT):
+            with self._ctx.state.clock.phase(WAIT):
                 wait_for([bucket.work])
             if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
                 bucket.sums.copy_(bucket.sent)
@@ -242,13 +242,13 @@ class GradientBuffers:
         for slot in bucket.slots:
             slot.is_reducing = True
         for piece in bucket.own:
-            self._ctx.checks.whole(piece, GRADIENT, PassPlace(UPDATE))
+            self._ctx.state.checks.whole(piece, GRADIENT, PassPlace(UPDATE))
         tensor = bucket.sums
         if tensor.dtype != options.dtype:
             tensor = bucket.sent = tensor.to(options.dtype)
         if options.scale_before != 1.0:
             tensor.mul_(options.scale_before)
-        with self._ctx.clock.phase(WAIT):
+        with self._ctx.state.clock.phase(WAIT):
             if bucket.owner is None:
                 bucket.work = dist.all_reduce(tensor, group=group, async_op=True)
             else:

@@ -19,7 +19,8 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.models.family import family_of
 from megatron.models.sequential import module_names
 from megatron.options.config import Config
-from megatron.parallel.shards import LayoutError, Shard
+from megatron.parallel.layout import LayoutError
+from megatron.parallel.shards import Shard
 from megatron.weights.deepspeed.files import RankTensors, UniversalFolder
 from megatron.weights.foreign_files import Inert
 from megatron.weights.huggingface import parameters_of

@@ -1,21 +1,27 @@
-"""Gradients of weights computed after the backward pass that needs them: by zero-bubble pipeline schedules."""
+"""State of the pass that a rank computes now: random streams, switches, checks and clocks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.parallel.finite_checks import FiniteChecks
+from megatron.parallel.phase_clock import StepClock
+from megatron.parallel.rng import RandomStreams
 
 Job = tuple[list[Tensor], Callable[[], list[Tensor]]]
 """Parameters, and what computes their gradients."""
 
 
 class DeferredGradients:
-    """Gradients that linear layers leave for later while `collect` runs a backward pass."""
+    """Gradients that linear layers leave for later while `collect` runs a backward pass, for zero-bubble schedules."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] | None = None
@@ -48,12 +54,8 @@ def compute_deferred(jobs: Sequence[Job]) -> None:
         torch.autograd.backward(parameters, gradients)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Switch of fp8: on in the forward passes of training, off in those of evaluation and generation.
-
-
 class Fp8Passes:
-    """Passes of this rank in which linear layers compute in fp8."""
+    """Switch of fp8 in linear layers: on in the forward passes of training, off in evaluation and generation."""
 
     def __init__(self) -> None:
         self.autocast: Callable[[], AbstractContextManager[Any]] | None = None
@@ -82,3 +84,34 @@ class Fp8Passes:
                 self.is_on = self.is_first_microbatch = False
 
         return call
+
+
+class AdapterSwitch:
+    """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute without adapters."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+
+@dataclass(eq=False)
+class PassState:
+    """State of the pass that a rank computes now; one object a context, mutable."""
+
+    streams: RandomStreams = field(default_factory=RandomStreams)
+    adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
+    checks: FiniteChecks = field(default_factory=FiniteChecks)
+    """Checks of what this rank computed in its last step."""
+    fp8: Fp8Passes = field(default_factory=Fp8Passes)
+    clock: StepClock = field(default_factory=StepClock)
+    """Times of what this rank computed itself in its last steps."""
+    deferred: DeferredGradients | None = None
+    """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""

@@ -1,0 +1,173 @@
+"""Sizes of all parallel axes, and where on them one rank stands. Importable without torch, so that a plan needs none.
+
+Nothing else in the project divides numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+AXES = {
+    "tensor_rank": "tensor_size",
+    "context_rank": "context_size",
+    "batch_rank": "num_batch_ranks",
+    "stage": "num_stages",
+}
+"""Coordinates and sizes of the axes, fastest first: tensor-parallel neighbours share a node. DeepSpeed's topology
+numbers the ranks alike: its data axis is all that lies between tensor and pipeline."""
+EXPERT_AXES = {
+    "expert_tensor_rank": "expert_tensor_size",
+    "expert_rank": "expert_size",
+    "expert_grad_rank": "expert_grad_size",
+    "stage": "num_stages",
+}
+"""The same ranks, as a layer of experts divides them."""
+
+
+class LayoutError(ValueError):
+    """A tensor or a world does not fit the parallel layout."""
+
+
+class ModelSizes(Protocol):
+    """The options that cut one copy of the model: of training or of generation."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def pipeline_model_parallel_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes and this rank. All other sizes and coordinates follow.
+
+    No option sets the sizes of the context and the expert axes yet.
+    """
+
+    tensor_size: int = 1
+    """Ranks that share each layer."""
+    context_size: int = 1
+    """Ranks that share each sample."""
+    num_batch_ranks: int = 1
+    """Ranks that read different shares of each global batch: the data-parallel size."""
+    num_stages: int = 1
+    """Stages of the pipeline."""
+    expert_tensor_size: int = 1
+    """Ranks that share each expert."""
+    expert_size: int = 1
+    """Ranks that hold different experts of a layer."""
+    rank: int = 0
+
+    @classmethod
+    def of(cls, model: ModelSizes, world_size: int | None = None, rank: int = 0) -> Layout:
+        """Return the layout of as many copies of the model as `world_size` ranks hold, but at least one; None: one.
+
+        Where the sizes do not divide `world_size`, the layout's own is another one; `check` says so.
+        """
+        copy = Layout(
+            tensor_size=model.tensor_model_parallel_size, num_stages=model.pipeline_model_parallel_size, rank=rank
+        )
+        if world_size is None:
+            return copy
+        copies = max(1, world_size // copy.model_size)
+        return Layout(tensor_size=copy.tensor_size, num_batch_ranks=copies, num_stages=copy.num_stages, rank=rank)
+
+    def check(self, world_size: int) -> None:
+        """Raise LayoutError unless the layout fills the world."""
+        if self.world_size != world_size:
+            raise LayoutError(
+                f"{world_size} ranks are not a multiple of tensor x pipeline = {self.tensor_size} x "
+                f"{self.num_stages}; change either"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, size) for size in AXES.values())
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.world_size // self.num_batch_ranks
+
+    @property
+    def grad_size(self) -> int:
+        """Ranks over which the gradients of one part of the model are summed, and which ZeRO shards."""
+        return self.context_size * self.num_batch_ranks
+
+    @property
+    def expert_grad_size(self) -> int:
+        """The same for the experts of a layer."""
+        return self.tensor_size * self.grad_size // (self.expert_tensor_size * self.expert_size)
+
+    @property
+    def tensor_rank(self) -> int:
+        return self._coordinate(AXES, "tensor_rank")
+
+    @property
+    def context_rank(self) -> int:
+        return self._coordinate(AXES, "context_rank")
+
+    @property
+    def batch_rank(self) -> int:
+        """Index of the share of each global batch that this rank reads."""
+        return self._coordinate(AXES, "batch_rank")
+
+    @property
+    def grad_rank(self) -> int:
+        """Index among the ranks over which the gradients of this part of the model are summed."""
+        return self.rank // self.tensor_size % self.grad_size
+
+    @property
+    def stage(self) -> int:
+        return self._coordinate(AXES, "stage")
+
+    @property
+    def expert_tensor_rank(self) -> int:
+        return self._coordinate(EXPERT_AXES, "expert_tensor_rank")
+
+    @property
+    def expert_rank(self) -> int:
+        return self._coordinate(EXPERT_AXES, "expert_rank")
+
+    @property
+    def expert_grad_rank(self) -> int:
+        return self._coordinate(EXPERT_AXES, "expert_grad_rank")
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def rank_at(self, **coordinates: int) -> int:
+        """Return the rank with these coordinates, such as `stage=1`, and otherwise this one's."""
+        rank, stride = 0, 1
+        for name, size in AXES.items():
+            rank += stride * coordinates.get(name, getattr(self, name))
+            stride *= getattr(self, size)
+        return rank
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Return all ranks that hold the layers of a stage."""
+        size = self.world_size // self.num_stages
+        return list(range(stage * size, (stage + 1) * size))
+
+    def slice_size(self, total: int) -> int:
+        """Return one tensor-parallel rank's part of `total`. Raises LayoutError if it does not divide evenly."""
+        if total % self.tensor_size:
+            raise LayoutError(f"{total} cannot be split evenly over {self.tensor_size} tensor-parallel ranks")
+        return total // self.tensor_size
+
+    def _coordinate(self, axes: Mapping[str, str], name: str) -> int:
+        rank = self.rank
+        for axis, size_name in axes.items():
+            size: int = getattr(self, size_name)
+            if axis == name:
+                return rank % size
+            rank //= size
+        raise KeyError(name)
