@@ -43,9 +43,9 @@ from megatron.launch.instructlab.launch import agent_command, environment_of_ran
 from megatron.launch.instructlab.mapping import Setting, build_config, refusals, remarks, write_callbacks
 from megatron.launch.plan import FineTuning
 from megatron.options.config import Config, ConfigError
+from megatron.options.stored import to_yaml
 from megatron.runtime.devices import count_devices, detect_device
 from megatron.runtime.files import replacing
-from megatron.settings.command_line import to_yaml
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
 if TYPE_CHECKING:

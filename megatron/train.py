@@ -32,8 +32,8 @@ from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import defer_backends, set_graph_variables
 from megatron.runtime.network import adopt_mpi_variables
 from megatron.settings.command_line import load_command_line
-from megatron.settings.plugins import load_task
 from megatron.settings.validation import check_device, idle
+from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed as deepspeed_faults
 from megatron.training.deepspeed.config import check_values
 

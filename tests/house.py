@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.BoolOp)
 MOST_BRANCHES = 12
 SMALL = 60
-MODULE_NAME = re.compile(r"megatron(\.\w+)+")
+MODULE_NAME = re.compile(r"megatron(?:\.\w+)+")
 
 
 @dataclass
@@ -40,9 +41,13 @@ class SourceFile:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def code_lines(self) -> int:
         docstrings: set[int] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -61,51 +66,80 @@ class SourceFile:
 
     @cached_property
     def import_lines(self) -> int:
-        nodes = [node for node in ast.walk(self.tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        nodes = [node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
         return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
 
     def count(self, *kinds: type[ast.AST]) -> int:
-        return sum(isinstance(node, kinds) for node in ast.walk(self.tree))
+        return sum(isinstance(node, kinds) for node in self.nodes)
 
     def busy_functions(self) -> Iterator[tuple[int, str, int]]:
         """(branches, name, line) of each function with more than MOST_BRANCHES."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 branches = sum(isinstance(child, BRANCHES) for child in ast.walk(node))
                 if branches > MOST_BRANCHES:
                     yield branches, node.name, node.lineno
 
-    def mentioned_modules(self) -> Iterator[str]:
-        """Names of modules that this file imports, also within functions, and by strings (importlib)."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                yield node.module
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    def imported_modules(self) -> Iterator[tuple[str, int]]:
+        """(module, line) of each import, also within functions; relative ones are resolved."""
+        package = self.module if self.path.stem == "__init__" else self.module.rpartition(".")[0]
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, node.module] if node.module else above)
+                yield base, node.lineno
+                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
             elif isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
-                yield node.value
+                yield from ((alias.name, node.lineno) for alias in node.names)
+
+    def named_modules(self) -> Iterator[tuple[str, int]]:
+        """(module, line) of each string that is a module's name, as importlib takes it.
+
+        The names that loggers have, and modules that a child process is to run (`-m`), are no imports.
+        """
+        others = set(_strings_of_no_import(self.nodes))
+        for node in self.nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in others:
+                yield from ((name, node.lineno) for name in MODULE_NAME.findall(node.value) if name == node.value)
+
+
+def _strings_of_no_import(nodes: Iterable[ast.AST]) -> Iterator[int]:
+    """Yield the id of each constant that names a logger, or follows "-m" in a command."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "getLogger":
+            yield from map(id, node.args)
+        elif isinstance(node, (ast.List, ast.Tuple)):
+            for word, following in itertools.pairwise(node.elts):
+                if isinstance(word, ast.Constant) and word.value == "-m":
+                    yield id(following)
+
+
+@cache
+def source_file(root: Path, path: Path) -> SourceFile:
+    return SourceFile(path, ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
 
 
 @dataclass
 class House:
-    """The Python files of `megatron/` in a checkout."""
+    """The Python files of `megatron/`, or of other folders, in a checkout."""
 
     root: Path
+    folders: Sequence[str] = ("megatron",)
 
     @cached_property
     def files(self) -> list[SourceFile]:
-        found = []
-        for path in sorted((self.root / "megatron").rglob("*.py")):
-            parts = path.relative_to(self.root).with_suffix("").parts
-            found.append(SourceFile(path, ".".join(parts).removesuffix(".__init__")))
-        return found
+        paths = [path for folder in self.folders for path in sorted((self.root / folder).rglob("*.py"))]
+        return [source_file(self.root, path) for path in paths]
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """Modules of `megatron` that each module imports."""
+        """Modules of these folders that each module imports."""
         names = {file.module for file in self.files}
-        return {file.module: (set(file.mentioned_modules()) & names) - {file.module} for file in self.files}
+        found = {}
+        for file in self.files:
+            mentioned = {name for name, _ in [*file.imported_modules(), *file.named_modules()]}
+            found[file.module] = mentioned & names - {file.module}
+        return found
 
     def circles(self) -> list[list[str]]:
         """Groups of modules each of which reaches every other by imports."""

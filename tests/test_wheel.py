@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from megatron.settings.parser import PRESETS_DIR
+from megatron.options.presets import PRESETS_DIR
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent

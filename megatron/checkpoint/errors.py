@@ -1,7 +1,9 @@
 """Errors of checkpoints, apart from the code that needs torch: a launcher reports them without loading it."""
 
+from megatron.runtime.errors import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError, ValueError):
     """A checkpoint is missing, damaged, of another model, or cannot be written. The message names the file."""
 
 

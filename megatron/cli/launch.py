@@ -32,14 +32,16 @@ from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, Laun
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.options.config import ConfigError
 from megatron.options.flags import flag
+from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
 from megatron.runtime.commands import REFUSED, command_name
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.terminal import folded, for_stderr
-from megatron.settings.command_line import presets_of, read_command_line, to_yaml
+from megatron.settings.command_line import presets_of, read_command_line
 from megatron.settings.parser import build_parser, help_text, help_topic
-from megatron.settings.plugins import load_task
+from megatron.settings.validation import check
+from megatron.tasks.registry import load_task
 
 DEVICES = ("auto", "hpu", "cuda", "cpu")
 VARIABLES_OF = {
@@ -71,7 +73,7 @@ CHAT_OPTIONS = ("chat_template", "train_on", "too_long", "ignore_columns")
 def plan_text(plan: LaunchPlan, title: str) -> str:
     """Return the text of a dry run: layout, sizes, memory and the command."""
     config = plan.config
-    text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title)
+    text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title, check=check)
     text += "\n" + (
         _wrapped(", ".join(host.name for host in plan.hosts[: plan.nodes]), "  hosts: ") if plan.hosts else ""
     )

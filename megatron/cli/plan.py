@@ -19,6 +19,7 @@ from megatron.runtime.commands import command_name
 from megatron.runtime.terminal import for_stderr
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
+from megatron.settings.validation import check
 
 
 @command
@@ -55,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(message, file=sys.stderr)
         return 2
     title = " + ".join(presets_of(build_parser().parse_known_args(flags)[0])) or "the default config"
-    sys.stdout.write(
-        describe(config, nodes=num_devices // per_node, devices_per_node=per_node, title=f"Plan of {title}")
-    )
+    nodes = num_devices // per_node
+    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=f"Plan of {title}", check=check))
     return 0

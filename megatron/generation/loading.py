@@ -25,6 +25,7 @@ from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
 from megatron.generation.options import LoadOptions
 from megatron.generation.saved_model import inference_config
+from megatron.models.rules import check_layout
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
@@ -33,7 +34,6 @@ from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.runtime.accelerator import check_precision, is_lazy, widened_line
-from megatron.settings.validation import check_layout
 from megatron.weights.adapter_start import (
     AdapterStart,
     check_quantization,

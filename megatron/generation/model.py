@@ -28,6 +28,7 @@ from megatron.parallel.operators.nf4 import QuantizedWeight, quantized_weights
 from megatron.parallel.shards import named_parameters
 from megatron.plan.flops import declared_layers
 from megatron.plan.pipeline import stage_bounds
+from megatron.tasks.registry import load_task
 
 Layer = Callable[[Any], Any]
 OutputProduct = Callable[[Tensor, Tensor], Tensor]
@@ -144,7 +145,9 @@ def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> t
                 "checkpoints"
             ]
         )
-    specs, bounds = build_layers(config, ctx, trains=False), stage_bounds(config, declared_layers(config))
+    packs_documents = load_task(config).packs_documents
+    specs = build_layers(config, ctx, packs_documents=packs_documents, trains=False)
+    bounds = stage_bounds(config, declared_layers(config))
     layers, modules, tied = [], nn.ModuleList(), dict[str, nn.Module]()
     with default_dtype(compute_dtype(config)), device:
         for spec in specs[bounds[ctx.stage] : bounds[ctx.stage + 1]]:

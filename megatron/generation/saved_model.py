@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.generation.options import LoadOptions
+from megatron.models.rules import check_layout
 from megatron.options.config import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
 from megatron.options.data import DataConfig
 from megatron.options.model import NOT_COMPUTED, ModelConfig
 from megatron.options.training import ParallelConfig
-from megatron.settings.validation import check_layout
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface_config import config_of
 

@@ -23,8 +23,8 @@ from megatron.runtime.commands import command_name
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import NO_PLUGIN, SEEN_BY, VISIBLE, count_devices, has_gaudi_plugin, missing_products
 from megatron.runtime.messages import MissingSecretError, run_secret
-from megatron.settings.plugins import load_task
 from megatron.settings.validation import check
+from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed
 from megatron.weights.folder_files import is_model_folder, missing_base, own_file, read_json
 from megatron.weights.huggingface_config import config_of, find_base, nothing_to_load, other_model

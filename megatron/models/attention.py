@@ -27,7 +27,6 @@ from megatron.parallel.operators import products
 from megatron.parallel.operators.fused import choose_kernels
 from megatron.parallel.shards import Shards
 from megatron.runtime.devices import BLOCKWISE_LENGTHS
-from megatron.settings.plugins import load_task
 
 log = logging.getLogger(__name__)
 
@@ -378,13 +377,16 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
 class Shared:
     """Config and context of a model's layers, and what they share on one rank: kernels and the rotary table.
 
-    Made before any layer: where ZeRO-3 builds the layers, new constants would be rounded to 16 bits.
+    Made before any layer: where ZeRO-3 builds the layers, new constants would be rounded to 16 bits. `packs_documents`
+    as the task's (megatron/tasks/task.py): it decides which kernel is fastest.
     """
 
-    def __init__(self, config: Config, ctx: ParallelContext, *, trains: bool = True) -> None:
+    def __init__(
+        self, config: Config, ctx: ParallelContext, *, packs_documents: bool = False, trains: bool = True
+    ) -> None:
         self.config, self.ctx = config, ctx
         self.kernels = choose_kernels(config, ctx.device, trains=trains)
-        self.kernel = build_kernel(config.model, ctx, packed=load_task(config).packs_documents)
+        self.kernel = build_kernel(config.model, ctx, packed=packs_documents)
         self.prompt_kernel = self.kernel
         """For prompts of a batch: they have many lengths, and flex_attention is compiled for each."""
         slopes = own_slopes(config.model, ctx)

@@ -19,8 +19,6 @@ from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.operators.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, declared_shards
-from megatron.plan.pipeline import waits_like_1f1b
-from megatron.settings.plugins import load_plugin
 
 
 class ConfigFields(Protocol):
@@ -113,13 +111,7 @@ class Family:
                 yield from _quantization_faults(config, self.layers(config))
 
     def idle(self, config: Config) -> Iterator[str]:
-        """Yield a message for every name in the options of adapters that selects nothing, and for a schedule that has
-        nothing to defer."""
-        if config.parallel.schedule == "zero-bubble" and waits_like_1f1b(config):
-            yield (
-                "pipeline_schedule=zero-bubble defers the gradients of linear layers' weights, but all of these are "
-                "frozen, so stages wait as long as with 1f1b; leave pipeline_schedule out"
-            )
+        """Yield a message for every name in the options of adapters that selects nothing."""
         yield from adapters.unmatched(self.declare(config), self.huggingface_form(config.model), config.lora)
 
     def _adapter_faults(self, layers: Sequence[LayerDeclaration], config: Config) -> Iterator[str]:
@@ -128,12 +120,6 @@ class Family:
     def huggingface_form(self, model: ModelConfig) -> HuggingFaceForm | None:
         """Return the form nearest to this model; None: the family has none."""
         return self.huggingface.get(model.position_embedding_type) or self.huggingface.get("")
-
-
-def family_of(config: Config) -> Family:
-    """Return the record of `config.model.architecture`. Raises ConfigError if there is none."""
-    family: Family = load_plugin("architecture", config.model.architecture)
-    return family
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

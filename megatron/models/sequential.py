@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.models.attention import Shared
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.fp8 import with_fp8
@@ -44,9 +44,12 @@ class _TiedLayer(_Layer, TiedLayerSpec):
         self.tied_weight_attr = ["weight"]
 
 
-def build_layers(config: Config, ctx: ParallelContext, *, trains: bool = True) -> list[LayerSpec]:
+def build_layers(
+    config: Config, ctx: ParallelContext, *, packs_documents: bool = False, trains: bool = True
+) -> list[LayerSpec]:
     """The model as a list of layers, not yet allocated."""
-    layers, shared = family_of(config).layers(config), Shared(config, ctx, trains=trains)
+    layers = family_of(config).layers(config)
+    shared = Shared(config, ctx, packs_documents=packs_documents, trains=trains)
     if trains and config.fp8.uses_fp8:
         layers = with_fp8(layers, config)
     names = [layer.name for layer in layers]

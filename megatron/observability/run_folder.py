@@ -32,12 +32,12 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.step_metrics import LossAt, RunTotals
 from megatron.options.config import Config
 from megatron.options.progress import Progress
+from megatron.options.stored import to_yaml
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown
 from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
 from megatron.runtime.files import IMPORT_ROOT, replacing
-from megatron.settings.command_line import to_yaml
 from megatron.weights.opening import TAG
 
 CONFIG_FILE = "config.yaml"

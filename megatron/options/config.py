@@ -27,9 +27,10 @@ from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
 from megatron.options.training import GuardConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
+from megatron.runtime.errors import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """Invalid configuration: every fault found, one per line."""
 
     def __init__(self, faults: Sequence[str]):

@@ -14,6 +14,10 @@ LARGEST_BLEND = 2**15 - 1
 """Maximum number of datasets in a blend: the index stores a dataset's number in 16 bits."""
 
 
+DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Options that need to know where documents end."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Datasets, tokenizer and validation."""

@@ -186,3 +186,9 @@ def unescaped(text: str) -> str:
     for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
         text = text.replace(escape, character)
     return text
+
+
+def divisors(number: int, up_to: int) -> str:
+    """Format the divisors of `number` for a message: '1, 2, 4 or 8'."""
+    found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

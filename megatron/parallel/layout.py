@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.options.config import Config
+from megatron.runtime.errors import UserError
+
 AXES = {
     "tensor_rank": "tensor_size",
     "context_rank": "context_size",
@@ -27,7 +30,7 @@ EXPERT_AXES = {
 """The same ranks, as a layer of experts divides them."""
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError, ValueError):
     """A tensor or a world does not fit the parallel layout."""
 
 
@@ -171,3 +174,9 @@ class Layout:
                 return rank % size
             rank //= size
         raise KeyError(name)
+
+
+def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
+    """Return the data-parallel size, and the samples in one microbatch of all data-parallel ranks."""
+    size = Layout.of(config.parallel, world_size).num_batch_ranks
+    return size, config.training.micro_batch_size * size

@@ -17,7 +17,7 @@ from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import is_matrix, number_size
 from megatron.runtime.devices import BLOCKWISE_LENGTHS, attends_blockwise, missing_products
-from megatron.settings.plugins import load_task
+from megatron.tasks.registry import load_task
 
 
 @dataclass(frozen=True)

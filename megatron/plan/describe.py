@@ -11,18 +11,21 @@ from typing import Any
 from megatron.options.config import Config, ModelConfig, batch_sizes, samples_after
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
-from megatron.plan.fit import MOST_DEVICES, capacity, fit_text, for_device, needed_bytes, propose
+from megatron.plan.fit import MOST_DEVICES, Rules, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, layer_flops
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
 from megatron.plan.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
 from megatron.runtime.devices import GIB, KNOWN_DEVICES, WIDENED, missing_products
-from megatron.settings.plugins import load_task
+from megatron.tasks.registry import load_task
 
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
 
-def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -> str:
-    """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide."""
+def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, check: Rules) -> str:
+    """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide.
+
+    `check` yields the rules that proposed layouts keep.
+    """
     config = for_device(config)
     model, parallel, training = config.model, config.parallel, config.training
     world_size = nodes * devices_per_node
@@ -65,7 +68,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str) -
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})"]
     lines += ["  " + line for line in _memory_table(config, stages)]
-    lines += ["", *_fit_lines(config, stages, world_size, devices_per_node)]
+    lines += ["", *_fit_lines(config, stages, world_size, devices_per_node, check)]
     return "\n".join(lines) + "\n"
 
 
@@ -177,7 +180,9 @@ def _holds_text(layers: Sequence[LayerDeclaration], stage: Stage) -> str:
     return "; ".join(stage_text(layers, start, stop) for start, stop in stage.ranges)
 
 
-def _fit_lines(config: Config, stages: Sequence[Stage], num_devices: int, devices_per_node: int) -> list[str]:
+def _fit_lines(
+    config: Config, stages: Sequence[Stage], num_devices: int, devices_per_node: int, check: Rules
+) -> list[str]:
     """The comparison with the memory of the device, and the nearest layouts that fit if this one does not."""
     room, size = capacity(config, devices_per_node), max(needed_bytes(config, stage) for stage in stages)
     if room is None:
@@ -186,7 +191,7 @@ def _fit_lines(config: Config, stages: Sequence[Stage], num_devices: int, device
     lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT)
     if room.is_enough_for(size):
         return lines
-    found = propose(config, num_devices, devices_per_node, room)
+    found = propose(config, num_devices, devices_per_node, room, check)
     if not found:
         return [
             *lines,

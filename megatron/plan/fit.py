@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from megatron.parallel.layout import Layout
 from megatron.plan.memory import Stage, memory_by_stage
 from megatron.plan.pipeline import schedule_bubble
 from megatron.runtime.devices import GIB, device_memory_bytes, known_device, parse_memory_gib
-from megatron.settings.plugins import load_task
-from megatron.settings.validation import check
+from megatron.tasks.registry import load_task
 
 RESERVE = 0.1
 """Share of the memory that allocators, communication libraries and kernels need beyond what a plan counts."""
@@ -26,6 +25,10 @@ PARTS = ("core_attn", "layernorm", "mlp_act")
 MOST_PROPOSALS = 4
 MOST_DEVICES = 64
 """Times the devices of the run, up to which larger numbers are tried."""
+
+
+Rules = Callable[[Config, int], Sequence[str]]
+"""Returns the faults of a config on a number of ranks: megatron/settings/validation.py, check."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def memory_warning(config: Config, num_devices: int, ranks_per_node: int) -> str
 
 # Nothing here knows which change saves what: candidates in the order of a rough cost are planned until enough of them
 # fit.
-def propose(config: Config, num_devices: int, devices_per_node: int, room: Capacity) -> list[Proposal]:
+def propose(config: Config, num_devices: int, devices_per_node: int, room: Capacity, check: Rules) -> list[Proposal]:
     """Return the layouts nearest to the run's that fit, fewest devices first, then by estimated cost.
 
     Each is a valid config, and fits by its own plan. None changes all the options that a cheaper one changes.

@@ -10,15 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
-from megatron.settings.plugins import load_plugin
 
 
 def declared_layers(config: Config) -> list[LayerDeclaration]:
     """Return the layers of the model, in order, as its family declares them."""
-    layers: list[LayerDeclaration] = load_plugin("architecture", config.model.architecture).layers(config)
-    return layers
+    return family_of(config).layers(config)
 
 
 def count_parameters(config: Config, counts: Callable[[Shard], bool] = lambda shard: True) -> int:

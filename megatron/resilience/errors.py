@@ -9,19 +9,15 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron.checkpoint.format import CheckpointError, SaveError
-from megatron.data.index.indexed import DataError
-from megatron.options.config import ConfigError
+from megatron.checkpoint.errors import SaveError
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.layout import LayoutError
-from megatron.runtime.accelerator import DeviceError
 from megatron.runtime.commands import ABORTED, FAILED, REFUSED
-from megatron.tasks.loss_result import LossError
+from megatron.runtime.errors import UserError
 
 T = TypeVar("T")
 
 
-class OtherRankFailed(RuntimeError):
+class OtherRankFailed(UserError, RuntimeError):
     """Error of another rank, which it names. `status`: the exit status of that rank."""
 
     def __init__(self, message: str, status: int = FAILED) -> None:
@@ -37,7 +33,7 @@ class PeerLostError(RuntimeError):
     """A collective failed because another rank has ended. The message is empty where the verdict is printed already."""
 
 
-USER_FAULTS = (ConfigError, DataError, CheckpointError, LayoutError, LossError, DeviceError, OSError, OtherRankFailed)
+USER_FAULTS = (UserError, OSError)
 # what the system refuses each time: a path, a permission or a call that is wrong. Any other errno may pass
 LASTING = {
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP),

@@ -32,6 +32,7 @@ from megatron.runtime.devices import (
     missing_products,
     set_backend_variables,
 )
+from megatron.runtime.errors import UserError
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
 ALLOCATED = "memory_allocated (GB)"
@@ -66,7 +67,7 @@ RECIPES_MB = 16384
 """Largest size of a host's compiled graphs; Habana's default of 1024 is less than a large model's."""
 
 
-class DeviceError(RuntimeError):
+class DeviceError(UserError, RuntimeError):
     """The requested device is not available."""
 
 

@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.models.registry import FAMILIES
 from megatron.options.config import Config, ConfigError, options, sections
-from megatron.options.dependents import ADAPTERS
-from megatron.options.flags import dashed, flag, sequence, unset
+from megatron.options.flags import dashed, flag, unset
+from megatron.options.presets import merged, read_preset
+from megatron.options.stored import CONFIG, known_values, nearest, to_yaml
 from megatron.options.types import STRICT
 from megatron.runtime.files import show
-from megatron.settings.parser import PRESETS_DIR, answer_to, build_parser, help_text, help_topic
-from megatron.settings.plugins import PLACES, known_plugins, with_loaded_adapters, with_loaded_model
+from megatron.settings.loaded import with_loaded_adapters, with_loaded_model
+from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
 from megatron.settings.validation import check
-
-# Options that say the same in other words: one that is given replaces the others of presets below it.
-ALTERNATIVES = (
-    ("train_samples", "train_iters", "num_epochs"),
-    ("lr_decay_samples", "lr_decay_iters"),
-    ("lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"),
-    ("lr_wsd_decay_samples", "lr_wsd_decay_iters"),
-    ("bf16", "fp16"),
-    ("eod_token", "eod_token_id"),
-)
-# Options that have no effect with any other position encoding; a preset's are left out there.
-POSITIONS = {
-    "rope": (
-        "rotary_base",
-        "rope_scaling_factor",
-        "rope_scaling_low_freq_factor",
-        "rope_scaling_high_freq_factor",
-        "rope_scaling_original_length",
-    ),
-    "learned": ("max_position_embeddings",),
-}
-UNSET = (None, False, 0, "none", "None", "null", "false", "False", "0", "")
+from megatron.tasks.registry import TASKS
 
 
 @dataclass(frozen=True)
@@ -76,170 +54,6 @@ def faults_in_all(found: Iterable[Iterable[str]]) -> list[str]:
     return [fault for fault in first if all(fault in other for other in others)]
 
 
-def from_dict(tree: dict[str, Any]) -> Config:
-    """Build a config from nested plain values. Raises ConfigError with every wrong key, type and range."""
-    known, faults, _ = _known_values(tree)
-    if faults:
-        raise ConfigError(faults)
-    return _CONFIG.validate_python(known)
-
-
-_CONFIG = TypeAdapter(Config)
-
-
-def _known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str], set[str]]:
-    """Return the values of known options by section, every fault, and the options whose values cannot be used."""
-    known: dict[str, dict[str, Any]] = {}
-    unread: set[str] = set()
-    faults = [
-        f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in tree if name not in sections()
-    ]
-    for section, cls in sections().items():
-        values = tree.get(section) or {}
-        hints = get_type_hints(cls)
-        if not isinstance(values, dict):
-            faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
-            unread |= set(hints)
-            values = {}
-        for name in (str(name) for name in values if name not in hints):
-            faults.append(_unknown_option(name, section))
-            unread |= set(_nearest(name, options()))
-        known[section] = {
-            # a sequence may be written as one string: `rampup_batch_size: 16 16 5000000`
-            name: value.split() if isinstance(value, str) and sequence(hints[name]) else value
-            for name, value in values.items()
-            if name in hints
-        }
-    try:
-        _CONFIG.validate_python(known)
-    except ValidationError as error:
-        wrong = error.errors()
-        # an option of several types has a fault for each of them
-        rules: dict[tuple[int | str, ...], list[str]] = {}
-        for fault in wrong:
-            rules.setdefault(fault["loc"][:2], []).append(fault["msg"])
-        joined = {where: " or ".join(dict.fromkeys(found)) for where, found in rules.items()}
-        faults += dict.fromkeys(
-            _wrong_value(known, fault["loc"], fault["type"], joined[fault["loc"][:2]]) for fault in wrong
-        )
-        unread |= {str(fault["loc"][1]) for fault in wrong}
-    return known, faults, unread
-
-
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Return the most similar one of `names`, if any is."""
-    return difflib.get_close_matches(name, list(names), n=1)
-
-
-def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...], kind: str, rule: str) -> str:
-    """Describe a value of the wrong type or out of range."""
-    section, name = str(where[0]), str(where[1])
-    value = known[section][name]
-    wanted = get_args(sequence(get_type_hints(sections()[section])[name]))
-    if kind in ("missing", "too_short", "too_long") and wanted:
-        rule = f"expected {len(wanted)} values, not {len(value)}"
-    shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)
-    return f"{section}.{name}={shown}: {rule[:1].lower()}{rule[1:]}"
-
-
-def _unknown_option(name: str, section: str) -> str:
-    """Describe an unknown option: its right section, or the most similar name."""
-    if name in options():
-        return f"option {name!r} in section {section!r} belongs in section {options()[name][0]!r}"
-    near = _nearest(name, options())
-    hint = f"; did you mean {near[0]!r} in section {options()[near[0]][0]!r}?" if near else "; see --help"
-    return f"unknown option {name!r} in section {section!r}{hint}"
-
-
-class _PresetLoader(yaml.SafeLoader):
-    """YAML's safe loader, rejecting duplicate keys, of which YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-def is_finetune_file(tree: Mapping[str, Any]) -> bool:
-    """Return True for the values of a finetune_lora.yaml, which launch/finetune_file.py translates."""
-    return not {"model_id", "LoRA"}.isdisjoint(tree)
-
-
-def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
-    """Return the nested values of a preset, given by path or by its name in megatron/presets/.
-
-    `translated`: also those of a finetune_lora.yaml. Raises ConfigError.
-    """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
-        near = _nearest(Path(name).stem, known)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError([f"config {name!r} not found; {hint}the presets are {', '.join(known)}"])
-    try:
-        tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
-    except RecursionError:
-        raise ConfigError([f"config {path} is nested too deeply; it holds sections, and options in them"]) from None
-    except OSError as error:
-        raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
-    if not isinstance(tree, dict):
-        raise ConfigError([f"config {path} is a {type(tree).__name__}; it must be a mapping of sections"])
-    if is_finetune_file(tree) and not translated:
-        raise ConfigError([f"config {path} sets model_id or LoRA; only scripts/run_sft.sh --config reads such a file"])
-    return tree
-
-
-def merged(below: dict[str, Any], above: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Merge two presets: values of `above`, `null` included, override those of `below`.
-
-    Values of `below` that `above` says in other words, or deprives of effect, are left out, with a line in `notes`.
-    """
-    both = dict(below)
-    for section, values in above.items():
-        under = both.get(section)
-        if under is None or (values is not None and isinstance(under, dict) and not isinstance(values, dict)):
-            both[section] = values  # `_known_values` reports what is not a mapping
-        elif values is not None and isinstance(under, dict):
-            both[section] = under | values
-            for by, names in _replaced(under, values).items():
-                notes.append(f"{by} replaces the preset's {', '.join(f'{name}={under[name]}' for name in names)}")
-                for name in names:
-                    del both[section][name]
-    return both
-
-
-def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
-    found: dict[str, list[str]] = {}
-    for group in ALTERNATIVES:
-        # of several the one that is not zero; a zero alone replaces too, since it requests none
-        set_ones = [name for name in group if name in above and above[name] not in UNSET]
-        zeros = [name for name in group if name in above and _is_zero(above[name])]
-        for chosen in (set_ones or zeros)[:1]:
-            found[f"{chosen}={above[chosen]}"] = [name for name in group if name not in above]
-    encoding = above.get("position_embedding_type")
-    for needed, names in POSITIONS.items():
-        if encoding not in (None, needed):
-            found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
-    if _is_zero(above.get("eval_iters")):
-        found["eval_iters=0"] = [name for name in ("eval_interval",) if name not in above]
-    if above.get("lora_rank", 1) is None:
-        found["lora_rank=none"] = [name for name in ADAPTERS if name not in above]
-    names_by = {
-        by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
-    }
-    return {by: names for by, names in names_by.items() if names}
-
-
-def _is_zero(value: object) -> bool:
-    return not isinstance(value, bool) and str(value) in ("0", "0.0")
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     """Return the config of a command line, and the parsed namespace.
 
@@ -259,7 +73,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     words = dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
     faults, notes, missing = _stray_words(words, rest), list[str](), set(unread)
-    missing |= {name for word in rest if word.startswith("-") for name in _nearest(_option_name(word), options())}
+    missing |= {name for word in rest if word.startswith("-") for name in nearest(_option_name(word), options())}
     tree: dict[str, Any] = {}
     for name in presets_of(namespace):
         try:
@@ -284,14 +98,14 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     except ConfigError as error:
         faults += error.faults
         missing.add("config")
-    known, wrong, unusable = _known_values(tree)
+    known, wrong, unusable = known_values(tree)
     named = {name for values in known.values() for name in values}
     missing |= unusable
     # a preset that cannot be read might give every option that no flag does
     of_flags = {name for values in flags.values() for name in values}
     perhaps_given = options().keys() - of_flags - missing if "config" in missing else set()
     trees = with_stand_ins(known, missing - {"config"}, perhaps_given)
-    configs = [_CONFIG.validate_python(values) for values in trees]
+    configs = [CONFIG.validate_python(values) for values in trees]
     try:
         configs = [with_loaded_adapters(config, named) for config in configs]
     except ConfigError as error:
@@ -335,7 +149,7 @@ def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
     if (answer := answer_to(name)) is not None:
         return f"{name} of Megatron {answer}"
-    near = _nearest(_option_name(word), options())
+    near = nearest(_option_name(word), options())
     return f"unknown flag {name}" + (f"; did you mean {flag(near[0])}?" if near else "; see --help")
 
 
@@ -378,18 +192,14 @@ def _launched_ranks(faults: list[str]) -> int:
     return 1
 
 
-def to_yaml(config: Config) -> str:
-    """Format the config as a preset that sets every option."""
-    text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, width=120)
-    return text
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Stand-ins for values that cannot be read: a fault found with each of several does not depend on the value.
 
 CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
 MOST = 3
 """Stand-ins of an option: each is another round of all rules."""
+NAMED: Mapping[str, Collection[str]] = {"architecture": FAMILIES, "task": TASKS}
+"""Options whose values are names in a registry."""
 
 
 def with_stand_ins(
@@ -417,9 +227,8 @@ def with_stand_ins(
 
 def stand_ins(name: str) -> list[Any]:
     """Return two or more values, none of them None, that an option accepts."""
-    for kind in PLACES:
-        if kind == name:
-            return known_plugins(kind)
+    if name in NAMED:
+        return list(NAMED[name])
     hint = get_type_hints(sections()[options()[name][0]], include_extras=True)[name]
     accepted: list[Any] = []
     for part in (hint, *get_args(hint)):

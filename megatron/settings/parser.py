@@ -12,15 +12,14 @@ from typing import get_type_hints
 
 from megatron.options.config import ConfigError, options, sections
 from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
+from megatron.options.presets import PRESETS_DIR
 from megatron.runtime.commands import train_name
-from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.terminal import folded
 
 ABOUT = (
     "Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, which override "
     "the defaults. A BOOL flag alone means true, --no-FLAG means false; `none` unsets an option."
 )
-PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
 
 
 def build_parser(*only: str) -> argparse.ArgumentParser:

@@ -11,29 +11,32 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 
+from megatron.models.registry import family_of
+from megatron.models.rules import check_family, check_model, check_ranks, check_tensor_parallel
 from megatron.options.config import Config, ConfigError, batch_sizes, samples_after, sections
-from megatron.options.data import parse_data_path, parse_split
+from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import RECOMPUTED, idle_options, idle_without
+from megatron.options.flags import divisors
 from megatron.options.fp8_rules import check_fp8, check_fp8_device
 from megatron.options.model import MIN_FLEX_HEAD_SIZE
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import parallel_batch_size
+from megatron.plan.pipeline import waits_like_1f1b
 from megatron.runtime.devices import KNOWN_DEVICES, known_device, parse_memory_gib
-from megatron.settings.plugins import import_attribute, known_plugins, load_plugin, load_task
+from megatron.runtime.plugins import import_attribute
 from megatron.settings.rules import check_partition, check_schedule
-
-DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+from megatron.tasks.registry import TASKS, load_task
 
 
 def check(config: Config, world_size: int) -> list[str]:
     """Return a message for every broken rule. `idle` returns the options that break none, but have no effect."""
     return [
-        *_check_ranks(config, world_size),
-        *_check_tensor_parallel(config),
+        *check_ranks(config, world_size),
+        *check_tensor_parallel(config),
         *_check_engine(config),
         *check_partition(config),
         *check_schedule(config),
-        *_check_family(config),
-        *_check_model(config),
+        *check_family(config),
+        *check_model(config),
         *_check_precision(config),
         *check_fp8(config),
         *check_device(config),
@@ -53,11 +56,6 @@ def check(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def check_layout(config: Config, world_size: int) -> list[str]:
-    """Return a message for every broken rule of a model and its layout, without those of a training."""
-    return [*_check_ranks(config, world_size), *_check_tensor_parallel(config), *_check_family(config)]
-
-
 def idle(config: Config) -> list[str]:
     """Return a message for every option that has no effect, given the others of a valid config.
 
@@ -65,65 +63,26 @@ def idle(config: Config) -> list[str]:
     """
     task = load_task(config)
     own = (config.training.task, *task.sections)
-    others = [name for name in known_plugins("task") if name in sections() and name not in own]
+    others = [name for name in TASKS if name in sections() and name not in own]
     return [
         *idle_without(config),
         *(line for other in others for line in idle_options(config, f"task={other}", "choose that", _names(other))),
         *task.idle(),
-        *load_plugin("architecture", config.model.architecture).idle(config),
+        *family_of(config).idle(config),
+        *_idle_schedule(config),
     ]
+
+
+def _idle_schedule(config: Config) -> Iterator[str]:
+    if config.parallel.schedule == "zero-bubble" and waits_like_1f1b(config):
+        yield (
+            "pipeline_schedule=zero-bubble defers the gradients of linear layers' weights, but all of these are "
+            "frozen, so stages wait as long as with 1f1b; leave pipeline_schedule out"
+        )
 
 
 def _names(section: str) -> list[str]:
     return [field.name for field in fields(sections()[section])]
-
-
-def divisors(number: int, up_to: int) -> str:
-    """Format the divisors of `number` for a message: '1, 2, 4 or 8'."""
-    found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
-
-
-def _check_ranks(config: Config, world_size: int) -> Iterator[str]:
-    parallel, num_layers = config.parallel, config.model.num_layers
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        yield (
-            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} = {tp * pp} does not divide "
-            f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
-        )
-    if pp > num_layers:
-        yield (f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers}")
-
-
-def _check_tensor_parallel(config: Config) -> Iterator[str]:
-    model, seq_length = config.model, config.training.seq_length
-    tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
-    if model.num_attention_heads % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide num_attention_heads={model.num_attention_heads}; "
-            f"use {divisors(model.num_attention_heads, 64)}"
-        )
-    if kv % tp and tp % kv:
-        yield (
-            f"tensor_model_parallel_size={tp} neither divides num_query_groups={kv} nor is a multiple of it; "
-            f"use {divisors(kv, 64)}, or a multiple of {kv}"
-        )
-    elif tp > kv and (kv * model.head_size) % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide num_query_groups x head size = {kv * model.head_size}; "
-            f"use {divisors(kv * model.head_size, 64)}"
-        )
-    if model.ffn_size % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
-            f"use {divisors(model.ffn_size, 64)}"
-        )
-    if config.parallel.sequence_parallel and seq_length % tp:
-        yield (
-            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length={seq_length}; "
-            f"use {divisors(seq_length, 64)}, or turn it off"
-        )
 
 
 def _check_engine(config: Config) -> Iterator[str]:
@@ -143,41 +102,6 @@ def _check_engine(config: Config) -> Iterator[str]:
         yield "optimizer=paged_adamw_32bit has decoupled weight decay only; turn decoupled_weight_decay on, or use adam"
     if optimizer.offload_optimizer and optimizer.optimizer in ("sgd", "paged_adamw_32bit"):
         yield f"offload_optimizer does not support optimizer={optimizer.optimizer}; use adamw or adam, or turn it off"
-
-
-def _check_family(config: Config) -> Iterator[str]:
-    try:
-        yield from load_plugin("architecture", config.model.architecture).faults(config)
-    except ConfigError as error:
-        yield from error.faults
-
-
-def _check_model(config: Config) -> Iterator[str]:
-    model, seq_length = config.model, config.training.seq_length
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        yield (
-            f"num_attention_heads={model.num_attention_heads} does not divide hidden_size={model.hidden_size}; "
-            f"use {divisors(model.hidden_size, 128)}, or set kv_channels"
-        )
-    if model.num_attention_heads % model.num_kv_heads:
-        yield (
-            f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
-            f"use {divisors(model.num_attention_heads, 128)}"
-        )
-    if model.position_embedding_type == "rope" and model.head_size % 2:
-        yield (
-            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
-            "kv_channels"
-        )
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    if model.rope_scaling_factor and low >= high:
-        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
-    positions = model.max_position_embeddings
-    if model.position_embedding_type == "learned" and positions and positions < seq_length:
-        yield (
-            f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
-            "shorten it, or enlarge max_position_embeddings"
-        )
 
 
 def _check_precision(config: Config) -> Iterator[str]:
@@ -262,12 +186,6 @@ def _check_kernels(config: Config) -> Iterator[str]:
     if unknown:
         names = ", ".join(sorted(RECOMPUTED))
         yield f"recompute_modules={' '.join(unknown)} does not name a part of a layer; use {names}"
-
-
-def parallel_batch_size(config: Config, world_size: int) -> tuple[int, int]:
-    """Return the data-parallel size, and the samples in one microbatch of all data-parallel ranks."""
-    size = Layout.of(config.parallel, world_size).num_batch_ranks
-    return size, config.training.micro_batch_size * size
 
 
 def _check_rampup(config: Config, world_size: int) -> Iterator[str]:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.options.config import Config, ConfigError
-from megatron.settings.plugins import filled_options, import_attribute
+from megatron.options.plugin_options import filled_options
+from megatron.runtime.plugins import import_attribute
 from megatron.tasks.loss_result import REDUCTIONS
 
 FORMS = (

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.runtime.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,7 +16,7 @@ REDUCTIONS = ("mean", "sum", "max")
 """Ways in which a metric of several microbatches, ranks or steps becomes one number."""
 
 
-class LossError(RuntimeError):
+class LossError(UserError, RuntimeError):
     """A loss, of a user's function or task, that breaks the rules; the message names it."""
 
 

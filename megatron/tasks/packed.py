@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.options.config import Config
-from megatron.options.data import parse_split
+from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
-from megatron.settings.validation import DOCUMENT_ENDS, divisors, parallel_batch_size
+from megatron.options.flags import divisors
+from megatron.parallel.layout import parallel_batch_size
 from megatron.tasks.task import LabelPlace, SampleLabels, Task
 
 if TYPE_CHECKING:

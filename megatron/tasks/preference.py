@@ -343,6 +343,3 @@ class PreferenceTask(PackedTask):
         if weight := options.effective_sft_weight:
             total = total - weight * step[0] * torch.where(is_chosen_A, labels.sums(logps_K), 0).sum()
         return LossResult(scale * total, metrics)
-
-
-TASK = PreferenceTask

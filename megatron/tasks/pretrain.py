@@ -100,6 +100,3 @@ def end_of_document(config: Config) -> int | None:
     if needs and tokenizer.eod is None:
         raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
     return tokenizer.eod
-
-
-TASK = PretrainTask

@@ -50,6 +50,3 @@ class SFTTask(PackedTask):
             f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {share:.1%} of them trained; "
             f"{self.describe_packing(dataset)}"
         )
-
-
-TASK = SFTTask

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron.options.config import Config, num_microbatches
 from megatron.options.dependents import idle_options
+from megatron.options.plugin_options import filled_options
+from megatron.parallel.layout import parallel_batch_size
 from megatron.runtime.commands import command_name
-from megatron.settings.plugins import filled_options
-from megatron.settings.validation import parallel_batch_size
 from megatron.tasks.loss_result import LossResult, MetricTable
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def build_engine(
     the model and its optimizer.
     """
     settings = adapted(deepspeed_config(config, ctx))
-    specs, losses = build_layers(config, ctx), StepLosses(task, ctx)
+    specs, losses = build_layers(config, ctx, packs_documents=task.packs_documents), StepLosses(task, ctx)
     with quiet():
         model = (
             pipeline_module(config, ctx, specs, losses, task.varies_shapes)

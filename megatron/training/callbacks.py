@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config, ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
-from megatron.settings.plugins import import_attribute
+from megatron.runtime.plugins import import_attribute
 
 if TYPE_CHECKING:
     from megatron.options.progress import Progress

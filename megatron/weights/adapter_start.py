@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_model_options
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.options.model import LoraConfig, differing
 from megatron.parallel.context import ParallelContext

@@ -20,12 +20,13 @@ from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config, TrainingConfig
+from megatron.options.presets import read_preset
 from megatron.options.progress import Progress
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.runtime.commands import command_name, train_name
-from megatron.settings.command_line import from_dict, read_preset
 from megatron.weights.deepspeed import deepspeed_checkpoint, universal
 from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.weights.folder_files import Precision, is_adapter_folder

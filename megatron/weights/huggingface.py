@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.models.family import HuggingFaceForm, family_of
+from megatron.models.family import HuggingFaceForm
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.files import sync_folder

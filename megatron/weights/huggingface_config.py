@@ -15,11 +15,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.models.family import Family, HuggingFaceForm
+from megatron.models.family import HuggingFaceForm
+from megatron.models.registry import FAMILIES, family_named
 from megatron.options.config import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron.options.model import differing
 from megatron.runtime.commands import command_name
-from megatron.settings.plugins import known_plugins, load_plugin
 from megatron.weights.folder_files import (
     ADAPTER_CONFIG,
     Precision,
@@ -38,18 +38,13 @@ OUTPUT = "lm_head.weight"
 
 def forms(architecture: str | None = None) -> dict[str, tuple[str, HuggingFaceForm]]:
     """Return (architecture, form) by model_type: of this package's families, and of `architecture`, if given."""
-    names = dict.fromkeys([*known_plugins("architecture"), *([architecture] if architecture else [])])
-    return {
-        form.model_type: (name, form)
-        for name in names
-        for form in load_plugin("architecture", name).huggingface.values()
-    }
+    names = dict.fromkeys([*FAMILIES, *([architecture] if architecture else [])])
+    return {form.model_type: (name, form) for name in names for form in family_named(name).huggingface.values()}
 
 
 def form_of(model: ModelConfig) -> HuggingFaceForm:
     """Return which of transformers' classes computes what this model does. Raises CheckpointError if none does."""
-    family: Family = load_plugin("architecture", model.architecture)
-    form = family.huggingface_form(model)
+    form = family_named(model.architecture).huggingface_form(model)
     remedy = "such a model has no Hugging Face form, keep it as native or universal"
     if form is None:
         raise CheckpointError(f"transformers has no class for architecture={model.architecture}; {remedy}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.models.adapters import LowRank, VocabularyLowRank
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.low_rank import gain

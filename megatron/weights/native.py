@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.options.config import Config, ConfigError
+from megatron.options.stored import from_dict
 from megatron.parallel.shards import Shard
 from megatron.runtime.commands import command_name
-from megatron.settings.command_line import from_dict
 from megatron.weights.huggingface import parameters_of
 
 

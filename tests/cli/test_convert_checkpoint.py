@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.models.families import bloom
 from megatron.options.progress import Progress
-from megatron.settings.command_line import from_dict
+from megatron.options.stored import from_dict
 from megatron.weights import huggingface_config, huggingface_files
 from megatron.weights.deepspeed import deepspeed_checkpoint
 from tests.models.test_hf_logits import CASES, VOCABULARY, Case, llama

@@ -114,7 +114,7 @@ def test_a_deepspeed_checkpoint_becomes_a_universal_folder(
     assert "--config" in capsys.readouterr().err
     assert not target.exists()
 
-    from megatron.settings.command_line import to_yaml
+    from megatron.options.stored import to_yaml
 
     (tmp_path / "model.yaml").write_text(to_yaml(config))
     assert main([*arguments_of(tmp_path, target), "--config", str(tmp_path / "model.yaml")]) == 0

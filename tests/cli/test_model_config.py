@@ -12,7 +12,8 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.cli import model_config
 from megatron.options.config import Config
 from megatron.options.model import NOT_COMPUTED
-from megatron.settings.command_line import from_dict, load_config
+from megatron.options.stored import from_dict
+from megatron.settings.command_line import load_config
 from megatron.weights.huggingface_config import config_of, differences, preset_of
 from tests.models.test_hf_logits import CASES
 

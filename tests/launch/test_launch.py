@@ -26,9 +26,9 @@ from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.dialects.hl_variables import VARIABLES, Script
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError, parse_hostsfile
 from megatron.launch.preflight import preflight
+from megatron.options.presets import PRESETS_DIR
 from megatron.plan.flops import declared_layers
 from megatron.runtime.files import IMPORT_ROOT
-from megatron.settings.parser import PRESETS_DIR
 from tests.finetuning_files import write_config, write_tokens
 from tests.launch.test_agent import wait_until_gone
 from tests.ranks import free_port

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.parallel.shards import declared_shards
 from tests.models.outputs import Array, Outputs, config_of, in_float64, run_in_float64
 from tests.models.test_hf_logits import CASES, HEADS, SAMPLES, VOCABULARY, to_ours

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -29,6 +29,7 @@ from megatron.parallel.shards import LayerDeclaration, Shard, Shards, named_para
 from megatron.plan.describe import describe
 from megatron.plan.flops import count_parameters
 from megatron.settings.command_line import load_config
+from megatron.settings.validation import check
 from megatron.weights.huggingface import export_huggingface, import_huggingface, parameters_of
 from megatron.weights.native import native_model
 from tests import runs
@@ -178,7 +179,7 @@ def test_it_trains_resumes_on_another_layout_and_is_exported(ranks: RankPools, t
 def test_it_is_planned_and_its_rules_are_checked() -> None:
     config = load_config([*runs.TINY.split(), *FLAGS.split(), "--train-iters", "1", "--data-path", "none"])
     assert_planned_is_allocated(config)
-    text = describe(config, nodes=1, devices_per_node=1, title="a plan")
+    text = describe(config, nodes=1, devices_per_node=1, title="a plan", check=check)
     assert f"{count_parameters(config):,} in all" in text
     with pytest.raises(ConfigError, match="toy has position_embedding_type=rope only, not alibi; use rope"):
         load_config(["--architecture", NAME, "--position-embedding-type", "alibi"])

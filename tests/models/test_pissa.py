@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.parallel.shards import declared_shards, named_parameters
 from tests.models import test_adapters as lora
 from tests.models import test_dora as dora

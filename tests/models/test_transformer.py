@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.models.transformer import TransformerLayer
+from megatron.options.presets import PRESETS_DIR
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.settings.command_line import parse_arguments
-from megatron.settings.parser import PRESETS_DIR
 from tests.models.outputs import Array, build_model, config_of, context_of, logits_of, mean_loss
 from tests.ranks import RankPools
 

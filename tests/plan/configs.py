@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.options.config import Config
+from megatron.options.stored import from_dict
 from megatron.parallel.layout import Layout
 from megatron.plan.activations import layer_memory
 from megatron.plan.flops import declared_layers
-from megatron.settings.command_line import from_dict
 
 BLOOM_13B = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 32, "max_position_embeddings": 2048}
 LLAMA_8B = {

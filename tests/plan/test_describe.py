@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from megatron.options.stored import from_dict
 from megatron.plan.describe import describe
 from megatron.plan.flops import flops_per_token
-from megatron.settings.command_line import from_dict
+from megatron.settings.validation import check
 from tests.plan.configs import BLOOM_13B, bytes_of_a_layer, config
 
 
@@ -27,7 +28,7 @@ def test_description_fits_a_terminal_of_80_columns() -> None:
             "train_samples": 220_000_000,
         },
     )
-    text = describe(run, nodes=48, devices_per_node=8, title="BLOOM")
+    text = describe(run, nodes=48, devices_per_node=8, title="BLOOM", check=check)
     assert max(map(len, text.splitlines())) <= 80
     assert "PP 12 x TP 4 x DP 8" in text
     assert "4.1% of a step" in text
@@ -45,7 +46,7 @@ def test_fine_tuning_is_described_by_chats_and_holds_its_longest_row(sft: dict[s
     training = {"task": "sft", "num_epochs": 3, "seq_length": 512, "global_batch_size": 64, "bf16": True}
     model = {"architecture": "llama", "position_embedding_type": "rope", "hidden_dropout": 0.0}
     config = from_dict({"model": model, "training": training, "sft": sft})
-    text = describe(config, nodes=1, devices_per_node=2, title="a plan")
+    text = describe(config, nodes=1, devices_per_node=2, title="a plan", check=check)
     for said in (batch, "length     3 epochs", "a step     at most 32,768 tokens"):
         assert said in text
     pretrained = from_dict({"model": model, "training": {"seq_length": row, "bf16": True}})
@@ -72,6 +73,7 @@ def test_preferences_are_described_with_the_forward_passes_before_a_step(
         nodes=1,
         devices_per_node=1,
         title="a plan",
+        check=check,
     )
     assert f"{samples} over DP 1" in text
     assert ("forward pass" in text) == bool(passes)
@@ -89,7 +91,7 @@ def test_adapters_are_described_by_what_is_trained_and_of_what_the_base_consists
     parallel = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
     training = {"bf16": True, "global_batch_size": 8}
     run = from_dict({"model": model, "lora": {"lora_rank": 16}, "parallel": parallel, "training": training})
-    text = describe(run, nodes=1, devices_per_node=2, title="a plan")
+    text = describe(run, nodes=1, devices_per_node=2, title="a plan", check=check)
     # rank 16 at 4 x (4096 + 4096) and 3 x (4096 + 11008) channels; 4 x 4096^2 and 3 x 4096 x 11008 in 4 bits
     assert f"{32 * 16 * (4 * 8192 + 3 * 15104):,} trained (0.60%)" in text
     assert f"frozen: {32 * (4 * 4096**2 + 3 * 4096 * 11008):,} in 4 bits, 131,338,240 in bf16" in text

@@ -57,7 +57,7 @@ def test_proposals_are_valid_fit_and_differ(memory: str) -> None:
     room = capacity(run, 8)
     assert room is not None
     assert not room.is_enough_for(largest_rank(run, 8))
-    found = propose(run, 8, 8, room)
+    found = propose(run, 8, 8, room, check)
     assert 2 <= len(found) <= 4
     for proposal in found:
         changed = run
@@ -75,11 +75,11 @@ def test_more_devices_are_proposed_where_no_layout_of_these_fits() -> None:
     run = for_device(llama("h100"))
     room = capacity(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, device_memory="20")), 8)
     assert room is not None
-    found = propose(run, 1, 8, room)
+    found = propose(run, 1, 8, room, check)
     assert found
     assert {proposal.num_devices for proposal in found} == {found[0].num_devices}
     assert found[0].num_devices > 1
-    assert propose(run, 1, 8, dataclasses.replace(room, size_bytes=GIB // 100)) == []
+    assert propose(run, 1, 8, dataclasses.replace(room, size_bytes=GIB // 100), check) == []
 
 
 def test_the_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:

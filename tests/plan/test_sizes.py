@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.models.registry import FAMILIES
 from megatron.options.config import Config
+from megatron.options.presets import PRESETS_DIR, read_preset
+from megatron.options.stored import from_dict
 from megatron.parallel.shards import declared_shards
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, parameters_of_layer
-from megatron.settings.command_line import from_dict, load_config, read_preset
-from megatron.settings.parser import PRESETS_DIR
-from megatron.settings.plugins import known_plugins
+from megatron.settings.command_line import load_config
 from tests.plan.configs import BLOOM_13B, LLAMA_8B, config
 
 
@@ -51,7 +52,7 @@ def test_the_plans_parameters_are_the_models_own(preset: str) -> None:
         assert_planned_is_allocated(from_dict({**tree, "parallel": parallel}))
 
 
-@pytest.mark.parametrize("family", known_plugins("architecture"))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("tensor_size", [1, 2, 4, 8])
 def test_few_key_value_heads_are_cut_not_copied(family: str, kv_heads: int, tensor_size: int) -> None:

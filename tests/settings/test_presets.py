@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from megatron.options.config import Config, options
+from megatron.options.presets import PRESETS_DIR, read_preset
+from megatron.options.stored import from_dict
 from megatron.options.training import ParallelConfig
 from megatron.plan.flops import count_parameters
-from megatron.settings.command_line import from_dict, load_config, read_preset
-from megatron.settings.parser import PRESETS_DIR
+from megatron.settings.command_line import load_config
 from megatron.settings.validation import check
 
 RECIPES = {"sft_llama": ("sft", 3, 2e-5), "lora_llama": ("sft", 3, 2e-4), "dpo_llama": ("preference", 1, 2e-5)}

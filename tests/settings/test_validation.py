@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 import megatron.settings.validation
 from megatron.options.config import on_device
 from megatron.options.dependents import slow_mode
-from megatron.settings.command_line import from_dict, load_config, read_command_line
-from megatron.settings.validation import check, divisors, idle
+from megatron.options.flags import divisors
+from megatron.options.stored import from_dict
+from megatron.settings.command_line import load_config, read_command_line
+from megatron.settings.validation import check, idle
 from tests.settings.faults import VALID, faults_of
 
 # One case breaks exactly one rule: (flags, ranks, what is wrong with its value, the remedy)

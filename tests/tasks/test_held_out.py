@@ -13,8 +13,8 @@ from megatron.data.index.indexed import LOSS_MASK_SUFFIX
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.samples import rows_of_split
 from megatron.options.dependents import idle_without
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import from_dict
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron.data.index.indexed import DataError
 from megatron.data.preference.dataset import AnswerDataset
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
-from megatron.settings.command_line import from_dict
 from megatron.tasks.preference import PreferenceTask
 from tests.models.outputs import build_model, config_of
 from tests.models.test_adapters import their_model

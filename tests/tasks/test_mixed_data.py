@@ -11,8 +11,8 @@ import pytest
 
 from megatron.data.blend import SHOWN_DATASETS, Drawn, describe_mix
 from megatron.data.index.indexed import DataError
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import from_dict
 from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.options.stored import from_dict
 from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import from_dict, parse_arguments
+from megatron.settings.command_line import parse_arguments
 from megatron.tasks.loss_result import LossResult
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.task import Microbatch

@@ -16,8 +16,8 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.data.index import indexed
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import from_dict
 from megatron.tasks.sft import SFTTask
 from tests import runs
 from tests.ranks import RankPools

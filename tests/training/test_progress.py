@@ -12,7 +12,7 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.data.gpt import open_datasets
 from megatron.options.config import Config
-from megatron.settings.command_line import from_dict
+from megatron.options.stored import from_dict
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.resume import SavedData, check_data
 from tests import runs

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.live_bytes import LiveBytes
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import nf4
 from megatron.parallel.operators.nf4 import QuantizedWeight, quantized_weights

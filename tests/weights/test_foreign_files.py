@@ -13,8 +13,9 @@ import torch
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.cli import convert_checkpoint
+from megatron.options.stored import to_yaml
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import parse_arguments, to_yaml
+from megatron.settings.command_line import parse_arguments
 from megatron.weights import foreign_files
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import import_huggingface

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.options.config import Config
-from megatron.settings.command_line import from_dict, read_preset
+from megatron.options.presets import read_preset
+from megatron.options.stored import from_dict
 from megatron.weights import huggingface
 from megatron.weights.huggingface import export_huggingface, import_huggingface, name_map
 from megatron.weights.huggingface_config import config_of, restored_config, their_config

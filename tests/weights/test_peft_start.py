@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import declared_shards
 from megatron.settings.command_line import read_command_line

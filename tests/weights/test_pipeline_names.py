@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.settings.command_line import from_dict
 from megatron.weights.deepspeed.origins import PipelineNames, current
 
 

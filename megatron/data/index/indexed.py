@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.runtime.commands import command_name
+from megatron.runtime.errors import UserError
 
 Tokens = NDArray[Any]
 """Token ids in the file's integer type."""
@@ -62,7 +63,7 @@ VOCABULARY_PART = 1 << 18
 """Parts of a dataset, and tokens in each, whose ids are compared with the vocabulary when it is opened."""
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Unusable data. The message names the file, what was found, the rule and the remedy."""
 
 

@@ -57,7 +57,7 @@ def run_rank(
     os.setsid()  # a Ctrl-C reaches this process once, through the agent
     os.environ["LOCAL_RANK"] = str(local_rank)
     if is_late:
-        importlib.import_module("megatron.launch.preload")
+        import megatron.launch.preload  # noqa: F401
     try:
         os.environ.update(environment.recv())
         if os.environ["RANK"] == "0":

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.options.config import ConfigError
 from megatron.options.deepspeed_file import read_settings
-from megatron.settings.command_line import is_finetune_file, read_preset
+from megatron.options.presets import is_finetune_file, read_preset
 
 DEEPSPEED_FILE = "ds_config.json"
 NEEDLESS = {

@@ -35,7 +35,7 @@ from megatron.launch.dialects.hl_variables import (
 from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchRequest
 from megatron.options.config import ConfigError
 from megatron.options.flags import dashed, flag
-from megatron.settings.command_line import ALTERNATIVES, UNSET, read_preset
+from megatron.options.presets import ALTERNATIVES, UNSET, read_preset
 from megatron.settings.parser import build_parser
 from megatron.weights.huggingface_config import find_model, preset_of
 

@@ -22,9 +22,9 @@ from megatron.launch.instructlab.arguments import (
     TrainingArgs,
 )
 from megatron.options.config import Config, ConfigError, options
+from megatron.options.stored import from_dict
 from megatron.runtime.files import replacing
 from megatron.runtime.messages import MissingSecretError, run_secret
-from megatron.settings.command_line import from_dict
 from megatron.settings.validation import check
 from megatron.training.callbacks import TrainerCallback, load_callback
 

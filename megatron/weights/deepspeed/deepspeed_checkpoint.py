@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron.checkpoint.foreign import deepspeed_folder, not_deepspeed
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_known_options, check_model_options
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config, ConfigError
+from megatron.options.stored import from_dict
 from megatron.parallel.shards import Shard, declared_shards
-from megatron.settings.command_line import from_dict
 from megatron.weights.deepspeed.files import (
     FILE_OF_KIND,
     OPTIMIZER_FILE,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.models.sequential import module_names
 from megatron.options.config import Config
 from megatron.parallel.layout import LayoutError

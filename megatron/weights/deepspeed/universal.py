@@ -14,9 +14,9 @@ import torch
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.options.config import Config
+from megatron.options.stored import from_dict
 from megatron.parallel.shards import Shard, shard_of
 from megatron.runtime.files import replacing, sync_file, sync_folder
-from megatron.settings.command_line import from_dict
 from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint
 from megatron.weights.deepspeed.files import FILE_OF_KIND
 from megatron.weights.deepspeed.origins import VOCABULARY, PipelineNames

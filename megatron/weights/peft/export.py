@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.models.adapters import Module, modules_of, rank_and_alpha
-from megatron.models.family import HuggingFaceForm, family_of
+from megatron.models.family import HuggingFaceForm
+from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.weights.base_identity import BaseIdentity, write_identity

@@ -15,7 +15,7 @@ from megatron.checkpoint.format import CheckpointError, read_metadata
 from megatron.checkpoint.lineage import of_run
 from megatron.checkpoint.reader import checkpoint_folders, own_run
 from megatron.models.adapters import Module, modules_of, weight_of, with_adapters
-from megatron.models.family import family_of
+from megatron.models.registry import family_of
 from megatron.options.config import Config, ConfigError
 from megatron.options.model import LoraConfig
 from megatron.parallel.shards import Shard

@@ -17,7 +17,7 @@ from tokenizers import processors
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import accelerate
 from megatron.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
-from megatron.settings.command_line import from_dict
+from megatron.options.stored import from_dict
 from megatron.tasks.pretrain import end_of_document
 from tests.data.tokenizers.test_tokenizers import ROOT, build_real, documents, openai_encoding
 

@@ -20,7 +20,7 @@ from megatron.data.tokenizers.base import TokenBatch, Tokenizer
 from megatron.data.tokenizers.build import TOKENIZER_TYPES, NullTokenizer, build_tokenizer
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from megatron.data.tokenizers.tiktoken import TIKTOKEN_SCHEMES, TikTokenizer
-from megatron.settings.command_line import from_dict
+from megatron.options.stored import from_dict
 from megatron.tasks.pretrain import end_of_document
 
 ODD_TEXTS = [

@@ -1,0 +1,60 @@
+"""Options that a user's task or loss function declares, filled from NAME=VALUE words of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from megatron.options.config import ConfigError
+
+
+def filled_options(declared: Any, words: Sequence[str], option: str, owner: str) -> Any:
+    """Return the dataclass `declared` filled from NAME=VALUE words of an option; None: there are no options to fill.
+
+    `owner` is what has declared them, for messages. Raises ConfigError with every fault.
+    """
+    known = [] if declared is None else [field.name for field in dataclasses.fields(declared)]
+    if words and not known:
+        raise ConfigError([f"{option}={' '.join(words)} is given, but {owner} has no options; leave it out"])
+    if declared is None:
+        return None
+    faults = list(_word_faults(words, known, option, owner))
+    pairs = [word.partition("=") for word in words]
+    values = {name: value for name, _, value in pairs if name in known}
+    try:
+        options = TypeAdapter(declared).validate_python(values)
+    except ValidationError as error:
+        faults += [_value_fault(fault, option, owner) for fault in error.errors()]
+    except PydanticUserError as error:
+        faults.append(
+            f"{owner} has an option of a type that no text is read as; use a plain type: {str(error).splitlines()[0]}"
+        )
+    if faults:
+        raise ConfigError(faults)
+    return options
+
+
+def _word_faults(words: Sequence[str], known: Sequence[str], option: str, owner: str) -> Iterator[str]:
+    names = [word.partition("=")[0] for word in words]
+    for word in words:
+        if "=" not in word:
+            yield f"{option} {word!r} is not NAME=VALUE; write it so"
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name not in known:
+            yield f"{option} {name}={value!r} is unknown to {owner}; use {', '.join(known)}"
+    for name in known:
+        if names.count(name) > 1:
+            yield f"{option} has {name} {names.count(name)} times; keep one"
+
+
+def _value_fault(fault: Any, option: str, owner: str) -> str:
+    """Describe a fault of pydantic's."""
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "missing":
+        return f"{option} lacks {name}, which {owner} needs; give it"
+    return f"{option} {name}={fault['input']!r}: {fault['msg']}"

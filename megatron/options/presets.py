@@ -1,0 +1,127 @@
+"""Presets: YAML files of options by section, and what a later one replaces of an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.options.config import ConfigError
+from megatron.options.dependents import ADAPTERS
+from megatron.options.stored import nearest
+from megatron.runtime.files import IMPORT_ROOT
+
+PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
+
+# Options that say the same in other words: one that is given replaces the others of presets below it.
+ALTERNATIVES = (
+    ("train_samples", "train_iters", "num_epochs"),
+    ("lr_decay_samples", "lr_decay_iters"),
+    ("lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_wsd_decay_samples", "lr_wsd_decay_iters"),
+    ("bf16", "fp16"),
+    ("eod_token", "eod_token_id"),
+)
+# Options that have no effect with any other position encoding; a preset's are left out there.
+POSITIONS = {
+    "rope": (
+        "rotary_base",
+        "rope_scaling_factor",
+        "rope_scaling_low_freq_factor",
+        "rope_scaling_high_freq_factor",
+        "rope_scaling_original_length",
+    ),
+    "learned": ("max_position_embeddings",),
+}
+UNSET = (None, False, 0, "none", "None", "null", "false", "False", "0", "")
+
+
+class _PresetLoader(yaml.SafeLoader):
+    """YAML's safe loader, rejecting duplicate keys, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def is_finetune_file(tree: Mapping[str, Any]) -> bool:
+    """Return True for the values of a finetune_lora.yaml, which launch/finetune_file.py translates."""
+    return not {"model_id", "LoRA"}.isdisjoint(tree)
+
+
+def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
+    """Return the nested values of a preset, given by path or by its name in megatron/presets/.
+
+    `translated`: also those of a finetune_lora.yaml. Raises ConfigError.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
+        near = nearest(Path(name).stem, known)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError([f"config {name!r} not found; {hint}the presets are {', '.join(known)}"])
+    try:
+        tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
+    except RecursionError:
+        raise ConfigError([f"config {path} is nested too deeply; it holds sections, and options in them"]) from None
+    except OSError as error:
+        raise ConfigError([f"config {path} cannot be read: {error.strerror}"]) from None
+    if not isinstance(tree, dict):
+        raise ConfigError([f"config {path} is a {type(tree).__name__}; it must be a mapping of sections"])
+    if is_finetune_file(tree) and not translated:
+        raise ConfigError([f"config {path} sets model_id or LoRA; only scripts/run_sft.sh --config reads such a file"])
+    return tree
+
+
+def merged(below: dict[str, Any], above: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Merge two presets: values of `above`, `null` included, override those of `below`.
+
+    Values of `below` that `above` says in other words, or deprives of effect, are left out, with a line in `notes`.
+    """
+    both = dict(below)
+    for section, values in above.items():
+        under = both.get(section)
+        if under is None or (values is not None and isinstance(under, dict) and not isinstance(values, dict)):
+            both[section] = values  # `known_values` reports what is not a mapping
+        elif values is not None and isinstance(under, dict):
+            both[section] = under | values
+            for by, names in _replaced(under, values).items():
+                notes.append(f"{by} replaces the preset's {', '.join(f'{name}={under[name]}' for name in names)}")
+                for name in names:
+                    del both[section][name]
+    return both
+
+
+def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
+    found: dict[str, list[str]] = {}
+    for group in ALTERNATIVES:
+        # of several the one that is not zero; a zero alone replaces too, since it requests none
+        set_ones = [name for name in group if name in above and above[name] not in UNSET]
+        zeros = [name for name in group if name in above and _is_zero(above[name])]
+        for chosen in (set_ones or zeros)[:1]:
+            found[f"{chosen}={above[chosen]}"] = [name for name in group if name not in above]
+    encoding = above.get("position_embedding_type")
+    for needed, names in POSITIONS.items():
+        if encoding not in (None, needed):
+            found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
+    if _is_zero(above.get("eval_iters")):
+        found["eval_iters=0"] = [name for name in ("eval_interval",) if name not in above]
+    if above.get("lora_rank", 1) is None:
+        found["lora_rank=none"] = [name for name in ADAPTERS if name not in above]
+    names_by = {
+        by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
+    }
+    return {by: names for by, names in names_by.items() if names}
+
+
+def _is_zero(value: object) -> bool:
+    return not isinstance(value, bool) and str(value) in ("0", "0.0")
