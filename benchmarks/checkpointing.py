@@ -74,9 +74,8 @@ def train_step(engine: Engine, task: PretrainTask) -> float:
     training = config.training
     shape = (training.global_batch_size, training.seq_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int64)
-    batches = (
-        [task.collate(row[None]) for row in tokens[ctx.batch_rank :: ctx.num_batch_ranks]] if engine.reads_data else []
-    )
+    own = tokens[ctx.batch_rank :: ctx.num_batch_ranks]
+    batches = [task.data.collate(row[None]) for row in own] if engine.reads_data else []
     return float(engine.train_step(batches, consumed_samples=0, lr=config.optimizer.lr).loss)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.tasks.data import Microbatch
+from megatron.tasks.objective import CrossEntropy, Forward
 from megatron.tasks.pretrain import PretrainTask
-from megatron.tasks.task import Forward, Microbatch
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 FOLDER = "MEGATRON_FAULTS"
 
 
-class FaultyTask(PretrainTask):
-    """Pretraining whose steps fail where a file requires it."""
+class FaultyLoss(CrossEntropy):
+    """A cross-entropy whose steps fail where a file requires it."""
 
     def before_step(
         self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
@@ -34,3 +35,9 @@ class FaultyTask(PretrainTask):
                 path.unlink()
                 raise OSError(number, os.strerror(number))
         return super().before_step(microbatches, forward, ctx)
+
+
+class FaultyTask(PretrainTask):
+    """Pretraining whose steps fail where a file requires it."""
+
+    Objective = FaultyLoss

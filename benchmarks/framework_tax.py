@@ -49,7 +49,7 @@ def main() -> int:
     generator = np.random.default_rng(0)
     shape = (config.training.micro_batch_size, config.training.seq_length + 1)
     batch = [
-        task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
+        task.data.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
         for _ in range(size // config.training.micro_batch_size)
     ]
     lr = config.optimizer.lr
@@ -104,7 +104,8 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
         for microbatch in batch:
             targets = microbatch.targets
             loss = model(
-                microbatch.inputs, lambda outputs, targets=targets: task.loss(outputs, targets, scale, ctx).total
+                microbatch.inputs,
+                lambda outputs, targets=targets: task.objective.loss(outputs, targets, scale, ctx).total,
             )
             loss.backward()
             total += float(loss.detach())

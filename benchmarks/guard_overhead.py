@@ -160,7 +160,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     shape = (training.micro_batch_size, training.seq_length + 1)
     generator = np.random.default_rng(0)
     batch = [
-        task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
+        task.data.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
         for _ in range(size // training.micro_batch_size // ctx.num_batch_ranks)
     ]
     gate = engine._gate

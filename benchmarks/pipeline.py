@@ -105,7 +105,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         generator = np.random.default_rng(0)
         shape = (training.micro_batch_size, training.seq_length + 1)
         batch = [
-            task.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
+            task.data.collate(generator.integers(0, config.model.vocab_size, shape, dtype=np.int64))
             for _ in range(training.global_batch_size // training.micro_batch_size)
         ]
 

@@ -184,7 +184,7 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
 
     def step() -> None:
         tokens = [generator.integers(0, config.model.vocab_size, shape, dtype=np.int64) for _ in range(number)]
-        batches = [task.collate(part) for part in tokens] if engine.reads_data else []
+        batches = [task.data.collate(part) for part in tokens] if engine.reads_data else []
         result = engine.train_step(batches, num_microbatches=number, consumed_samples=0, lr=config.optimizer.lr)
         assert result.is_finite, "the update was refused, so it is not measured"
 

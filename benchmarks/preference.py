@@ -112,7 +112,7 @@ class Sides:
             consumed = number[name] * size
             number[name] += 1
             if name == "trl":
-                rows = [row for key in plan(consumed)[1] for row in task.samples_of(key)]
+                rows = [row for key in plan(consumed)[1] for row in task.data.samples_of(key)]
                 taken = self._peer.ask("step", {"pairs": rows})
                 losses.setdefault(name, []).append(taken["loss"])
                 return self._note(name, taken["cpu_s"], taken["wall_s"])
@@ -154,10 +154,10 @@ class Sides:
         config = self._config(packing)
         ctx = ParallelContext.build(config.parallel, "cpu")
         task = PreferenceTask(config)
-        dataset: Any = task.open_data(ctx)[0]
-        plan = task.plan(dataset, lambda _: self._options.pairs, 0, 1)
+        dataset: Any = task.data.open(ctx)[0]
+        plan = task.data.plan(dataset, lambda _: self._options.pairs, 0, 1)
         engine = build_engine(config, ctx, task)
-        print(f"  {packing}: {task.describe(dataset)}", flush=True)
+        print(f"  {packing}: {task.data.describe(dataset)}", flush=True)
 
         def step(consumed: int) -> float:
             batches = [task.read(dataset, key) for key in plan(consumed)[1]]
@@ -170,10 +170,10 @@ class Sides:
         import torch
 
         from megatron.parallel.context import ParallelContext
+        from megatron.tasks.objective import StartWeights
         from megatron.tasks.packed import samples_of
         from megatron.tasks.preference import PreferenceTask
         from megatron.tasks.preference_losses import answer_logps
-        from megatron.tasks.task import StartWeights
         from megatron.training.build import build_engine
 
         torch.set_num_threads(threads)
@@ -183,12 +183,12 @@ class Sides:
         config = self._config("packed", "few", "--no-pipeline-parallel")
         ctx = ParallelContext.build(config.parallel, "cpu")
         task = PreferenceTask(config)
-        dataset: Any = task.open_data(ctx)[0]
+        dataset: Any = task.data.open(ctx)[0]
         engine = build_engine(config, ctx, task)
 
         def stored() -> float:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            task.before_training([dataset], engine.forward, StartWeights("benchmark", True), ctx)
+            task.objective.before_training([dataset], engine.forward, StartWeights("benchmark", True), ctx)
             (path,) = self._folder.glob("few.reference-*")
             path.unlink()
             return self._note("stored", time.process_time() - began_cpu_s, time.perf_counter() - began_s)
@@ -202,7 +202,7 @@ class Sides:
             return self._note("bare", time.process_time() - began_cpu_s, time.perf_counter() - began_s)
 
         stored()  # without a reference no microbatch is read
-        batches = [task.read(dataset, key) for key in task.plan(dataset, lambda _: len(dataset), 0, 1)(0)[1]]
+        batches = [task.read(dataset, key) for key in task.data.plan(dataset, lambda _: len(dataset), 0, 1)(0)[1]]
         self.cpu_s.clear()
         times = alternate({"bare": bare, "stored": stored}, self._options.rounds)
         ratios = quotients(times["bare"], times["stored"])

@@ -44,9 +44,9 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
     config, _ = parse_arguments([*words, *flags])
     ctx = ParallelContext.build(config.parallel, "cpu")
     task = SFTTask(config)
-    dataset: Any = task.open_data(ctx)[0]
+    dataset: Any = task.data.open(ctx)[0]
     size = config.training.global_batch_size
-    plan = task.plan(dataset, lambda _: size, 0, 1)
+    plan = task.data.plan(dataset, lambda _: size, 0, 1)
     engine = build_engine(config, ctx, task)
     losses: list[float] = []
     consumed = 0
@@ -69,7 +69,7 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
             consumed += size
         return trained / (time.perf_counter() - began_s)
 
-    print(f"{packing}: {task.describe(dataset)}")
+    print(f"{packing}: {task.data.describe(dataset)}")
     return run, losses
 
 

@@ -74,7 +74,7 @@ class Ours(Side):
 
         task = PretrainTask(work.config)
         self.engine = build_engine(work.config, ctx, task)
-        self._batch = [pinned(task.collate(tokens.numpy()), ctx.device) for tokens in work.microbatches()]
+        self._batch = [pinned(task.data.collate(tokens.numpy()), ctx.device) for tokens in work.microbatches()]
         self._consumed = 0
 
     def step(self, num_microbatches: int | None = None) -> float:

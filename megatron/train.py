@@ -172,7 +172,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
         with (
             open_checkpoints(config, ctx, start, watchdog) as checkpoints,
             open_log(config, ctx, progress, schedule.total_iterations, task, datasets[0]) as log,
-            RunFolder(config, ctx, log, progress, partial(task.drawn, datasets[0])) as folder,
+            RunFolder(config, ctx, log, progress, partial(task.data.drawn, datasets[0])) as folder,
         ):
             memory.open(log)
             loop = Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog)
@@ -199,7 +199,7 @@ def evaluate_only(
     begin("opening the data")
     task: Task = load_task(config)
     with warnings_of_data():
-        datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+        datasets = raise_on_all_ranks(ctx, lambda: task.data.open(ctx))
     check_same_data(ctx, config, datasets)
     if all(dataset is None for dataset in datasets[1:]) and config.training.teacher_top_k is None:
         raise DataError("skip_train finds neither validation nor test data; raise their shares in split, or give paths")
@@ -225,12 +225,12 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
 
     task: Task = load_task(config)
     with warnings_of_data():
-        datasets = raise_on_all_ranks(ctx, lambda: task.open_data(ctx))
+        datasets = raise_on_all_ranks(ctx, lambda: task.data.open(ctx))
     check_same_data(ctx, config, datasets)
     saved, fingerprint = start.saved_data, datasets[0].fingerprint
     if saved is not None and (change := raise_on_all_ranks(ctx, lambda: check_data(saved, config, task, fingerprint))):
         announce(ctx, f"WARNING: the data is not that of the checkpoint (allow_data_change): {change}")
-    if description := raise_on_all_ranks(ctx, lambda: task.describe(datasets[0])):
+    if description := raise_on_all_ranks(ctx, lambda: task.data.describe(datasets[0])):
         announce(ctx, description)
     return task, datasets
 
@@ -283,8 +283,8 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.training.start import resumed_schedule
 
-    schedule = Schedule(config.training, config.optimizer, task.samples_per_epoch(dataset))
-    for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.drawn(dataset, schedule.total_samples))):
+    schedule = Schedule(config.training, config.optimizer, task.data.samples_per_epoch(dataset))
+    for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.data.drawn(dataset, schedule.total_samples))):
         announce(ctx, f"mix: {each}")
     checkpoint = start.checkpoint
     if checkpoint is not None and start.progress.iteration and not start.options.no_load_optim:
@@ -322,7 +322,7 @@ def open_log(
     from megatron.resilience.errors import raise_on_all_ranks
     from megatron.runtime import accelerator
 
-    of_data = partial(task.consumed_tokens, dataset)
+    of_data = partial(task.data.consumed_tokens, dataset)
     return raise_on_all_ranks(
         ctx,
         lambda: MetricsLog(
@@ -333,8 +333,8 @@ def open_log(
             total_iterations=total_iterations,
             tokens=of_data if dataset is None else tokens_of_run(of_data, progress),
             resumed_iteration=progress.iteration,
-            loss_unit=task.loss_unit,
-            loss_name=task.loss_name,
+            loss_unit=task.objective.loss_unit,
+            loss_name=task.objective.loss_name,
         ),
     )
 

@@ -15,7 +15,7 @@ from megatron.data.label_file import LabelFile, create_label_file
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
-from megatron.tasks.objective import LossBatch, Teacher
+from megatron.tasks.loss_batch import LossBatch, Teacher
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from megatron.training.resume import find_start, restore_start
@@ -60,7 +60,7 @@ def dense_teacher(flags: str) -> tuple[torch.Tensor, torch.Tensor]:
     config = load_config([*runs.TINY.split(), *flags.split(), "--no-pipeline-parallel"])
     ctx = ParallelContext.build(config.parallel, "cpu")
     task = PretrainTask(config)
-    data: Any = task.open_data(ctx)[0]
+    data: Any = task.data.open(ctx)[0]
     tokens = torch.from_numpy(data.get_batch(range(48)))
     engine = build_engine(config, ctx, task)
     restore_start(engine, find_start(config, ctx))

@@ -474,7 +474,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     from megatron.launch.instructlab.data_process import process_files  # it imports torch
 
     folders = [Path(prefix).parent for prefix in plan.config.data.prefixes]
-    has_pairs = load_task(plan.config).preprocessor == "preprocess_preferences"
+    has_pairs = load_task(plan.config).data.preprocessor == "preprocess_preferences"
     found = []
     for samples in process_files(given, folders, plan.config.training.seq_length, has_pairs=has_pairs):
         print(samples.describe())

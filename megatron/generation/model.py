@@ -145,7 +145,7 @@ def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> t
                 "checkpoints"
             ]
         )
-    packs_documents = load_task(config).packs_documents
+    packs_documents = load_task(config).data.packs_documents
     specs = build_layers(config, ctx, packs_documents=packs_documents, trains=False)
     bounds = stage_bounds(config, declared_layers(config))
     layers, modules, tied = [], nn.ModuleList(), dict[str, nn.Module]()

@@ -255,7 +255,7 @@ def check_data_files(config: Config) -> Iterator[str]:
     data = config.data
     tool = "preprocess_data"
     with contextlib.suppress(ConfigError):  # the rules of the config report a task that there is not
-        tool = load_task(config).preprocessor
+        tool = load_task(config).data.preprocessor
     with contextlib.suppress(ValueError):  # and paths
         for prefix in data.prefixes:
             missing = list(_check_dataset(prefix, command_name(tool)))

@@ -55,7 +55,7 @@ class LossMemory:
 
 def num_tokens(config: Config) -> int:
     """Tokens of the largest microbatch."""
-    return config.training.micro_batch_size * load_task(config).row_length
+    return config.training.micro_batch_size * load_task(config).data.row_length
 
 
 def stream_bytes(config: Config) -> int:
@@ -195,13 +195,13 @@ def stores_attention_scores(config: Config) -> bool:
 
 def mask_bytes(config: Config) -> int:
     """Bytes of the attention mask that a rank's layers share."""
-    model, length = config.model, load_task(config).row_length
+    model, length = config.model, load_task(config).data.row_length
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     on_cpu, alibi = config.parallel.device == "cpu", model.position_embedding_type == "alibi"
     flex = config.parallel.device in ("auto", "cuda") and model.suits_flex
     if flex and model.attention_backend in ("auto", "flex"):
         return 0
-    packed = load_task(config).packs_documents and not on_cpu  # the CPU attends document by document
+    packed = load_task(config).data.packs_documents and not on_cpu  # the CPU attends document by document
     batch = config.training.micro_batch_size if packed else 1
     if alibi:
         return batch * heads * length**2 * (4 if widens(config) else number_size(config))
@@ -274,7 +274,7 @@ def _attention_core(config: Config) -> int:
     if grouped:  # key and value heads are repeated for their group
         inputs = (query if rotary else query + 2 * key) + 2 * query
     kept = tokens * (inputs + query) * number + tokens * heads * 4
-    if load_task(config).packs_documents and on_cpu:
+    if load_task(config).data.packs_documents and on_cpu:
         kept += tokens * query * number  # the outputs of documents, concatenated
     if config.parallel.device in ("auto", "cuda") and number == 4 and config.training.micro_batch_size > 1:
         kept += tokens * query * number  # no flash kernel: the output comes by sample, and is copied by position
@@ -325,9 +325,9 @@ def _is_blockwise(config: Config) -> bool:
     if model.kernels == "plain" or training.torch_compile or model.attention_dropout > 0:
         return False
     task = load_task(config)
-    if task.packs_documents:  # document by document, of lengths that the plan does not know
+    if task.data.packs_documents:  # document by document, of lengths that the plan does not know
         return False
-    return task.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
+    return task.data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
 
 
 @functools.cache
@@ -342,7 +342,7 @@ def _repeats_heads(config: Config) -> bool:
         return model.kernels == "plain"
     if device == "hpu":
         return not model.uses_fused_sdpa(device)
-    masked = model.position_embedding_type == "alibi" or load_task(config).packs_documents
+    masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
     in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
     return (config.training.precision == "fp32" and (in_sdpa or not masked)) or (masked and in_sdpa)
 
@@ -364,7 +364,7 @@ def _head_channels(config: Config) -> tuple[int, int]:
 def _scores(config: Config) -> int:
     """Number of attention scores."""
     heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    return num_tokens(config) * load_task(config).row_length * heads
+    return num_tokens(config) * load_task(config).data.row_length * heads
 
 
 def _dropout_bytes(config: Config) -> int:

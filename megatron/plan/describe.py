@@ -39,9 +39,9 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
     layout = f"PP {sizes.num_stages} x TP {sizes.tensor_size} x DP {sizes.num_batch_ranks}"
     layout += ", sequence parallel" if parallel.sequence_parallel else ""
     task = load_task(config)
-    tokens = training.global_batch_size * task.sample_length
+    tokens = training.global_batch_size * task.data.sample_length
     products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
-    most = "at most " if task.pads_rows else ""
+    most = "at most " if task.data.pads_rows else ""
     rows = [
         ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
         ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
@@ -52,18 +52,18 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
         ("precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"),
         *_widened_row(parallel.device, training.precision),
         ("ZeRO", _zero_text(config)),
-        ("batch", task.batch_text(sizes.num_batch_ranks)),
+        ("batch", task.data.batch_text(sizes.num_batch_ranks)),
     ]
     if training.rampup_batch_size is not None:
         ramp_start, increment, ramp_samples = training.rampup_batch_size
         rows.append(("ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"))
     rows.append(("length", _length_text(config)))
     rows.append(("bubble", _bubble_text(config, sizes.num_batch_ranks)))
-    forward = task.num_forwards * sum(flops.forward for flops in layer_flops(config))
+    forward = task.objective.num_forwards * sum(flops.forward for flops in layer_flops(config))
     tflop = (flops_per_token(config) + forward) * tokens / 1e12
     rows.append(("a step", f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))
     if forward:
-        passes = _count(task.num_forwards, "forward pass", "es")
+        passes = _count(task.objective.num_forwards, "forward pass", "es")
         rows.append(("", f"with {passes} over as many tokens before it"))
     lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
     lines += ["", f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})"]
@@ -109,7 +109,7 @@ def _zero_text(config: Config) -> str:
 
 
 def _length_text(config: Config) -> str:
-    training, sample_length = config.training, load_task(config).sample_length
+    training, sample_length = config.training, load_task(config).data.sample_length
     if training.train_samples is not None:
         samples = training.train_samples
         return f"{samples:,} samples = {samples * sample_length:,} tokens"
@@ -125,7 +125,7 @@ def _bubble_text(config: Config, data_parallel_size: int) -> str:
     p = config.parallel.pipeline_model_parallel_size
     if p == 1:
         return "none, one stage"
-    m = load_task(config).num_microbatches(data_parallel_size)
+    m = load_task(config).data.num_microbatches(data_parallel_size)
     if m is None:
         return "depends on the data: as many microbatches as the samples of a step fill"
     text = f"{schedule_bubble(config, m):.1%} of a step: {_bubble_formula(config, m)}"

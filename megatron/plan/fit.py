@@ -148,7 +148,7 @@ def _candidates(
     own = training.recompute_granularity
     recompute = [own, "selective", "full"]
     micro = [training.micro_batch_size] + [size for size in powers if size < training.micro_batch_size]
-    if load_task(config).num_microbatches(1) is None:
+    if load_task(config).data.num_microbatches(1) is None:
         micro = micro[:1]  # the data decides what a microbatch holds
     choices = itertools.product(
         *(sorted(set(values), key=str) for values in (tensor, pipeline, zero, recompute, micro))

@@ -153,7 +153,7 @@ _FAST = "works with the causal mask alone"
 
 def _packs_documents(config: Config) -> bool:
     try:
-        return bool(load_task(config).packs_documents)
+        return bool(load_task(config).data.packs_documents)
     except ConfigError:  # reported by the rules of the task
         return False
 
@@ -294,7 +294,7 @@ def _check_best(config: Config) -> Iterator[str]:
     elif config.data.eval_iters == 0:
         yield f"{wanted} compares validations, but eval_iters=0; set the number of global batches"
     with contextlib.suppress(ConfigError):  # reported by the check of the task
-        names = ("loss", *load_task(config).metrics)
+        names = ("loss", *load_task(config).objective.metrics)
         is_loss = metric == "loss" or (config.data.multiple_validation_sets and metric.startswith("lm_loss/"))
         if metric not in names and not is_loss:
             yield f"best_metric={metric} is not a metric of task={training.task}; give one of {', '.join(names)}"

@@ -37,7 +37,7 @@ class LossResult:
     total: Tensor
     """Scalar to differentiate: the sum of the losses, scaled as the engine demands."""
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
-    """Unscaled, one for each name in `Task.metrics`, alike on all tensor-parallel ranks."""
+    """Unscaled, one for each name in `Objective.metrics`, alike on all tensor-parallel ranks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Base of the tasks whose samples are packed into rows, so that few tokens are padding.
+"""Data of the tasks whose samples are packed into rows, so that few tokens are padding.
 
 A sample is one or several documents; a row holds one sample after another. A token sees its own document alone, and
 positions restart with each. B rows of a microbatch, S places of a row.
@@ -17,7 +17,7 @@ from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
 from megatron.options.flags import divisors
 from megatron.parallel.layout import parallel_batch_size
-from megatron.tasks.task import LabelPlace, SampleLabels, Task
+from megatron.tasks.data import LabelPlace, SampleLabels, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,20 +57,19 @@ class FilledRows:
         return torch.from_numpy(self.tokens), torch.from_numpy(self.positions), torch.from_numpy(self.starts)
 
 
-class PackedTask(Task):
-    """A task over epochs of packed samples, by the options of the section `sft`."""
+class PackedData(TaskData):
+    """Epochs of packed samples, by the options of the section `sft`."""
 
-    sections: ClassVar[tuple[str, ...]] = ("sft",)
     sample_name: str
     """Word of messages for a sample."""
     counts_epochs = True
     pads_rows = True
     packs_documents = True
-    order_options: ClassVar[tuple[str, ...]] = (*Task.order_options, "sft.packing")
+    order_options: ClassVar[tuple[str, ...]] = (*TaskData.order_options, "sft.packing")
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._device, self._num_batch_ranks = "cpu", 1  # until open_data
+    def __init__(self, config: Config, options: Any) -> None:
+        super().__init__(config, options)
+        self._device, self._num_batch_ranks = "cpu", 1  # until `open`
         self._edges: NDArray[np.int64] | None = None
         tp = config.parallel.tensor_model_parallel_size
         self._multiple = tp if config.parallel.sequence_parallel else 1
@@ -162,13 +161,13 @@ class PackedTask(Task):
         given = self.config.sft.bucketing
         return ("octave" if self._device == "hpu" else "off") if given == "auto" else given
 
-    # The data
+    # Datasets
 
     @abstractmethod
     def open_samples(self) -> Sequence[Any]:
         """Return the samples for training, validation and test; the last two may be None. Raises DataError."""
 
-    def open_data(self, ctx: ParallelContext) -> Sequence[PackedDataset | SeparateSets | None]:
+    def open(self, ctx: ParallelContext) -> Sequence[PackedDataset | SeparateSets | None]:
         import numpy as np
 
         from megatron.data.blend import sets_of

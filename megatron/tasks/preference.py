@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.options.config import Config
 from megatron.options.dependents import idle_options
 from megatron.options.preference import OBJECTIVES
+from megatron.tasks.data import Microbatch, TaskData
 from megatron.tasks.loss_result import LossResult
-from megatron.tasks.packed import PackedTask, samples_of
-from megatron.tasks.task import Forward, Microbatch, StartWeights
+from megatron.tasks.objective import Forward, Objective, StartWeights
+from megatron.tasks.packed import PackedData, samples_of
+from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,104 +41,44 @@ class StepRows:
     """Numbers, among those of all pairs, of answers whose prompts are read with other answers, for the KL term."""
 
 
-class PreferenceTask(PackedTask):
-    """DPO and related objectives over pairs of answers; KTO and APO-zero over single ones."""
+def uses_base(config: Config) -> bool:
+    """Return True if the reference is the base of the adapters, computed before each step."""
+    options, has_base = config.preference, config.lora.lora_rank is not None
+    if not options.needs_reference:
+        return False
+    return has_base if options.reference == "auto" else options.reference != "stored"
 
-    sections: ClassVar[tuple[str, ...]] = ("preference", "sft")
+
+def stores_reference(config: Config) -> bool:
+    """Return True if the reference is computed once and stored beside the data."""
+    return config.preference.needs_reference and not uses_base(config)
+
+
+class PreferenceData(PackedData):
+    """Pairs of answers, or single ones."""
+
     sample_name = "pair"
-    loss_unit = "pairs"
     preprocessor = "preprocess_preferences"
-    metrics = (
-        "rewards/accuracies",
-        "rewards/margins",
-        "rewards/chosen",
-        "rewards/rejected",
-        "logps/chosen",
-        "logps/rejected",
-    )
     order_options: ClassVar[tuple[str, ...]] = (
-        *PackedTask.order_options,
+        *PackedData.order_options,
         "preference.max_prompt_length",
         "preference.truncation",
     )
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.loss_name = f"{config.preference.preference_loss} loss"
+    def __init__(self, config: Config, options: Any) -> None:
+        super().__init__(config, options)
         if config.preference.is_unpaired:
-            self.sample_name, self.loss_unit = "answer", "answers"
-            self.metrics = (
-                "rewards/margins",
-                "rewards/chosen",
-                "rewards/rejected",
-                "kl",
-                "logps/chosen",
-                "logps/rejected",
-            )
-
-    # Rules and plan
+            self.sample_name = "answer"
 
     def faults(self, world_size: int) -> Iterator[str]:
         yield from super().faults(world_size)
-        options, lora = self.config.preference, self.config.lora
         longest = self.config.training.seq_length
-        limit = options.prompt_limit(longest)
+        limit = self.config.preference.prompt_limit(longest)
         if limit is not None and limit > longest:
             yield (
                 f"max_prompt_length={limit} leaves no token of an answer in seq_length={longest} and one more; lower "
                 "it, or raise seq_length"
             )
-        if options.needs_reference and options.reference == "adapters_off" and lora.lora_rank is None:
-            yield "reference=adapters_off needs adapters; give lora_rank, or use reference=stored"
-        yield from self._unread_options()
-        if options.preference_loss == "exo_pair" and not options.label_smoothing:
-            yield "label_smoothing=0.0 makes the loss of preference_loss=exo_pair infinite; give one, such as 0.001"
-        if options.needs_kl and self.config.training.global_batch_size == 1:
-            yield (
-                "global_batch_size=1 is one answer a step, from which preference_loss=kto can estimate no KL "
-                "divergence; use 2 or more, or preference_loss=apo_zero_unpaired"
-            )
-        whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
-        if whole and self.uses_base:
-            value = getattr(lora, whole[0])
-            yield (
-                f"{whole[0]}={value if isinstance(value, str) else ' '.join(value)} trains a part of the base, which "
-                "is the reference of reference=adapters_off; leave it out, or use reference=stored"
-            )
-
-    def _unread_options(self) -> Iterator[str]:
-        """Yield a message for each option of other objectives than this one: it would be another loss than is meant."""
-        readers: dict[str, list[str]] = {}
-        for objective, needs in OBJECTIVES.items():
-            for name in needs.options:
-                readers.setdefault(name, []).append(objective)
-        own = self.config.preference.preference_loss
-        for name, objectives in readers.items():
-            if own in objectives:
-                continue
-            remedy = "choose that" if len(objectives) == 1 else "choose one of these"
-            needed = f"preference_loss={', '.join(objectives)}, unlike {own}"
-            yield from idle_options(self.config, needed, remedy, [name])
-
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
-        options = self.config.preference
-        if options.f_divergence != "alpha_divergence":
-            yield from idle_options(self.config, "f_divergence=alpha_divergence", "choose that", ["f_alpha"])
-        if not options.needs_reference:
-            needed = f"a reference, which preference_loss={options.preference_loss} does not need"
-            yield from idle_options(self.config, needed, "choose another objective", ["reference"])
-
-    @property
-    def uses_base(self) -> bool:
-        """The reference is the base of the adapters, computed before each step."""
-        options, has_base = self.config.preference, self.config.lora.lora_rank is not None
-        return options.needs_reference and (has_base if options.reference == "auto" else options.reference != "stored")
-
-    @property
-    def stores_reference(self) -> bool:
-        """The reference is computed once and stored beside the data."""
-        return self.config.preference.needs_reference and not self.uses_base
 
     @property
     def sample_length(self) -> int:
@@ -145,14 +87,6 @@ class PreferenceTask(PackedTask):
     @property
     def answers_per_sample(self) -> int:
         return 1 if self.config.preference.is_unpaired else 2
-
-    @property
-    def num_forwards(self) -> int:
-        """Passes of the base over the answers, and of model and base over the mismatched ones of the KL term."""
-        of_base, of_kl = int(self.uses_base), int(self.config.preference.needs_kl)
-        return of_base + of_kl * (1 + of_base)
-
-    # The data
 
     def open_samples(self) -> Sequence[Any]:
         from megatron.data.preference.dataset import open_answers, open_pairs
@@ -163,18 +97,18 @@ class PreferenceTask(PackedTask):
 
     def describe(self, dataset: Any) -> str:
         samples: Any = samples_of(dataset)
-        pairs = self._pairs_of(samples)
+        pairs = self.pairs_of(samples)
         rows = "" if samples is dataset else f" in {len(dataset):,} rows"
         tokens, share = self.share_of_epoch(dataset, samples.labels.reshape(len(samples), -1).sum(axis=1))
         cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
         said = ", ".join(f"{count:,} {what} cut" for count, what in cut if count)
         kinds = "" if pairs is samples else f" ({int(samples.is_chosen.sum()):,} of them desirable)"
         return (
-            f"preference: {len(samples):,} {self.loss_unit}{kinds}{rows}, {tokens:,} tokens an epoch, "
+            f"preference: {len(samples):,} {self.sample_name}s{kinds}{rows}, {tokens:,} tokens an epoch, "
             f"{share:.1%} of them answers{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
         )
 
-    def _pairs_of(self, samples: Any) -> PairDataset:
+    def pairs_of(self, samples: Any) -> PairDataset:
         return samples.pairs if self.config.preference.is_unpaired else samples  # type: ignore[no-any-return]
 
     def keys_of_step(self, dataset: PackedDataset, cells: Sequence[Rows]) -> Sequence[Any]:
@@ -225,7 +159,7 @@ class PreferenceTask(PackedTask):
         rows = [[one for sample in row for one in samples.read(int(sample))] for row in key.rows]
         numbers = np.array(self.samples_of(key), np.int64)
         added = [samples.are_chosen(numbers), key.step]
-        if self.stores_reference:
+        if stores_reference(self.config):
             added.append(samples.reference_of(numbers))
         found = self.sequences(rows, added)
         if not self.config.preference.needs_kl:
@@ -237,11 +171,11 @@ class PreferenceTask(PackedTask):
         import numpy as np
 
         added = []
-        if self.stores_reference and answers.mismatched_reference is not None:
+        if stores_reference(self.config) and answers.mismatched_reference is not None:
             added.append(answers.mismatched_reference.reshape(-1)[np.concatenate(rows)])
-        return self._answers(answers.mismatched, rows, added)
+        return self.answers(answers.mismatched, rows, added)
 
-    def _answers(self, read: Callable[[int], Answer], rows: Rows, added: Sequence[NDArray[Any]] = ()) -> Microbatch:
+    def answers(self, read: Callable[[int], Answer], rows: Rows, added: Sequence[NDArray[Any]] = ()) -> Microbatch:
         return self.sequences([[read(int(number)) for number in row] for row in rows], added)
 
     def sequences(self, rows: Sequence[Sequence[Answer]], added: Sequence[NDArray[Any]] = ()) -> Microbatch:
@@ -273,20 +207,95 @@ class PreferenceTask(PackedTask):
         targets = tuple(torch.from_numpy(part) for part in parts)
         return Microbatch(filled.inputs, targets, float(sum(map(len, rows)) / self.answers_per_sample))
 
-    # The loss
+
+class PreferenceObjective(Objective):
+    """DPO and related objectives over pairs of answers; KTO and APO-zero over single ones."""
+
+    data: PreferenceData
+    loss_unit = "pairs"
+    metrics = (
+        "rewards/accuracies",
+        "rewards/margins",
+        "rewards/chosen",
+        "rewards/rejected",
+        "logps/chosen",
+        "logps/rejected",
+    )
+
+    def __init__(self, config: Config, options: Any, data: TaskData) -> None:
+        super().__init__(config, options, data)
+        self.loss_name = f"{config.preference.preference_loss} loss"
+        self.num_forwards = self._num_forwards()
+        if config.preference.is_unpaired:
+            self.loss_unit = "answers"
+            self.metrics = (
+                "rewards/margins",
+                "rewards/chosen",
+                "rewards/rejected",
+                "kl",
+                "logps/chosen",
+                "logps/rejected",
+            )
+
+    def _num_forwards(self) -> int:
+        """Passes of the base over the answers, and of model and base over the mismatched ones of the KL term."""
+        of_base, of_kl = int(uses_base(self.config)), int(self.config.preference.needs_kl)
+        return of_base + of_kl * (1 + of_base)
+
+    def faults(self) -> Iterator[str]:
+        options, lora = self.config.preference, self.config.lora
+        if options.needs_reference and options.reference == "adapters_off" and lora.lora_rank is None:
+            yield "reference=adapters_off needs adapters; give lora_rank, or use reference=stored"
+        yield from self._unread_options()
+        if options.preference_loss == "exo_pair" and not options.label_smoothing:
+            yield "label_smoothing=0.0 makes the loss of preference_loss=exo_pair infinite; give one, such as 0.001"
+        if options.needs_kl and self.config.training.global_batch_size == 1:
+            yield (
+                "global_batch_size=1 is one answer a step, from which preference_loss=kto can estimate no KL "
+                "divergence; use 2 or more, or preference_loss=apo_zero_unpaired"
+            )
+        whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
+        if whole and uses_base(self.config):
+            value = getattr(lora, whole[0])
+            yield (
+                f"{whole[0]}={value if isinstance(value, str) else ' '.join(value)} trains a part of the base, which "
+                "is the reference of reference=adapters_off; leave it out, or use reference=stored"
+            )
+
+    def _unread_options(self) -> Iterator[str]:
+        """Yield a message for each option of other objectives than this one: it would be another loss than is meant."""
+        readers: dict[str, list[str]] = {}
+        for objective, needs in OBJECTIVES.items():
+            for name in needs.options:
+                readers.setdefault(name, []).append(objective)
+        own = self.config.preference.preference_loss
+        for name, objectives in readers.items():
+            if own in objectives:
+                continue
+            remedy = "choose that" if len(objectives) == 1 else "choose one of these"
+            needed = f"preference_loss={', '.join(objectives)}, unlike {own}"
+            yield from idle_options(self.config, needed, remedy, [name])
+
+    def idle(self) -> Iterator[str]:
+        options = self.config.preference
+        if options.f_divergence != "alpha_divergence":
+            yield from idle_options(self.config, "f_divergence=alpha_divergence", "choose that", ["f_alpha"])
+        if not options.needs_reference:
+            needed = f"a reference, which preference_loss={options.preference_loss} does not need"
+            yield from idle_options(self.config, needed, "choose another objective", ["reference"])
 
     def before_step(
         self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
     ) -> list[Microbatch]:
         """Add the reference to the targets, where that is the base of the adapters, and the KL term, if any."""
         needs_kl = self.config.preference.needs_kl
-        if not self.uses_base and not needs_kl:
+        if not uses_base(self.config) and not needs_kl:
             return list(microbatches)
         from megatron.tasks.preference_losses import answer_logps, split_targets
 
         logps = partial(answer_logps, ctx=ctx)
         added: list[list[Tensor]] = [[] for _ in microbatches]
-        if self.uses_base:
+        if uses_base(self.config):
             for own, result in zip(added, forward(microbatches, logps, adapters=False), strict=False):
                 own.append(result)
         if needs_kl:
@@ -294,7 +303,7 @@ class PreferenceTask(PackedTask):
 
             beside = [batch.beside for batch in microbatches if batch.beside is not None]
             policy = forward(beside, logps)
-            base = forward(beside, logps, adapters=False) if self.uses_base else []
+            base = forward(beside, logps, adapters=False) if uses_base(self.config) else []
             if ctx.is_last_stage:
                 # what is stored for a mismatched answer is all that follows its labels
                 base = base or [split_targets(batch.targets)[1][0].to(ctx.device) for batch in beside]
@@ -310,21 +319,21 @@ class PreferenceTask(PackedTask):
         self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
     ) -> list[str]:
         """Compute the reference of all answers that lack it, and give it to the datasets. Raises DataError."""
-        if not self.stores_reference:
+        if not stores_reference(self.config):
             return []
         from megatron.data.blend import sets_of
         from megatron.tasks.stored_reference import StoredReference
 
         lines = []
         for samples in (samples_of(dataset) for each in datasets for dataset in sets_of(each)):
-            pairs = self._pairs_of(samples)
-            read = partial(self._answers, pairs.answer)
-            own = StoredReference(self, pairs, pairs.answer_lengths, read, start, ctx)
+            pairs = self.data.pairs_of(samples)
+            read = partial(self.data.answers, pairs.answer)
+            own = StoredReference(self.data, pairs, pairs.answer_lengths, read, start, ctx)
             pairs.reference = own.complete(forward)
             lines += own.lines
             if self.config.preference.needs_kl:
-                read, lengths = partial(self._answers, samples.mismatched), samples.mismatched_lengths
-                others = StoredReference(self, pairs, lengths, read, start, ctx, samples.fingerprint)
+                read, lengths = partial(self.data.answers, samples.mismatched), samples.mismatched_lengths
+                others = StoredReference(self.data, pairs, lengths, read, start, ctx, samples.fingerprint)
                 samples.mismatched_reference = others.complete(forward)
                 lines += others.lines
         return lines
@@ -343,3 +352,12 @@ class PreferenceTask(PackedTask):
         if weight := options.effective_sft_weight:
             total = total - weight * step[0] * torch.where(is_chosen_A, labels.sums(logps_K), 0).sum()
         return LossResult(scale * total, metrics)
+
+
+class PreferenceTask(Task):
+    """Answers that are preferred to others."""
+
+    Data = PreferenceData
+    data: PreferenceData
+    Objective = PreferenceObjective
+    sections = ("preference", "sft")

@@ -25,7 +25,7 @@ LARGEST_EXPONENT = 80.0
 
 
 class AnswerLabels(NamedTuple):
-    """The first targets of a microbatch, those of `PreferenceTask.sequences`."""
+    """The first targets of a microbatch, those of `PreferenceData.sequences`."""
 
     labels_K: Tensor
     numbers_K: Tensor
@@ -47,14 +47,14 @@ def split_targets(targets: Sequence[Tensor]) -> tuple[AnswerLabels, Sequence[Ten
 
 
 def label_logps(outputs: tuple[Tensor, Tensor], labels: AnswerLabels, ctx: ParallelContext) -> Tensor:
-    """Return the log-probability of each token of the answers, [K]. `outputs` as in `Task.loss`."""
+    """Return the log-probability of each token of the answers, [K]. `outputs` as in `Objective.loss`."""
     return log_probs_of(labels.places_K, *outputs, labels.labels_K, ctx)
 
 
 def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
     """Return the log-probabilities [A] of the answers of a microbatch, each the weighted sum over its tokens.
 
-    `outputs` as in `Task.loss`; `targets` begin with those of `PreferenceTask.sequences`.
+    `outputs` as in `Objective.loss`; `targets` begin with those of `PreferenceData.sequences`.
     """
     labels, _ = split_targets(targets)
     return labels.sums(label_logps(outputs, labels, ctx) * labels.weights_K)

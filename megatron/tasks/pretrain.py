@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config
-from megatron.tasks.task import Microbatch, SampleLabels, Task
+from megatron.tasks.data import Microbatch, SampleLabels, TaskData
+from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,24 +19,23 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 
-class PretrainTask(Task):
-    """Next-token prediction over samples of S + 1 tokens."""
+class PretrainData(TaskData):
+    """Samples of S + 1 tokens of a stream of documents."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.data = config.data
+    def __init__(self, config: Config, options: Any) -> None:
+        super().__init__(config, options)
         self.eod = config.data.eod_token_id
-        """Id that ends a document; `open_data` takes the tokenizer's where the config has none."""
+        """Id that ends a document; `open` takes the tokenizer's where the config has none."""
 
     @property
     def packs_documents(self) -> bool:
-        return self.data.reset_position_ids or self.data.reset_attention_mask
+        return self.config.data.reset_position_ids or self.config.data.reset_attention_mask
 
     @property
     def varies_normaliser(self) -> bool:
-        return self.data.eod_mask_loss
+        return self.config.data.eod_mask_loss
 
-    def open_data(self, ctx: ParallelContext) -> Datasets:
+    def open(self, ctx: ParallelContext) -> Datasets:
         """Raise DataError also for a tokenizer that does not fit the model, or lacks a token that is needed."""
         from megatron.data.gpt import open_datasets
 
@@ -58,7 +58,7 @@ class PretrainTask(Task):
         return SampleLabels(fingerprint, lengths[:needed])  # a dataset may be longer than a run
 
     def read(self, dataset: TokenDataset, key: range) -> Microbatch:
-        return self.with_label_origins(dataset, key, self.collate(dataset.get_batch(key)))
+        return self.collate(dataset.get_batch(key))
 
     def collate(self, samples: np.ndarray) -> Microbatch:
         """Return the microbatch of [B, S + 1] int64 tokens."""
@@ -67,13 +67,13 @@ class PretrainTask(Task):
 
         tokens, labels = samples[:, :-1], samples[:, 1:]
         mask = np.ones(tokens.shape, dtype=np.float32)
-        if self.data.eod_mask_loss:
+        if self.config.data.eod_mask_loss:
             mask[tokens == self.eod] = 0.0
         inputs: Any = torch.from_numpy(np.ascontiguousarray(tokens))
         if self.packs_documents:
             index, starts = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape), self._document_starts(tokens)
-            positions = index - starts if self.data.reset_position_ids else index
-            seen_from = starts if self.data.reset_attention_mask else np.zeros_like(starts)
+            positions = index - starts if self.config.data.reset_position_ids else index
+            seen_from = starts if self.config.data.reset_attention_mask else np.zeros_like(starts)
             inputs = (inputs, torch.from_numpy(positions.copy()), torch.from_numpy(seen_from))
         targets = torch.from_numpy(np.ascontiguousarray(labels)), torch.from_numpy(mask)
         return Microbatch(inputs, targets, float(mask.sum()))
@@ -100,3 +100,10 @@ def end_of_document(config: Config) -> int | None:
     if needs and tokenizer.eod is None:
         raise DataError(f"tokenizer_type={data.tokenizer_type} has no end-of-document token; give eod_token")
     return tokenizer.eod
+
+
+class PretrainTask(Task):
+    """Next-token prediction over samples of S + 1 tokens."""
+
+    Data = PretrainData
+    data: PretrainData

@@ -23,6 +23,6 @@ def load_task(config: Config) -> Task:
 @cache
 def _task_named(name: str) -> type[Task]:
     task: type[Task] = find_plugin("task", name, TASKS)
-    if not hasattr(task, "faults"):
+    if not hasattr(task, "Data"):
         raise ConfigError([f"task={name!r} is not a task; give a subclass of megatron.tasks.task.Task"])
     return task

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.tasks.packed import PackedTask, samples_of
-from megatron.tasks.task import Microbatch
+from megatron.tasks.data import Microbatch
+from megatron.tasks.packed import PackedData, samples_of
+from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
     from megatron.data.chat.dataset import ChatDataset
     from megatron.tasks.packed import PackedDataset, Rows
 
 
-class SFTTask(PackedTask):
-    """Next-token prediction of the answers in chats."""
+class ChatData(PackedData):
+    """Chats, of which the answers are trained."""
 
     sample_name = "chat"
     preprocessor = "preprocess_chat"
@@ -40,7 +41,7 @@ class SFTTask(PackedTask):
         for place, (_, trained) in zip(rows.places, (chat for row in read for chat in row), strict=True):
             mask[place] = trained[1:]
         targets = torch.from_numpy(rows.labels), torch.from_numpy(mask)
-        return self.with_label_origins(dataset, key, Microbatch(rows.inputs, targets, float(mask.sum())))
+        return Microbatch(rows.inputs, targets, float(mask.sum()))
 
     def describe(self, dataset: Any) -> str:
         chats: ChatDataset = samples_of(dataset)
@@ -50,3 +51,11 @@ class SFTTask(PackedTask):
             f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {share:.1%} of them trained; "
             f"{self.describe_packing(dataset)}"
         )
+
+
+class SFTTask(Task):
+    """Next-token prediction of the answers in chats."""
+
+    Data = ChatData
+    data: ChatData
+    sections = ("sft",)

@@ -26,7 +26,10 @@ from megatron.options.data import parse_data_path
 from megatron.parallel.chosen_log_probs import top_log_probs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
-from megatron.tasks.task import Forward, SampleLabels, Task
+from megatron.tasks.data import SampleLabels
+from megatron.tasks.objective import Forward
+from megatron.tasks.task import Task
+from megatron.tasks.user_loss import UserLoss
 
 LABELS_AT_A_TIME = 1 << 16
 """Labels between two writes, over all ranks."""
@@ -51,7 +54,7 @@ def label_jobs(task: Task, datasets: Sequence[Any], weights: str) -> list[LabelJ
     top_k = config.training.teacher_top_k or 0
     for split, words in enumerate(words for _, words in config.data.paths):
         for dataset in sets_of(datasets[split]):
-            labels = task.labels_of(dataset, split)
+            labels = task.data.labels_of(dataset, split)
             facts = {
                 "data": labels.fingerprint,
                 "samples": str(len(labels.lengths)),
@@ -68,7 +71,7 @@ def label_jobs(task: Task, datasets: Sequence[Any], weights: str) -> list[LabelJ
 
 def open_stored(job: LabelJob) -> None:
     """Give the loss function the numbers of a job that is complete. Raises DataError."""
-    assert job.task.objective is not None
+    assert isinstance(job.task.objective, UserLoss)
     try:
         file = LabelFile(job.path)
     except FileNotFoundError:
@@ -82,11 +85,11 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
     Raises DataError for one that is missing, and for files of several teachers.
     """
     objective, config = task.objective, task.config
-    if objective is None or not objective.needs_teacher:
+    if not isinstance(objective, UserLoss) or not objective.needs_teacher:
         return
     files, of_teacher = [_teacher_file(name) for name in config.training.teacher], dict[str, Path]()
     for split, dataset in ((split, dataset) for split, each in enumerate(datasets) for dataset in sets_of(each)):
-        labels = task.labels_of(dataset, split)
+        labels = task.data.labels_of(dataset, split)
         fitting = [file for file in files if file.facts.get("data") == labels.fingerprint and file.ids is not None]
         if not fitting:
             known = ", ".join(f"{file.path} of {file.facts.get('data')}" for file in files)
@@ -176,7 +179,7 @@ def _write(
 def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: ParallelContext) -> NDArray[np.float32]:
     """Return the numbers of these samples, one row a label, on every rank: see `LabelFile.write`."""
     task, width, lengths = job.task, 2 * job.top_k or 1, job.labels.lengths
-    keys = task.keys_of_samples(job.dataset, samples, ctx.num_batch_ranks)
+    keys = task.data.keys_of_samples(job.dataset, samples, ctx.num_batch_ranks)
     own = keys[ctx.batch_rank :: ctx.num_batch_ranks]
     reads = ctx.is_first_stage or ctx.is_last_stage
 
@@ -191,7 +194,7 @@ def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: P
     begins = dict(zip(samples.tolist(), np.cumsum([0, *lengths[samples]]).tolist(), strict=False))
     found = torch.zeros(int(lengths[samples].sum()), width, device=ctx.device)
     for number, key in enumerate(keys):
-        for sample, row, places in task.label_places(job.dataset, key):
+        for sample, row, places in task.data.label_places(job.dataset, key):
             # a sample that comes twice, to fill a microbatch, is taken once
             begin = begins.pop(sample, None)
             owner, turn = number % ctx.num_batch_ranks, number // ctx.num_batch_ranks

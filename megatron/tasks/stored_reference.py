@@ -16,9 +16,10 @@ from megatron.data.label_file import Values, open_reference, reference_path
 from megatron.data.preference.dataset import PairDataset, PairFile
 from megatron.data.preference.preprocessing import SEQUENCES
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.packed import PackedTask
+from megatron.tasks.data import Microbatch
+from megatron.tasks.objective import Forward, StartWeights
+from megatron.tasks.packed import PackedData
 from megatron.tasks.preference_losses import answer_logps
-from megatron.tasks.task import Forward, Microbatch, StartWeights
 
 ANSWERS_AT_A_TIME = 512
 """Answers of each data-parallel rank between two writes."""
@@ -29,7 +30,7 @@ class StoredReference:
 
     def __init__(
         self,
-        task: PackedTask,
+        data: PackedData,
         pairs: PairDataset,
         lengths: NDArray[np.int64],
         read: Callable[[list[NDArray[np.int64]]], Microbatch],
@@ -40,7 +41,7 @@ class StoredReference:
         """`lengths` [pairs, 2] are the places of the answers, 0 for one that a row lacks; `read` returns rows of them
         by their numbers. `mismatched`: fingerprint of the dataset by which prompts have other answers.
         """
-        self._task, self._pairs, self._start, self._ctx = task, pairs, start, ctx
+        self._data, self._pairs, self._start, self._ctx = data, pairs, start, ctx
         self._read, self._lengths, self._mismatched = read, lengths, mismatched
         self._files: list[tuple[PairFile, slice, Path, Values]] = []
         self.lines: list[str] = []
@@ -48,7 +49,7 @@ class StoredReference:
 
     def facts_of(self, file: PairFile) -> dict[str, str]:
         """Return what the numbers depend on."""
-        limits, config = self._pairs.limits, self._task.config
+        limits, config = self._pairs.limits, self._data.config
         facts = {
             "data": file.tokens.fingerprint,
             "base": self._start.fingerprint,
@@ -111,8 +112,8 @@ class StoredReference:
 
     def _compute(self, numbers: NDArray[np.int64], forward: Forward) -> NDArray[np.float32]:
         """Return the log-probabilities [answers] of these, on every rank."""
-        ctx, task = self._ctx, self._task
-        cells = task.packed_sequences(self._lengths.reshape(-1)[numbers], ctx.num_batch_ranks)
+        ctx = self._ctx
+        cells = self._data.packed_sequences(self._lengths.reshape(-1)[numbers], ctx.num_batch_ranks)
         cells = cells[ctx.batch_rank :: ctx.num_batch_ranks]
         reads = ctx.is_first_stage or ctx.is_last_stage
         microbatches = [self._read([numbers[row] for row in rows]) for rows in (cells if reads else [])]

@@ -36,7 +36,7 @@ def compile_ahead(
     began_s, watched = time.perf_counter(), "compiling each shape of rows"
     watchdog.phase(watched, progress.iteration)
     begin = progress.consumed_samples
-    keys = task.keys_of_shapes(dataset, schedule.global_batch_size, begin, schedule.total_samples)
+    keys = task.data.keys_of_shapes(dataset, schedule.global_batch_size, begin, schedule.total_samples)
     done = 0
     for key in keys:
         watchdog.phase(watched, progress.iteration)

@@ -48,10 +48,11 @@ def build_engine(
     the model and its optimizer.
     """
     settings = adapted(deepspeed_config(config, ctx))
-    specs, losses = build_layers(config, ctx, packs_documents=task.packs_documents), StepLosses(task, ctx)
+    specs = build_layers(config, ctx, packs_documents=task.data.packs_documents)
+    losses = StepLosses(task.objective, ctx)
     with quiet():
         model = (
-            pipeline_module(config, ctx, specs, losses, task.varies_shapes)
+            pipeline_module(config, ctx, specs, losses, task.data.varies_shapes)
             if config.uses_pipeline
             else sequential_module(config, ctx, specs, settings)
         )

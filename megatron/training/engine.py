@@ -25,7 +25,9 @@ from megatron.options.config import Config
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import marked
-from megatron.tasks.task import Microbatch, OfOutputs, Task
+from megatron.tasks.data import Microbatch
+from megatron.tasks.objective import OfOutputs
+from megatron.tasks.task import Task
 from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.state import EngineState
@@ -89,7 +91,8 @@ class Engine(ABC):
         self._passes = 0
         """Microbatches of the step or evaluation under way."""
         dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
-        self._draws = max(dropouts) > 0 or config.training.neftune_noise_alpha is not None or task.objective is not None
+        draws_noise = config.training.neftune_noise_alpha is not None
+        self._draws = max(dropouts) > 0 or draws_noise or task.objective.draws_numbers
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None
@@ -155,7 +158,7 @@ class Engine(ABC):
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:
             ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
-        microbatches = self._task.before_step(microbatches, self.forward, ctx)
+        microbatches = self._task.objective.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
         if (buffers := getattr(self.deepspeed.optimizer, "buffers", None)) is not None:
@@ -163,8 +166,7 @@ class Engine(ABC):
         skipped_before = self.deepspeed.skipped_steps
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
-        objective = self._task.objective
-        with ctx.state.checks.step(), objective.naming_faults() if objective is not None else contextlib.nullcontext():
+        with ctx.state.checks.step(), self._task.objective.naming_faults():
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied
@@ -202,7 +204,7 @@ class Engine(ABC):
     def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> Evaluation:
         """Return the loss over one global batch, of which `microbatches` are this rank's share. No update."""
         self._passes = num_microbatches
-        microbatches = self._task.before_step(microbatches, self.forward, self.ctx)
+        microbatches = self._task.objective.before_step(microbatches, self.forward, self.ctx)
         normaliser = self._begin(microbatches)
         loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
         return Evaluation(loss, normaliser, self._losses.metrics)
@@ -274,7 +276,10 @@ class Engine(ABC):
         normaliser.
         """
         own = sum(batch.normaliser for batch in microbatches)
-        total = self.ctx.sum_over_batch_ranks(own) if self._task.varies_normaliser else own * self.ctx.num_batch_ranks
+        if self._task.data.varies_normaliser:
+            total = self.ctx.sum_over_batch_ranks(own)
+        else:
+            total = own * self.ctx.num_batch_ranks
         self._losses.begin_step(len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0))
         return total
 
@@ -283,7 +288,7 @@ class Engine(ABC):
 
         A metric without weight is NaN.
         """
-        table = self._task.metric_table
+        table = self._task.objective.metric_table
         if not table.names:
             return {}
 

@@ -67,7 +67,7 @@ class Evaluator:
                 if evaluated is None:
                     return None
                 found[name] = evaluated
-        whole = mean_of(list(found.values()), sets.weights, self.task.metric_table)
+        whole = mean_of(list(found.values()), sets.weights, self.task.objective.metric_table)
         losses = {f"lm_loss/{name}": each.loss for name, each in found.items()} if sets is dataset else {}
         if sets is dataset:
             for name, each in found.items():
@@ -124,14 +124,14 @@ def evaluate(
     None if `stops`, which returns the same on all ranks, is true before one of the batches.
     """
     training, ctx = engine.config.training, engine.ctx
-    per_epoch = task.samples_per_epoch(dataset)
+    per_epoch = task.data.samples_per_epoch(dataset)
 
     def size_at(consumed_samples: int) -> int:
         """Return 0 once the dataset was read through."""
         size = training.global_batch_size
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
-    plan = task.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
+    plan = task.data.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
     losses: list[Tensor] = []
     normalisers: list[float] = []
     consumed_samples = 0
@@ -147,7 +147,7 @@ def evaluate(
         losses.append(batch.loss)
         normalisers.append(batch.normaliser)
         consumed_samples += size
-        metrics = task.metric_table.joined(metrics, batch.metrics)
+        metrics = task.objective.metric_table.joined(metrics, batch.metrics)
     means = torch.stack(losses).flatten().tolist() if losses else []  # one wait for the device
     total = sum(mean * weight for mean, weight in zip(means, normalisers, strict=True))
     normaliser = sum(normalisers, 0.0)

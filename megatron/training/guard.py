@@ -137,12 +137,10 @@ class Guard:
         ctx, losses = self._engine.ctx, result.microbatch_losses
         keys = self._plan(begin)[1]
         pairs = zip(keys if losses else [], losses, strict=True)
-        mine = [Suspect(self._task.samples_of(key), float(loss)) for key, loss in pairs]
+        mine = [Suspect(self._task.data.samples_of(key), float(loss)) for key, loss in pairs]
         worst, record = max(mine, key=_badness, default=None), None
         if not result.is_finite:
-            objective = self._task.objective
-            loss = "" if objective is None else objective.function.label
-            record = step_record(self._engine.module, ctx, self._place, loss)
+            record = step_record(self._engine.module, ctx, self._place, self._task.objective.label)
         found = ctx.gather_objects((worst, record))
         suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
         if result.is_finite:
@@ -158,7 +156,7 @@ class Guard:
             return []
         found = []
         for sample in suspect.samples:
-            if (source := self._task.documents_of(self._dataset, sample)) is not None:
+            if (source := self._task.data.documents_of(self._dataset, sample)) is not None:
                 found.append({"sample": sample, "prefix": source[0], "documents": source[1]})
         return found
 

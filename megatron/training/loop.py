@@ -28,8 +28,9 @@ from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import accelerator
+from megatron.tasks.data import Microbatch
 from megatron.tasks.loss_result import MetricTable
-from megatron.tasks.task import Microbatch, Task
+from megatron.tasks.task import Task
 from megatron.training.ahead import compile_ahead
 from megatron.training.best import BestTracker
 from megatron.training.callbacks import Events
@@ -115,7 +116,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         config, ctx = self.engine.config, self.engine.ctx
-        self._plan = self.task.plan(
+        self._plan = self.task.data.plan(
             self.datasets[0], self.schedule.global_batch_size, ctx.batch_rank, ctx.num_batch_ranks
         )
         self._batches = Batches(
@@ -124,7 +125,7 @@ class Loop:
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,
         )
-        self._interval = Interval(self.task.metric_table)
+        self._interval = Interval(self.task.objective.metric_table)
         self._fallbacks: set[str] = set()
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
@@ -232,7 +233,7 @@ class Loop:
         if evaluated := self._evaluator.run("valid"):
             loss, count, metrics = evaluated
             self._best.evaluated(loss, metrics)
-            self._events.evaluated(loss, count, metrics, self.task.loss_unit)
+            self._events.evaluated(loss, count, metrics, self.task.objective.loss_unit)
 
     def _run_interludes(self) -> None:
         for interlude in self._interludes:

@@ -20,7 +20,7 @@ from megatron.options.progress import Progress, RunningEstimate
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import LOSS
 from megatron.tasks.loss_result import LossError, LossResult
-from megatron.tasks.task import OfOutputs, Task
+from megatron.tasks.objective import Objective, OfOutputs
 
 
 # Two numbers each for loss and norm, with an outlier cut off at its limit, are saved as JSON and restored exactly.
@@ -63,8 +63,8 @@ class StepLosses:
     Everything stays on the device. Ranks without the last pipeline stage never call it.
     """
 
-    def __init__(self, task: Task, ctx: ParallelContext) -> None:
-        self._task, self._ctx = task, ctx
+    def __init__(self, objective: Objective, ctx: ParallelContext) -> None:
+        self._objective, self._ctx = objective, ctx
         self.begin_step(1.0)
 
     def begin_step(self, scale: float) -> None:
@@ -101,21 +101,21 @@ class StepLosses:
         if self._of_outputs is not None:
             self._results.append(self._of_outputs(outputs, targets))
             return torch.zeros((), device=self._ctx.device)
-        result = self._task.loss(outputs, targets, self._scale, self._ctx)
-        if self._task.metrics:
+        result = self._objective.loss(outputs, targets, self._scale, self._ctx)
+        if self._objective.metrics:
             self._add_metrics(result)
         return result.total
 
     @torch.no_grad()
     def _add_metrics(self, result: LossResult) -> None:
-        if set(result.metrics) != set(self._task.metrics):
+        if set(result.metrics) != set(self._objective.metrics):
             raise LossError(
-                f"the loss of {type(self._task).__name__} returns the metrics {sorted(result.metrics)}, but the task "
-                f"declares {sorted(self._task.metrics)}; make them equal"
+                f"the loss of {type(self._objective).__name__} returns the metrics {sorted(result.metrics)}, but it "
+                f"declares {sorted(self._objective.metrics)}; make them equal"
             )
         device = result.total.device
-        numbers = [number for name in self._task.metrics for number in result.metrics[name]]
+        numbers = [number for name in self._objective.metrics for number in result.metrics[name]]
         # numbers of the host without a wait for the device, which `as_tensor` has if it is given one
         parts = [torch.as_tensor(n, dtype=torch.float32).to(device, non_blocking=True) for n in numbers]
         sums = torch.stack(parts).view(-1, 2)
-        self.metrics = self._task.metric_table.joined(self.metrics, sums)
+        self.metrics = self._objective.metric_table.joined(self.metrics, sums)

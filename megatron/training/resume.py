@@ -381,7 +381,7 @@ def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -
     if saved.fingerprint == fingerprint:
         return None
     there, here = saved.config, config.to_dict()
-    names = ("training.task", *task.order_options)
+    names = ("training.task", *task.data.order_options)
     before, now = ({name: _value(run, name) for name in names} for run in (there, here))
     if content_of(saved.fingerprint) == content_of(fingerprint):
         change = (

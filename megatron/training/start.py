@@ -20,29 +20,30 @@ from megatron.options.schedule import ParamSchedule, Schedule
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.loss_result import LossError
+from megatron.tasks.objective import Objective, StartWeights
 from megatron.tasks.stored_labels import complete, label_jobs, open_stored, open_teacher
-from megatron.tasks.task import StartWeights, Task
+from megatron.tasks.task import Task
+from megatron.tasks.user_loss import UserLoss
 from megatron.training.engine import Engine
 from megatron.training.resume import Start
 from megatron.weights.base_identity import BaseSums, joined, own_parts
 
 
-def check_objective(engine: Engine, task: Task, datasets: Sequence[Any]) -> None:
+def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: Sequence[Any]) -> None:
     """Call the function on the first microbatch of each rank. Collective. Raises LossError on every rank."""
-    objective, ctx = task.objective, engine.ctx
-    assert objective is not None
+    ctx = engine.ctx
     dataset = next(dataset for dataset in datasets if dataset is not None)
     size = engine.config.training.global_batch_size
-    _, keys = task.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)(0)
+    _, keys = task.data.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)(0)
     microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
     forward = partial(engine.forward, num_microbatches=len(keys))
-    microbatches = task.before_step(microbatches, forward, ctx)
+    microbatches = task.objective.before_step(microbatches, forward, ctx)
     errors: list[LossError] = []
 
     def loss_of(outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         # an error here would leave the other stages of the pipeline waiting
         try:
-            return _checked_total(task, outputs, targets, ctx)
+            return _checked_total(objective, outputs, targets, ctx)
         except LossError as error:
             errors.append(error)
             return torch.zeros((), device=ctx.device)
@@ -66,15 +67,14 @@ def check_objective(engine: Engine, task: Task, datasets: Sequence[Any]) -> None
         )
 
 
-def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
+def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
     """Return the loss of a microbatch, once its gradient is known to be finite. Raises LossError."""
-    assert task.objective is not None
-    label, fault, total = task.objective.function.label, None, None
+    label, fault, total = objective.function.label, None, None
     hidden = outputs[0].detach().requires_grad_()
     with torch.enable_grad():
         try:
-            total = task.loss((hidden, outputs[1]), targets, 1.0, ctx).total
-            _call_without_gradients(task, outputs, targets, ctx)
+            total = objective.loss((hidden, outputs[1]), targets, 1.0, ctx).total
+            _call_without_gradients(objective, outputs, targets, ctx)
         except LossError as error:
             fault = error
     # the gradient is a collective: no rank begins it while another has failed
@@ -87,7 +87,7 @@ def _checked_total(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx
     if failed.item() or not math.isfinite(total.item()) or not total.requires_grad:
         return total.detach()
     try:
-        with task.objective.naming_faults():
+        with objective.naming_faults():
             (gradient,) = torch.autograd.grad(total, hidden, allow_unused=True)
     except LossError:
         raise
@@ -124,11 +124,13 @@ def _has_own_parameter(total: Tensor, given: Sequence[Tensor]) -> bool:
     return False
 
 
-def _call_without_gradients(task: Task, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> None:
+def _call_without_gradients(
+    objective: UserLoss, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext
+) -> None:
     """Call the function as a validation does, which may come hours after the first step. Raises LossError."""
     try:
         with torch.no_grad():
-            task.loss(outputs, targets, 1.0, ctx)
+            objective.loss(outputs, targets, 1.0, ctx)
     except LossError as error:
         raise LossError(f"{error}. This call was without gradients, as those of validations are") from error
 
@@ -191,11 +193,12 @@ def prepare_task(
     `beat` is called after each of its forward passes. Collective. Raises DataError or LossError.
     """
     objective, writes_teacher = task.objective, task.config.training.teacher_top_k is not None
-    if objective is not None:
+    stores = writes_teacher
+    if isinstance(objective, UserLoss):
         raise_on_all_ranks(engine.ctx, lambda: open_teacher(task, datasets))
-        check_objective(engine, task, datasets)
-    stores = writes_teacher or (objective is not None and objective.stores_reference)
-    if not stores and type(task).before_training is Task.before_training:
+        check_user_loss(engine, task, objective, datasets)
+        stores = stores or objective.stores_reference
+    if not stores and type(objective).before_training is Objective.before_training:
         return []
 
     def forward(*arguments: Any, **options: Any) -> list[Tensor]:
@@ -214,7 +217,7 @@ def prepare_task(
         lines.append(f"{'teacher' if writes_teacher else 'reference'} of {done}")
         if not writes_teacher:
             raise_on_all_ranks(engine.ctx, partial(open_stored, job))
-    return lines + task.before_training(datasets, forward, weights, engine.ctx)
+    return lines + task.objective.before_training(datasets, forward, weights, engine.ctx)
 
 
 def start_weights(engine: Engine, start: Start) -> StartWeights:

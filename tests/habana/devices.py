@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import real_accelerator
 
 from megatron.cli.acceptance import kernels
-from megatron.tasks.task import Microbatch
+from megatron.tasks.data import Microbatch
 from megatron.training.engine import Engine
 from tests import runs
 from tests.evaluation import runs as evaluations

@@ -159,9 +159,9 @@ def test_a_users_own_loss_has_no_perplexity(tmp_path: Path) -> None:
 
 def test_the_first_metrics_of_a_task_stay_in_a_narrow_terminal() -> None:
     from megatron.observability.lines import step_columns
-    from megatron.tasks.preference import PreferenceTask
+    from megatron.tasks.preference import PreferenceObjective
 
-    step = dataclasses.replace(STEP, metrics=dict.fromkeys(PreferenceTask.metrics, -0.0123))
+    step = dataclasses.replace(STEP, metrics=dict.fromkeys(PreferenceObjective.metrics, -0.0123))
     speed = Speed(1.0, 1.0, 1.0, 1.0, None)
     names = [column.name for column in step_columns(step, speed, 1000, 100)]
     assert names[2:5] == ["rewards/accuracies", "rewards/margins", "rewards/chosen"]

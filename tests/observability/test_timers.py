@@ -17,6 +17,7 @@ from megatron.observability.timers import StepTimers
 from megatron.parallel import phase_clock as module
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
+from megatron.tasks.objective import CrossEntropy
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from tests import runs
@@ -169,15 +170,18 @@ def timed_steps(arguments: str) -> tuple[float, float, dict[str, RankStats]]:
     ctx = ParallelContext.build(config.parallel, "cpu")
     pause_s = 0.02
 
-    class SlowTask(PretrainTask):
+    class SlowLoss(CrossEntropy):
         def loss(self, *inputs: Any) -> Any:
             time.sleep(pause_s)
             return super().loss(*inputs)
 
+    class SlowTask(PretrainTask):
+        Objective = SlowLoss
+
     task = SlowTask(config)
     engine = build_engine(config, ctx, task)
     generator = np.random.default_rng(0)
-    batch = [task.collate(generator.integers(0, 128, (2, 17))) for _ in range(4 // ctx.num_batch_ranks)]
+    batch = [task.data.collate(generator.integers(0, 128, (2, 17))) for _ in range(4 // ctx.num_batch_ranks)]
     engine.train_step(batch, consumed_samples=0, lr=1e-3)  # warms up
     engine.timers.read(1, ctx)
     began_s = time.perf_counter()

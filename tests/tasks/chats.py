@@ -63,7 +63,7 @@ def build(arguments: str) -> tuple[Engine, SFTTask, ChatDataset]:
     assert not faults, faults
     task = SFTTask(config)
     engine = build_engine(config, ctx, task)
-    dataset: Any = task.open_data(ctx)[0]
+    dataset: Any = task.data.open(ctx)[0]
     return engine, task, dataset
 
 
@@ -71,7 +71,7 @@ def step(engine: Engine, task: SFTTask, dataset: Any, consumed_samples: int, lr:
     """Loss of a step, and its samples."""
     ctx, size = engine.ctx, engine.config.training.global_batch_size
     left = len(dataset) - consumed_samples % len(dataset)
-    plan = task.plan(dataset, lambda _: min(size, left), ctx.batch_rank, ctx.num_batch_ranks)
+    plan = task.data.plan(dataset, lambda _: min(size, left), ctx.batch_rank, ctx.num_batch_ranks)
     samples, keys = plan(consumed_samples)
     batches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
     result = engine.train_step(batches, num_microbatches=len(keys), consumed_samples=consumed_samples, lr=lr)
@@ -120,9 +120,9 @@ def dense_gradient(
         embedding.register_forward_hook(lambda *call: add_noise(*call) if isinstance(call[2], torch.Tensor) else None)
     size = engine.config.training.global_batch_size
     total, count = torch.zeros((), dtype=torch.float64), 0
-    _, keys = task.plan(dataset, lambda _: size, 0, 1)(0)
+    _, keys = task.data.plan(dataset, lambda _: size, 0, 1)(0)
     chats = getattr(dataset, "samples", dataset)
-    for chat in [chat for key in keys for chat in task.samples_of(key)]:
+    for chat in [chat for key in keys for chat in task.data.samples_of(key)]:
         ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in chats.read(chat))
 
         def project(outputs: Any) -> Any:

@@ -66,7 +66,7 @@ def build(arguments: str) -> tuple[Engine, PreferenceTask, Any]:
     assert not faults, faults
     task = PreferenceTask(config)
     engine = build_engine(config, ctx, task)
-    datasets: Any = task.open_data(ctx)
+    datasets: Any = task.data.open(ctx)
     prepare_task(engine, task, datasets, Start(config.checkpoint, None, Progress(), Run()), lambda: None)
     return engine, task, datasets[0]
 
@@ -75,7 +75,7 @@ def train(arguments: str, steps: int) -> list[dict[str, float]]:
     """Loss and metrics of so many steps from the start on."""
     engine, task, dataset = build(arguments)
     ctx, size, found = engine.ctx, engine.config.training.global_batch_size, []
-    plan = task.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)
+    plan = task.data.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)
     for step in range(steps):
         _, keys = plan(step * size)
         batches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
@@ -99,9 +99,9 @@ def reference_files(arguments: str, data: str) -> int:
 def labels_of_a_step(arguments: str) -> tuple[int, int, int]:
     """Labels, places and tokens of answers in the first step."""
     engine, task, dataset = build(arguments)
-    _, keys = task.plan(dataset, lambda _: engine.config.training.global_batch_size, 0, 1)(0)
+    _, keys = task.data.plan(dataset, lambda _: engine.config.training.global_batch_size, 0, 1)(0)
     batches = [task.read(dataset, key) for key in keys]
-    answers = sum(int(samples_of(dataset).labels[task.samples_of(key)].sum()) for key in keys)
+    answers = sum(int(samples_of(dataset).labels[task.data.samples_of(key)].sum()) for key in keys)
     return sum(len(batch.targets[0]) for batch in batches), sum(b.inputs[0].numel() for b in batches), answers
 
 
@@ -139,9 +139,9 @@ def dense(arguments: str, steps: int) -> list[dict[str, float]]:
         return before
 
     for step in range(steps):
-        _, keys = task.plan(dataset, lambda _: size, 0, 1)(step * size)
+        _, keys = task.data.plan(dataset, lambda _: size, 0, 1)(step * size)
         samples = samples_of(dataset)
-        numbers = [sample for key in keys for sample in task.samples_of(key)]
+        numbers = [sample for key in keys for sample in task.data.samples_of(key)]
         read = [[(one.ids[: one.begin], one.ids[one.begin :]) for one in samples.read(number)] for number in numbers]
         if score is _kto:
             order = samples.order(0).tolist()

@@ -15,10 +15,11 @@ from megatron.data.samples import rows_of_split
 from megatron.options.dependents import idle_without
 from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.packed import PackedTask
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask
 from tests.tasks import chats, pairs
+
+PackedTask = SFTTask | PreferenceTask
 
 
 def write(prefix: Path, found: list[Any], kind: type[PackedTask], dtype: Any = np.uint16) -> str:
@@ -55,7 +56,7 @@ def opened(kind: type[PackedTask], *, split: str = "6,3,1", **paths: list[str]) 
         "data": {"split": split, **paths} if "data_path" in paths else paths,
         "preference": {"preference_loss": "orpo"} if kind is PreferenceTask else {},
     }
-    return list(kind(from_dict(sections)).open_data(ParallelContext()))
+    return list(kind(from_dict(sections)).data.open(ParallelContext()))
 
 
 def contents(dataset: Any) -> list[tuple[int, ...]]:

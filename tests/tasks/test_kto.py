@@ -51,7 +51,7 @@ def open_task(folder: Path, case: str, objective: str) -> tuple[PreferenceTask, 
     prefix = pairs.write_pairs(folder / "pairs", some_rows())
     flags = f"{CASES[case]().arguments} {FLAGS} --data-path {prefix} --preference-loss {objective}"
     task = PreferenceTask(config_of(flags))
-    dataset: Any = task.open_samples()[0]
+    dataset: Any = task.data.open_samples()[0]
     dataset.pairs.reference, dataset.mismatched_reference = reference_values(1), reference_values(2)
     return task, dataset
 
@@ -87,17 +87,17 @@ def ours(task: PreferenceTask, dataset: AnswerDataset, case: str, theirs: Any) -
                 for batch in batches
             ]
 
-    _, keys = task.plan(dataset, lambda _: len(dataset), 0, 1)(0)
+    _, keys = task.data.plan(dataset, lambda _: len(dataset), 0, 1)(0)
     assert len(keys) > 1  # the KL term is that of all microbatches
-    batches = task.before_step([task.read(dataset, key) for key in keys], forward, ctx)
+    batches = task.objective.before_step([task.read(dataset, key) for key in keys], forward, ctx)
     scale = 1 / sum(batch.normaliser for batch in batches)
     results: list[Any] = [
-        model(batch.inputs, project=partial(task.loss, targets=batch.targets, scale=scale, ctx=ctx))
+        model(batch.inputs, project=partial(task.objective.loss, targets=batch.targets, scale=scale, ctx=ctx))
         for batch in batches
     ]
     loss = sum(result.total for result in results)
     loss.backward()
-    sums = {name: [result.metrics[name] for result in results] for name in task.metrics}
+    sums = {name: [result.metrics[name] for result in results] for name in task.objective.metrics}
     metrics = {
         name: float(sum(float(part.sum) for part in parts) / sum(float(part.weight) for part in parts))
         for name, parts in sums.items()
@@ -171,13 +171,13 @@ def test_loss_metrics_and_gradients(tmp_path: Path, case: str, objective: str, o
 def test_each_answer_is_mismatched_with_one_prompt_of_its_batch(tmp_path: Path) -> None:
     prefix = pairs.write_pairs(tmp_path / "pairs", [([9], [n + 10], [n + 50]) for n in range(40)])
     task = PreferenceTask(config_of(f"{FLAGS} --data-path {prefix} --preference-loss kto"))
-    dataset: Any = task.open_samples()[0]
+    dataset: Any = task.data.open_samples()[0]
     order = dataset.order(0)
     own = [int(dataset.read(sample)[0].ids[1]) for sample in order]
     others = [int(dataset.mismatched(int(dataset.numbers[sample])).ids[1]) for sample in order]
     assert sorted(own) == [*range(10, 50), *range(50, 90)]
     assert others == [own[-1], *own[:-1]]
-    (keys,) = [task.plan(dataset, lambda _: 16, 0, 1)(16)[1]]
+    (keys,) = [task.data.plan(dataset, lambda _: 16, 0, 1)(16)[1]]
     read = [int(dataset.mismatched(int(number)).ids[1]) for key in keys for row in key.mismatched for number in row]
     assert sorted(read) == sorted(others[16:32])
 
@@ -187,10 +187,10 @@ def test_what_kto_cannot_use_is_named(tmp_path: Path, caplog: pytest.LogCaptureF
     few = pairs.write_pairs(tmp_path / "few", [([1], [2], []), ([1], [3], []), ([1], [], [4])])
     task = PreferenceTask(config_of(f"{FLAGS} --data-path {one} --preference-loss kto"))
     with pytest.raises(DataError, match="the train split has one answer"):
-        task.open_samples()
+        task.data.open_samples()
     with pytest.raises(DataError, match=r"1 of 1 rows have one answer, row 0 is the first.*preference_loss=kto"):
-        PreferenceTask(config_of(f"{FLAGS.partition(' --desirable')[0]} --data-path {one}")).open_samples()
-    PreferenceTask(config_of(f"{FLAGS} --data-path {few} --preference-loss kto")).open_samples()
+        PreferenceTask(config_of(f"{FLAGS.partition(' --desirable')[0]} --data-path {one}")).data.open_samples()
+    PreferenceTask(config_of(f"{FLAGS} --data-path {few} --preference-loss kto")).data.open_samples()
     assert "2 answers are desirable and 1 are not; a desirable_weight of 0.3 to 0.4 would balance them" in caplog.text
     common = {"task": "preference", "num_epochs": 1, "global_batch_size": 1}
     single = from_dict({"training": common, "preference": {"preference_loss": "kto"}})

@@ -13,11 +13,10 @@ from megatron.data.blend import SHOWN_DATASETS, Drawn, describe_mix
 from megatron.data.index.indexed import DataError
 from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.packed import PackedTask
+from megatron.tasks.objective import StartWeights
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.sft import SFTTask
 from megatron.tasks.stored_reference import StoredReference
-from megatron.tasks.task import StartWeights
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats, pairs
@@ -29,6 +28,8 @@ COMMON = (
     "--hidden-dropout 0 --attention-dropout 0 --architecture llama --position-embedding-type rope --split 1,0,0 "
     "--lr 1e-3"
 )
+
+PackedTask = SFTTask | PreferenceTask
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,12 @@ def task_of(kind: type[PackedTask], path: list[str], packing: str = "step", spli
 def read_by(task: PackedTask, dataset: Any, ranks: int, epochs: int) -> list[str]:
     """The prefix of every sample of some epochs, in the order of the steps."""
     per_epoch, found, consumed = len(dataset), list[str](), 0
-    plans = [task.plan(dataset, lambda done: min(13, per_epoch - done % per_epoch), r, ranks) for r in range(ranks)]
+    plans = [
+        task.data.plan(dataset, lambda done: min(13, per_epoch - done % per_epoch), r, ranks) for r in range(ranks)
+    ]
     while consumed < epochs * per_epoch:
         steps = [plan(consumed) for plan in plans]
-        step = sorted(sample for _, keys in steps for key in keys for sample in task.samples_of(key))
+        step = sorted(sample for _, keys in steps for key in keys for sample in task.data.samples_of(key))
         found += [Path(dataset.documents_of(sample)[0]).name for sample in step]
         consumed += steps[0][0]
     return found
@@ -73,23 +76,23 @@ def test_samples_are_mixed_by_weight_whatever_the_ranks(folder: Path, kind: type
     names = ["large", "small"] if kind is SFTTask else ["pairs", "more"]
     words = [word for name, weight in zip(names, WEIGHTS, strict=True) for word in (str(weight), str(folder / name))]
     task = task_of(kind, words, packing)
-    dataset: Any = task.open_data(ParallelContext())[0]
+    dataset: Any = task.data.open(ParallelContext())[0]
     found = read_by(task, dataset, 1, epochs=3)
     assert found == read_by(task, dataset, 4, epochs=3)
     assert abs(found.count(names[0]) / len(found) - WEIGHTS[0]) < 0.01
-    drawn = task.drawn(dataset, len(found))
+    drawn = task.data.drawn(dataset, len(found))
     assert [(Path(each.prefix).name, each.samples) for each in drawn] == [(name, found.count(name)) for name in names]
     assert [each.epochs for each in drawn] == [
         found.count(name) / (LARGE if name == "large" else SMALL if name == "small" else 20 if name == "pairs" else 5)
         for name in names
     ]
-    assert sum(each.tokens for each in drawn) == task.consumed_tokens(dataset, len(found))
+    assert sum(each.tokens for each in drawn) == task.data.consumed_tokens(dataset, len(found))
 
 
 def test_rows_of_a_whole_dataset_are_mixed_by_weight(folder: Path) -> None:
     words = ["3", str(folder / "large"), "1", str(folder / "small")]
     task = task_of(SFTTask, words, "dataset")
-    dataset: Any = task.open_data(ParallelContext())[0]
+    dataset: Any = task.data.open(ParallelContext())[0]
     per_epoch = len(dataset)
     rows = [dataset.row(epoch, place) for epoch in range(4) for place in range(per_epoch)]
     names = [{Path(dataset.documents_of(int(sample))[0]).name for sample in row} for row in rows]
@@ -98,7 +101,7 @@ def test_rows_of_a_whole_dataset_are_mixed_by_weight(folder: Path) -> None:
     assert abs(share - 0.75) <= 1 / per_epoch
     lengths = dataset.samples.lengths
     assert all(lengths[row].sum() <= 32 for row in rows)
-    tokens = [task.consumed_tokens(dataset, count) for count in range(len(rows) + 1)]
+    tokens = [task.data.consumed_tokens(dataset, count) for count in range(len(rows) + 1)]
     assert np.diff(tokens).tolist() == [lengths[row].sum() for row in rows]
     of_large = [row for row, each in zip(rows, names, strict=True) if each == {"large"}]
     first_pass = np.concatenate(of_large)[:LARGE]
@@ -109,7 +112,7 @@ def test_a_dataset_that_no_epoch_would_read_is_refused(tmp_path: Path) -> None:
     names = [str(chats.write_chats(tmp_path / name, [9])) for name in ("a", "b", "c")]
     task = task_of(SFTTask, ["90", names[0], "5", names[1], "5", names[2]])
     with pytest.raises(DataError, match="c has the weight 5 of 100, less than one of the 3 samples of an epoch; raise"):
-        task.open_data(ParallelContext())
+        task.data.open(ParallelContext())
 
 
 def test_a_mixed_run_says_what_it_reads_and_resumes_on_another_layout(
@@ -182,6 +185,6 @@ def test_the_stored_reference_of_each_dataset_is_counted(tmp_path: Path, monkeyp
     monkeypatch.setattr(StoredReference, "_compute", lambda self, numbers, forward: -np.ones(len(numbers), np.float32))
     for computed in ((12, 4), (0, 0)):
         task, ctx = task_of(PreferenceTask, paths), ParallelContext.single()
-        lines = task.before_training(task.open_data(ctx)[:1], None, StartWeights("", True), ctx)  # type: ignore[arg-type]
+        lines = task.objective.before_training(task.data.open(ctx)[:1], None, StartWeights("", True), ctx)  # type: ignore[arg-type]
         for line, path, count, new in zip(lines, paths, (12, 4), computed, strict=True):
             assert line.startswith(f"reference of {count} answers, {new} of them computed now: {path}.reference-")

@@ -16,7 +16,7 @@ from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
 from megatron.settings.command_line import load_config
-from megatron.tasks.objective import LossBatch
+from megatron.tasks.loss_batch import LossBatch
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
 from tests import runs
@@ -86,7 +86,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> str:
 def expected_first_step(flags: str) -> tuple[float, float, list[float]]:
     """Loss, gradient norm and nll of all and each dataset in the first step, in float64 by torch alone."""
     config = load_config([*runs.TINY.split(), *flags.split()])
-    data: Any = PretrainTask(config).open_data(ParallelContext.single())[0]
+    data: Any = PretrainTask(config).data.open(ParallelContext.single())[0]
     tokens = torch.from_numpy(data.get_batch(range(8)))
     sources = torch.tensor([int(Path(data.documents_of(sample)[0]).name) for sample in range(8)])[:, None]
     assert set(sources.flatten().tolist()) == {0, 1}
@@ -210,7 +210,7 @@ def test_chats_have_the_number_of_their_dataset(tmp_path: Path) -> None:
     words = f"--task sft --num-epochs 1 --data-path {paths[0]} {paths[1]} --split 1,0,0 {own('focal')}"
     config = load_config([*runs.TINY.split(), *words.split(), "--micro-batch-size", "1", "--vocab-size", "250"])
     task = SFTTask(config)
-    dataset: Any = task.open_data(ParallelContext.single())[0]
+    dataset: Any = task.data.open(ParallelContext.single())[0]
     _, _, sources, begins = task.read(dataset, [np.array([2, 0])]).targets  # chats of 6 and 4 tokens in the loss
     assert sources[0].tolist() == [1] * 6 + [0] * 6
     assert begins[0].tolist() == [0] * 6 + [6] * 6

@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
+from megatron.tasks.data import LabelPlace
+from megatron.tasks.loss_batch import LossBatch, Teacher, row_places
 from megatron.tasks.loss_result import LossError, MetricTable
-from megatron.tasks.objective import LossBatch, Teacher, row_places
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
-from megatron.tasks.task import LabelPlace
 from megatron.training.evaluation import Evaluated, mean_of
 from tests import runs
 from tests.models.outputs import build_model
@@ -79,7 +79,7 @@ def test_a_mean_of_means_and_its_metrics_are_those_of_plain_torch_on_every_layou
     data = runs.write_dataset(tmp_path / "data")
     flags = f"{STEPS} --data-path {data} {own('mean_of_means')} --loss-options power=2 base=3"
     config = load_config([*runs.TINY.split(), *flags.split()])
-    dataset: Any = PretrainTask(config).open_data(ParallelContext.single())[0]
+    dataset: Any = PretrainTask(config).data.open(ParallelContext.single())[0]
     tokens = torch.from_numpy(dataset.get_batch(range(8)))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     model = build_model(config, ParallelContext.single()).double()
@@ -118,8 +118,8 @@ def test_a_chat_is_a_row(tmp_path: Path) -> None:
         f"--task sft --num-epochs 1 --data-path {prefix} --split 1,0,0 {own('mean_of_means')} --loss-options power=1"
     )
     task = SFTTask(load_config([*runs.TINY.split(), *flags.split(), "--micro-batch-size", "1", "--vocab-size", "250"]))
-    dataset: Any = task.open_data(ParallelContext.single())[0]
-    assert task.loss_unit == "samples"
+    dataset: Any = task.data.open(ParallelContext.single())[0]
+    assert task.objective.loss_unit == "samples"
     batch = task.read(dataset, [np.array([2, 0])])
     assert batch.normaliser == 2
     labels, weights, _, _, places = batch.targets
@@ -127,7 +127,7 @@ def test_a_chat_is_a_row(tmp_path: Path) -> None:
     assert [(row >= 0).sum().item() for row in places] == lengths
     model = build_model(task.config, ParallelContext.single())
     hidden, weight = model(batch.inputs, lambda outputs: outputs)
-    result = task.loss((hidden, weight), batch.targets, 0.5, ParallelContext.single())
+    result = task.objective.loss((hidden, weight), batch.targets, 0.5, ParallelContext.single())
     log_probs = (hidden[:, 0].double() @ weight[:250].double().t()).log_softmax(-1)
     of_labels = log_probs.gather(-1, labels[0].unsqueeze(-1)).squeeze(-1)
     begin, means = 0, []
@@ -152,13 +152,11 @@ def test_a_row_without_labels_and_a_microbatch_without_samples_count_for_nothing
     weights = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     nothing = torch.zeros(2, 4, dtype=torch.int64)
     targets = nothing + 1, weights, nothing, nothing, torch.arange(8).view(2, 4)
-    result = task.loss((hidden, weight), targets, 1.0, ParallelContext.single())
+    result = task.objective.loss((hidden, weight), targets, 1.0, ParallelContext.single())
     result.total.backward()
     assert result.total.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert result.metrics["longest"].sum == 3
-    with pytest.raises(LossError, match="takes rows, but the task gives labels without their samples"):
-        task.loss((hidden, weight), targets[:2], 1.0, ParallelContext.single())
 
 
 def test_reference_and_teacher_are_given_together(ranks: RankPools, tmp_path: Path) -> None:
@@ -191,8 +189,10 @@ def test_metrics_that_are_not_declared_or_not_of_each_label_are_refused() -> Non
         model = build_model(task.config, ParallelContext.single())
         tokens = torch.ones(2, 4, dtype=torch.int64)
         outputs = model(tokens, lambda outputs: outputs)
+        nothing = torch.zeros_like(tokens)
+        targets = tokens, torch.ones(2, 4), nothing, nothing
         with pytest.raises(LossError, match=fault):
-            task.loss(outputs, (tokens, torch.ones(2, 4)), 1.0, ParallelContext.single())
+            task.objective.loss(outputs, targets, 1.0, ParallelContext.single())
 
 
 @pytest.mark.parametrize(

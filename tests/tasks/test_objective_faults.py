@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
+from megatron.tasks.loss_batch import LossBatch
 from megatron.tasks.loss_result import LossError
-from megatron.tasks.objective import LossBatch
 from megatron.tasks.pretrain import PretrainTask
+from megatron.tasks.user_loss import UserLoss
 from tests import runs
 from tests.models.outputs import build_model, config_of
 from tests.ranks import RankPools
@@ -182,7 +183,7 @@ def of_function(function: Callable[..., Any]) -> tuple[PretrainTask, tuple[Tenso
 @pytest.mark.parametrize("function", [unlikelihood, unlikelihood_of_hidden, unlikelihood_of_rows])
 def test_labels_outside_the_loss_leave_gradients_finite(function: Callable[..., Any]) -> None:
     task, (hidden, weight), targets = of_function(function)
-    result = task.loss((hidden, weight), targets, 1.0, ParallelContext.single())
+    result = task.objective.loss((hidden, weight), targets, 1.0, ParallelContext.single())
     found = torch.autograd.grad(result.total, [hidden, weight])
     kept = targets[1].bool()
     logits = (hidden.double() @ weight[: task.config.model.vocab_size].double().t()).transpose(0, 1)[kept]
@@ -207,7 +208,7 @@ def test_labels_outside_the_loss_leave_gradients_finite(function: Callable[..., 
 def test_a_tensor_that_the_function_writes_is_named(function: Callable[..., Any], what: str) -> None:
     task, outputs, targets = of_function(function)
     with pytest.raises(LossError) as raised:
-        task.loss(outputs, targets, 1.0, ParallelContext.single())
+        task.objective.loss(outputs, targets, 1.0, ParallelContext.single())
     assert str(raised.value) == (
         f"loss={__name__}:{function.__name__} ({FILE}) wrote into {what}, which is not its own; compute a new tensor, "
         "or write into a clone()"
@@ -216,7 +217,7 @@ def test_a_tensor_that_the_function_writes_is_named(function: Callable[..., Any]
 
 def test_what_is_left_out_has_no_label(tmp_path: Path) -> None:
     task, (_, weight), targets = of_function(unlikelihood)
-    assert task.objective is not None
+    assert isinstance(task.objective, UserLoss)
     batch = task.objective._batch(task.objective._targets(targets), weight, ParallelContext.single())
     assert torch.equal(batch.labels == -100, targets[1] == 0)
     assert batch.tokens is not None

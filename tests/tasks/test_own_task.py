@@ -20,8 +20,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
 from megatron.settings.command_line import load_config
 from megatron.settings.validation import idle
+from megatron.tasks.data import Microbatch, TaskData
 from megatron.tasks.loss_result import LossResult, Metric
-from megatron.tasks.task import Microbatch, Task
+from megatron.tasks.objective import Objective
+from megatron.tasks.task import Task
 from tests import runs
 from tests.models.outputs import build_model
 from tests.ranks import RankPools
@@ -41,18 +43,12 @@ class Numbers:
         return len(self.tokens)
 
 
-class WeightedTask(Task):
-    """Next-token prediction with losses weighted by the labels, divided by the sum of the weights."""
+class WeightedData(TaskData):
+    """Random tokens, whose labels have weights."""
 
-    @dataclass(frozen=True)
-    class Options:
-        modulus: int = Field(gt=1)
-        base: float = 0.25
-
-    metrics = ("probability", "odd labels")
     reads_data_path = False
 
-    def open_data(self, ctx: ParallelContext) -> Sequence[Numbers | None]:
+    def open(self, ctx: ParallelContext) -> Sequence[Numbers | None]:
         return Numbers(400, self.config, 1), Numbers(64, self.config, 2), None
 
     def read(self, dataset: Numbers, key: range) -> Microbatch:
@@ -60,6 +56,12 @@ class WeightedTask(Task):
         labels = tokens[:, 1:].contiguous()
         weights = self.options.base + (labels % self.options.modulus).float()
         return Microbatch(tokens[:, :-1].contiguous(), (labels, weights), float(weights.sum()))
+
+
+class WeightedLoss(Objective):
+    """Cross-entropy weighted by the labels, divided by the sum of the weights."""
+
+    metrics = ("probability", "odd labels")
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
         labels, weights = targets
@@ -70,6 +72,18 @@ class WeightedTask(Task):
             "probability": Metric(probabilities.sum(), labels.numel()),
         }
         return LossResult(linear_cross_entropy(*outputs, labels, weights * scale, ctx), metrics)
+
+
+class WeightedTask(Task):
+    """Next-token prediction with losses weighted by the labels."""
+
+    @dataclass(frozen=True)
+    class Options:
+        modulus: int = Field(gt=1)
+        base: float = 0.25
+
+    Data = WeightedData
+    Objective = WeightedLoss
 
 
 ARGUMENTS = (
@@ -116,7 +130,7 @@ def test_its_loss_and_metrics_are_those_of_plain_torch(
     flags = f"{ARGUMENTS} {layout} --lr 1e-9 --results-dir {results}"
     assert set(ranks(world_size)(runs.train, flags)) == {""}
     config = load_config([*runs.TINY.split(), *ARGUMENTS.split()])
-    train, valid, _ = WeightedTask(config).open_data(ParallelContext.single())
+    train, valid, _ = WeightedTask(config).data.open(ParallelContext.single())
     assert train is not None
     assert valid is not None
     held_out, *_ = runs.rows(results, "valid")
@@ -132,7 +146,7 @@ def test_its_loss_and_metrics_are_those_of_plain_torch(
         steps = [expected(train, slice(begin, begin + 8))[0] for begin in (samples.start, samples.start + 8)]
         assert row["lm_loss"] == pytest.approx(np.mean(steps), rel=1e-5)
     events = scalars(results / "tensorboard")
-    for key in WeightedTask.metrics:
+    for key in WeightedLoss.metrics:
         written = [(event.step, event.value) for event in events.Scalars(f"metrics-training/{key}")]
         assert written == [(row["iteration"], pytest.approx(row["metrics"][key])) for row in (first, second)]
     assert events.Scalars("metrics-validation/probability validation")[0].value == pytest.approx(probability, rel=1e-5)
@@ -178,7 +192,7 @@ def test_an_option_of_another_task_is_named_in_a_warning() -> None:
     assert warning.startswith("packing=none has no effect without task=sft")
 
 
-class ForgetfulTask(WeightedTask):
+class ForgetfulLoss(WeightedLoss):
     """Declares two metrics, and returns one."""
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
@@ -186,6 +200,10 @@ class ForgetfulTask(WeightedTask):
         return LossResult(result.total, {"probability": result.metrics["probability"]})
 
 
+class ForgetfulTask(WeightedTask):
+    Objective = ForgetfulLoss
+
+
 def test_a_declared_metric_that_the_loss_lacks_is_named(ranks: RankPools) -> None:
     (fault,) = ranks(1)(runs.train, ARGUMENTS.replace("WeightedTask", "ForgetfulTask"))
-    assert "returns the metrics ['probability'], but the task declares ['odd labels', 'probability']" in fault
+    assert "returns the metrics ['probability'], but it declares ['odd labels', 'probability']" in fault

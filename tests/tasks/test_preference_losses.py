@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.options.preference import OBJECTIVES, Objective, PreferenceConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters
-from megatron.tasks.preference import PreferenceTask
+from megatron.tasks.preference import PreferenceObjective, PreferenceTask
 from megatron.tasks.preference_losses import PAIR_LOSSES, PairScores, divergence
 from tests.models.outputs import build_model, config_of
 from tests.models.test_adapters import their_model
@@ -85,14 +85,16 @@ def ours(folder: Path, case: str, objective: str, theirs: Any) -> Result:
     weights = to_ours({name: p.detach() for name, p in theirs.named_parameters()}, arguments)
     config = config_of(f"{arguments} {FLAGS} --data-path {prefix} --preference-loss {flags_of(objective)}")
     task, ctx = PreferenceTask(config), ParallelContext.single()
-    dataset: Any = task.open_samples()[0]
+    dataset: Any = task.data.open_samples()[0]
     if config.preference.needs_reference:
         dataset.reference = reference_values().numpy()
-    (key,) = task.keys_of_step(dataset, [[np.arange(len(some_pairs()))]])
+    (key,) = task.data.keys_of_step(dataset, [[np.arange(len(some_pairs()))]])
     batch = task.read(dataset, key)
     targets = batch.targets
     model = build_model(config, ctx, {name: tensor.numpy() for name, tensor in weights.items()})
-    result: Any = model(batch.inputs, project=lambda outputs: task.loss(outputs, targets, 1 / batch.normaliser, ctx))
+    result: Any = model(
+        batch.inputs, project=lambda outputs: task.objective.loss(outputs, targets, 1 / batch.normaliser, ctx)
+    )
     result.total.backward()
     metrics = {name: float(metric.sum / metric.weight) for name, metric in result.metrics.items()}
     gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
@@ -249,7 +251,7 @@ def by_trl(theirs: Any, objective: str, folder: Path) -> tuple[Tensor, dict[str,
     theirs.train()
     loss = trainer.compute_loss(theirs, batch)
     found = trainer._metrics["train"]
-    return loss, {name: float(found[name][-1]) for name in PreferenceTask.metrics}
+    return loss, {name: float(found[name][-1]) for name in PreferenceObjective.metrics}
 
 
 def by_trl_without_reference(theirs: Any, objective: str) -> tuple[Tensor, dict[str, float]]:

@@ -17,9 +17,10 @@ from megatron.options.stored import from_dict
 from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import parse_arguments
+from megatron.tasks.data import Microbatch
 from megatron.tasks.loss_result import LossResult
+from megatron.tasks.objective import CrossEntropy
 from megatron.tasks.pretrain import PretrainTask
-from megatron.tasks.task import Microbatch
 from tests.models.outputs import build_model
 from tests.parallel import on_ranks
 from tests.parallel.test_losses import SINGLE, Batch, Sum, assert_near
@@ -50,7 +51,7 @@ def documents(tokens: list[int]) -> list[int]:
 )
 def test_collate_equals_a_slow_loop(samples: list[list[int]], chosen: tuple[bool, bool, bool]) -> None:
     flags = dict(zip(FLAGS, chosen, strict=True))
-    batch = task_with(**flags).collate(np.array(samples, dtype=np.int64))
+    batch = task_with(**flags).data.collate(np.array(samples, dtype=np.int64))
     labels, loss_mask = batch.targets
     assert labels.tolist() == [sample[1:] for sample in samples]
     mask = [[float(token != EOD or not flags["eod_mask_loss"]) for token in sample[:-1]] for sample in samples]
@@ -71,7 +72,7 @@ def test_collate_equals_a_slow_loop(samples: list[list[int]], chosen: tuple[bool
 def test_end_of_document_belongs_to_its_own_document() -> None:
     tokens, positions, starts = (
         task_with(reset_position_ids=True, reset_attention_mask=True)
-        .collate(np.array([[EOD, 1, 2, EOD, EOD, 3, EOD]], dtype=np.int64))
+        .data.collate(np.array([[EOD, 1, 2, EOD, EOD, 3, EOD]], dtype=np.int64))
         .inputs
     )
     assert tokens.tolist() == [[EOD, 1, 2, EOD, EOD, 3]]
@@ -82,7 +83,7 @@ def test_end_of_document_belongs_to_its_own_document() -> None:
 def test_a_microbatch_stands_on_its_own_and_can_be_sent_anywhere() -> None:
     samples = np.array([[1, 2, EOD, 3]], dtype=np.int64)
     samples.setflags(write=False)  # a dataset's buffer may be read-only
-    batch = task_with(reset_position_ids=True).collate(samples.repeat(2, axis=0))
+    batch = task_with(reset_position_ids=True).data.collate(samples.repeat(2, axis=0))
     assert all(x.is_contiguous() and x.dtype == torch.int64 for x in (*batch.inputs, batch.targets[0]))
 
 
@@ -158,14 +159,18 @@ def test_loss_is_the_mean_over_loss_tokens_of_all_ranks(ranks: RankPools, engine
 
 
 def test_masking_makes_the_normaliser_vary() -> None:
-    assert task_with(eod_mask_loss=True).varies_normaliser
-    assert not task_with(reset_position_ids=True).varies_normaliser
+    assert task_with(eod_mask_loss=True).data.varies_normaliser
+    assert not task_with(reset_position_ids=True).data.varies_normaliser
 
 
-class HalfTask(PretrainTask):
+class HalfLoss(CrossEntropy):
     def loss(self, *arguments: Any) -> LossResult:
         result = super().loss(*arguments)
         return dataclasses.replace(result, total=result.total / 2)
+
+
+class HalfTask(PretrainTask):
+    Objective = HalfLoss
 
 
 @pytest.mark.parametrize("task", [PretrainTask, HalfTask])
@@ -177,7 +182,7 @@ def test_a_task_may_scale_the_loss_of_its_base(monkeypatch: pytest.MonkeyPatch, 
     weight = on_ranks.vocabulary_weight(batch.weight, len(batch.weight), SINGLE)
     weight.gradient_sum = into = Sum(weight, 1.0)  # type: ignore[attr-defined]
     targets = torch.from_numpy(batch.labels), torch.from_numpy(batch.token_weights)
-    result = task(from_dict({})).loss((hidden, weight), targets, 1.0, SINGLE)
+    result = task(from_dict({})).objective.loss((hidden, weight), targets, 1.0, SINGLE)
     result.total.backward()
     assert_near(result.total, batch.loss * factor)
     assert hidden.grad is not None

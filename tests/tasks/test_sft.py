@@ -224,7 +224,7 @@ def task_of(data: Path, **options: Any) -> SFTTask:
 
 
 def open_data(task: SFTTask, num_batch_ranks: int = 1) -> Any:
-    return task.open_data(ParallelContext(num_batch_ranks=num_batch_ranks))
+    return task.data.open(ParallelContext(num_batch_ranks=num_batch_ranks))
 
 
 TRAINING = ("seq_length", "global_batch_size", "micro_batch_size", "seed")
@@ -235,12 +235,13 @@ TRAINING = ("seq_length", "global_batch_size", "micro_batch_size", "seed")
 def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -> None:
     task = task_of(data, packing=packing, micro_batch_size=1 if packing == "step" else 2)
     dataset: Any = open_data(task)[0]
-    per_epoch = task.samples_per_epoch(dataset)
+    per_epoch = len(dataset)
+    assert task.data.samples_per_epoch(dataset) == per_epoch
 
     def size_at(consumed: int) -> int:
         return min(13, per_epoch - consumed % per_epoch)
 
-    plans = [task.plan(dataset, size_at, rank, size) for rank in range(size)]
+    plans = [task.data.plan(dataset, size_at, rank, size) for rank in range(size)]
     epochs: list[list[int]] = [[], []]
     consumed, tokens = 0, [0]
     for epoch in epochs:
@@ -249,10 +250,10 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
             assert len({(samples, len(keys)) for samples, keys in steps}) == 1
             for _, keys in steps:
                 batches = [task.read(dataset, key) for key in keys]
-                assert all(batch.targets[0].shape[1] <= task.row_length for batch in batches)
-                epoch += [chat for key in keys for chat in task.samples_of(key)]
+                assert all(batch.targets[0].shape[1] <= task.data.row_length for batch in batches)
+                epoch += [chat for key in keys for chat in task.data.samples_of(key)]
             consumed += steps[0][0]
-            tokens.append(task.consumed_tokens(dataset, consumed))
+            tokens.append(task.data.consumed_tokens(dataset, consumed))
         assert sorted(epoch) == list(range(41))
     lengths = getattr(dataset, "samples", dataset).lengths
     assert tokens[-1] == 2 * lengths.sum()
@@ -299,7 +300,7 @@ def test_optimal_buckets_are_few_and_long_enough(
     data = chats.write_chats(tmp_path_factory.mktemp("drawn") / "chats", lengths, trained=1.0)
     task = task_of(data, bucketing="optimal", num_buckets=k, max_batch_len=50)
     open_data(task)
-    found = [task.padded_length(filled) for filled in range(1, 51)]
+    found = [task.data.padded_length(filled) for filled in range(1, 51)]
     assert all(filled <= length <= 50 for filled, length in enumerate(found, 1))
     assert len(set(found)) <= k
     assert found == sorted(found)
@@ -333,7 +334,7 @@ def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: P
 def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
     task = task_of(data, packing="none", micro_batch_size=4)
     dataset: Any = open_data(task)[0]
-    description = task.describe(dataset)
+    description = task.data.describe(dataset)
     assert description.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
     assert "packing=none fills " in description
     assert "(of the first 4 steps)" in description

@@ -74,7 +74,7 @@ def step_batches(engine: Engine, task: PretrainTask, step: int, samples: int | N
     tokens = step_tokens(step, samples, training.seq_length)
     size = training.micro_batch_size
     rows = range(ctx.batch_rank * size, samples, size * ctx.num_batch_ranks)
-    return [task.collate(tokens[row : row + size]) for row in rows] if engine.reads_data else []
+    return [task.data.collate(tokens[row : row + size]) for row in rows] if engine.reads_data else []
 
 
 HELD_OUT = 10_000
@@ -146,7 +146,7 @@ def train_on_text(arguments: str, steps: int, path: str) -> list[float]:
     for step in range(steps):
         tokens = stretches(text, step, training.global_batch_size, training.seq_length)
         result = engine.train_step(
-            [task.collate(rows) for rows in np.split(tokens, num_microbatches(engine))],
+            [task.data.collate(rows) for rows in np.split(tokens, num_microbatches(engine))],
             consumed_samples=step * training.global_batch_size,
             lr=engine.config.optimizer.lr,
         )
