@@ -33,15 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.alternating import alternate, positive, quotients, spread
-from benchmarks.checkpointing import (
-    add_folder_option,
-    build,
-    llama,
-    num_parameters,
-    run_ranks,
-    train_step,
-    work_folder,
-)
+from benchmarks.checkpointing import add_folder_option, build, llama, num_parameters, run_ranks, train_step, work_folder
 
 SPEED_LIMIT = 5.0
 MEMORY_LIMIT = 1.3

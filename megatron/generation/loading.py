@@ -34,12 +34,7 @@ from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.runtime.accelerator import check_precision, is_lazy, widened_line
-from megatron.weights.adapter_start import (
-    AdapterStart,
-    check_quantization,
-    holds_adapters,
-    open_adapters,
-)
+from megatron.weights.adapter_start import AdapterStart, check_quantization, holds_adapters, open_adapters
 from megatron.weights.folder_files import is_adapter_folder
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files

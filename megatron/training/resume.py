@@ -29,12 +29,7 @@ from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
 from megatron.training.state import moments_of, start_from_base
-from megatron.weights.adapter_start import (
-    AdapterStart,
-    check_quantization,
-    holds_adapters,
-    open_adapters,
-)
+from megatron.weights.adapter_start import AdapterStart, check_quantization, holds_adapters, open_adapters
 from megatron.weights.huggingface_config import nothing_to_load
 from megatron.weights.huggingface_start import HuggingFaceStart
 from megatron.weights.opening import TAG, Resumable, find_checkpoint, first_whole

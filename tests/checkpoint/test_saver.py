@@ -20,14 +20,7 @@ from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.checkpoint.saver import SaveResult
 from megatron.checkpoint.writer import write_checkpoint
-from tests.checkpoint.states import (
-    assert_holds,
-    fragments_of,
-    newest,
-    save_by_threads,
-    saver,
-    write,
-)
+from tests.checkpoint.states import assert_holds, fragments_of, newest, save_by_threads, saver, write
 
 
 def test_memory_can_be_changed_once_an_asynchronous_save_has_returned(tmp_path: Path) -> None:

@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 
 from megatron.data import helpers
 from megatron.data.index.indexed import DataError
-from megatron.data.packing import (
-    Packs,
-    StepPlan,
-    bucket_edges,
-    bucket_length,
-    pack_dataset,
-    pack_step,
-    pad_to_edges,
-)
+from megatron.data.packing import Packs, StepPlan, bucket_edges, bucket_length, pack_dataset, pack_step, pad_to_edges
 
 Lengths = NDArray[np.int64]
 

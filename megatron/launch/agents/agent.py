@@ -33,11 +33,7 @@ from megatron.launch.agents.rendezvous import (
     RunEndedError,
 )
 from megatron.launch.agents.restart_policy import Failure, ending
-from megatron.launch.child_processes import (
-    InterruptedBySignal,
-    interruptible,
-    noted_signals,
-)
+from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals
 from megatron.launch.host_environment import CoresError, ModulesError, require_modules
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status

@@ -27,12 +27,7 @@ from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.index.checksums import file_sha256
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.data.preference.preprocessing import (
-    SEQUENCES,
-    PreferenceJob,
-    prepare_preferences,
-    preprocess_preferences,
-)
+from megatron.data.preference.preprocessing import SEQUENCES, PreferenceJob, prepare_preferences, preprocess_preferences
 from megatron.data.prepare.manifest import read_manifest
 from megatron.launch.instructlab.arguments import DataProcessArgs
 from megatron.launch.plan import FineTuning

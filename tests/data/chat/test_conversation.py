@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.data.chat.conversation import BadRow, Chat, parse_row
 from megatron.data.chat.encoder import ChatCounts, ChatEncoder, ChatRules, Sample
-from megatron.data.chat.template import (
-    MARKER,
-    ChatTemplate,
-    TemplateFailure,
-    TemplateSource,
-    find_template,
-)
+from megatron.data.chat.template import MARKER, ChatTemplate, TemplateFailure, TemplateSource, find_template
 from megatron.data.chat.template_presets import PRESETS
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.chat.turns import TurnFinder
