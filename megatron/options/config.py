@@ -23,9 +23,10 @@ from megatron.options.data import DataConfig
 from megatron.options.flags import doc_of_option
 from megatron.options.fp8 import Fp8Config
 from megatron.options.model import LoraConfig, ModelConfig
+from megatron.options.optimizer import OptimizerConfig
 from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
-from megatron.options.training import GuardConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.options.training import GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
 from megatron.runtime.errors import UserError
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from megatron.options.config import Config, options
 from megatron.options.data import DataConfig, parse_split
 from megatron.options.fp8 import Fp8Config
+from megatron.options.optimizer import READERS
 
 SAVING = (
     "save_interval_in_mins",
@@ -85,8 +86,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
-        (config.optimizer.optimizer == "sgd", "optimizer=sgd", "choose that", ("sgd_momentum",)),
-        (config.optimizer.optimizer != "sgd", "an Adam", "choose one", ("decoupled_weight_decay",)),
+        *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
         (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
         (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ON_HPU),

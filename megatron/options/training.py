@@ -1,4 +1,4 @@
-"""Options of the layout, the training run, the optimizer and the guard."""
+"""Options of the layout, the training run and the guard."""
 
 from __future__ import annotations
 
@@ -167,79 +167,6 @@ class TrainingConfig:
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-
-
-@dataclass(frozen=True, config=STRICT)
-class OptimizerConfig:
-    """Optimizer, learning rate schedule and ZeRO."""
-
-    optimizer: Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"] = "adamw"
-    """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
-    device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
-    states move to host memory where the device's is short; on other devices adamw, which is logged."""
-    decoupled_weight_decay: bool = True
-    """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
-    lr: PositiveFloat = 1e-4
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part.
-    `inverse-square-root` falls with the root of all samples, warm-up included, not below min_lr."""
-    lr_decay_samples: Positive | None = None
-    """Samples until min_lr is reached, warm-up included. Unset: the whole training."""
-    lr_decay_iters: Positive | None = None
-    """lr_decay_samples, in steps, whatever their batch size."""
-    lr_warmup_samples: NonNegative = 0
-    """Samples over which the learning rate rises linearly from lr_warmup_init to lr."""
-    lr_warmup_iters: NonNegative = 0
-    """Steps over which it does, whatever their batch size."""
-    lr_warmup_fraction: Probability | None = None
-    """Share of the decay (lr_decay_samples, or the whole training) over which it does. Unset: none."""
-    lr_warmup_init: NonNegativeFloat = 0.0
-    """Learning rate at the start of the warm-up."""
-    lr_wsd_decay_samples: Positive | None = None
-    """Samples of WSD's last, decaying part."""
-    lr_wsd_decay_iters: Positive | None = None
-    """lr_wsd_decay_samples, in steps: the last ones of the decay."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of WSD's last part."""
-    override_opt_param_scheduler: bool = False
-    """Resume with this command's schedule of learning rate and weight decay, where it differs from the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = False
-    """Resume with the checkpoint's schedule, where it differs. Without either switch, a difference is an error."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Weight decay of matrices; biases and normalisation weights never decay."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Growth of the weight decay over the whole training. `constant`: it is weight_decay. `linear`, `cosine`: from
-    start_weight_decay to end_weight_decay, which replace weight_decay."""
-    start_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at the start of the training."""
-    end_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at the end of the training, no less than start_weight_decay."""
-    adam_beta1: Probability = 0.9
-    """Decay of the first moment."""
-    adam_beta2: Probability = 0.999
-    """Decay of the second moment."""
-    adam_eps: PositiveFloat = 1e-8
-    """Value added to the square root of the second moment."""
-    sgd_momentum: Probability = 0.9
-    """Momentum of SGD."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Maximum norm of the whole model's gradient. 0: no clipping."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO stage. Shard over data-parallel ranks: 1 optimizer states, 2 + gradients, 3 + parameters. In bf16 and fp16
-    the optimizer states are always sharded. 2 and 3 run without a pipeline."""
-    offload_optimizer: bool = False
-    """Keep and update the optimizer states in host memory."""
-    offload_param: bool = False
-    """Keep the parameters in host memory. Requires zero_stage 3."""
-
-    @property
-    def given_warmup(self) -> str:
-        """Return the option that sets the length of the warm-up, with its value."""
-        names = "lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"
-        return next((f"{name}={value}" for name in names if (value := getattr(self, name))), "lr_warmup_samples")
 
 
 @dataclass(frozen=True, config=STRICT)

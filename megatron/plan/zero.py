@@ -116,11 +116,10 @@ def _state_of_parameters(config: Config, layout: Layout, layers: Sequence[LayerD
     share = -(-trained // dp)
     stage = config.effective_zero_stage
     optimizer = config.optimizer
-    moments = 2 if optimizer.optimizer != "sgd" else 1 if optimizer.sgd_momentum > 0 else 0
     bare = SharedState(
         weights=parameters * number,
         master_weights=0 if stage == 0 else 4 * share,
-        optimizer_states=4 * moments * (trained if stage == 0 else share),
+        optimizer_states=4 * len(optimizer.states) * (trained if stage == 0 else share),
         gradients=0,
         step_gradients=0,
         later_gradients=0,
@@ -147,8 +146,8 @@ def _state_of_parameters(config: Config, layout: Layout, layers: Sequence[LayerD
         state = _buffered(config, bare, dp, trained, share)
     else:
         state = _zero_1_and_2(config, bare, dp, trained, share)
-    if optimizer.optimizer == "sgd" and optimizer.weight_decay > 0:
-        state = replace(state, at_update=state.at_update + 4 * share)  # the decay is added to a copy of the gradient
+    if optimizer.kind.copies_gradient and optimizer.weight_decay > 0:
+        state = replace(state, at_update=state.at_update + 4 * share)
     if optimizer.offload_optimizer:
         state = _offloaded(config, state, share, largest)
     if stage in (1, 2) and dp > 1 and config.parallel.device == "cpu":

@@ -98,10 +98,7 @@ def _check_engine(config: Config) -> Iterator[str]:
         yield f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off"
     if optimizer.offload_optimizer and optimizer.zero_stage == 0:
         yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
-    if optimizer.optimizer == "paged_adamw_32bit" and not optimizer.decoupled_weight_decay:
-        yield "optimizer=paged_adamw_32bit has decoupled weight decay only; turn decoupled_weight_decay on, or use adam"
-    if optimizer.offload_optimizer and optimizer.optimizer in ("sgd", "paged_adamw_32bit"):
-        yield f"offload_optimizer does not support optimizer={optimizer.optimizer}; use adamw or adam, or turn it off"
+    yield from optimizer.optimizer_faults()
 
 
 def _check_precision(config: Config) -> Iterator[str]:

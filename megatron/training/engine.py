@@ -29,9 +29,9 @@ from megatron.tasks.data import Microbatch
 from megatron.tasks.objective import OfOutputs
 from megatron.tasks.task import Task
 from megatron.training.losses import SpikeDetector, StepLosses
-from megatron.training.optimizer import Observation, UpdateGate
 from megatron.training.state import EngineState
 from megatron.training.step_checks import PassCounter
+from megatron.training.update_gate import Observation, UpdateGate
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 """DeepSpeed's own, which each step advances."""
@@ -107,7 +107,7 @@ class Engine(ABC):
         self._gate = UpdateGate(ctx, self.state, losses, detector)
         if config.training.skip_train:
             return
-        self.state.torch_optimizer.gate = self._gate  # type: ignore[attr-defined]
+        self.state.torch_optimizer.gate = self._gate
         if config.training.fp16:
             # at its end the scale stays; the guard counts, and aborts with a message
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False

@@ -1,196 +1,64 @@
-"""The optimizer that DeepSpeed is given: it steps only through an open gate. And the norm where DeepSpeed adds none."""
+"""The optimizer that DeepSpeed is given: it steps only through an open gate, and clips as it updates.
+
+A table builds each by its name; megatron/options/optimizer.py has what is known of it without torch.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.options.config import Config
+from megatron.options.config import Config, ConfigError
+from megatron.options.optimizer import OptimizerConfig, OptimizerName
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
-from megatron.parallel.phase_clock import OPTIMIZER, WAIT
+from megatron.parallel.phase_clock import OPTIMIZER
 from megatron.parallel.shards import Shard, shard_of
-from megatron.training.losses import SpikeDetector, StepLosses
-from megatron.training.state import EngineState
+from megatron.training.deepspeed.reduction import GradientBuffers
+from megatron.training.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Observation:
-    """Loss and gradient of a step before its update, equal bit for bit on every rank."""
-
-    loss: float
-    grad_norm: float
-    is_finite: bool
-    """No rank saw a loss or gradient that is not finite."""
-    spikes: tuple[str, ...] = ()
-    """A reason for each spike."""
-    is_applied: bool = True
-    """The optimizer updates."""
-    is_stop_seen: bool = False
-    """Some rank saw a reason to stop the run."""
+Groups = list[dict[str, Any]]
+"""Groups of parameters with their options, as torch's optimizers take them."""
 
 
-class UpdateGate:
-    """Decides once a training step, on all ranks alike, if the optimizer updates.
+def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> GatedOptimizer:
+    """Return the configured optimizer over the groups of `parameter_groups`; its attribute `gate` may refuse updates.
 
-    Refuses steps that are not finite, and spikes where the detector refuses them. The optimizer queries it when
-    DeepSpeed lets it step: after the reduction, before anything is changed; under ZeRO-2 and 3 once a parameter group.
-    One reduction over all ranks gives the norm and what the decision needs. ZeRO-2 and 3 find the norm themselves, and
-    except in bf16 refuse one that is not finite, and then do not step. What the norm does not show is examined here
-    too: the loss, and the gradients of which another tensor-parallel rank's copies count.
-    """
-
-    def __init__(
-        self, ctx: ParallelContext, state: EngineState, losses: StepLosses, detector: SpikeDetector | None
-    ) -> None:
-        self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
-        self._facts: _Facts | None = None
-        self.clock = ctx.state.clock
-        self.observation: Observation | None = None
-        """The one of this step; None until the optimizer steps."""
-        self.sees_stop: Callable[[], bool] = lambda: False
-        """Returns True if this rank sees a reason to stop the run, which is reduced with the rest."""
-        self.before_update: Callable[[Observation], None] | None = None
-        """Called once a step, before the optimizer updates."""
-        self.refuses_all = False
-        """Refuse every step, and keep it from the detector."""
-
-    def begin_step(self) -> None:
-        self.observation = self._facts = None
-
-    @torch.no_grad()
-    def find_norm(self, counted: list[Tensor], uncounted: list[Tensor], scale: float = 1.0) -> Tensor:
-        """Return the L2 norm of the whole model's gradient, a float32 scalar on the device, equal on every rank.
-
-        `counted`: this rank's gradients, `scale` times too large, each number of the model's on one rank alone;
-        `uncounted`: copies of what other ranks count. Collective over all ranks; waits for nothing.
-        """
-        with self.clock.phase(OPTIMIZER):
-            squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
-            if counted:
-                norms = torch._foreach_norm(counted, dtype=torch.float32)
-                squares = torch.stack(norms).square().sum() / scale**2
-            if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
-                self._ctx.state.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
-            self._facts = self._reduce(squares, uncounted)
-        return self._facts.sums[1].sqrt_().clone()
-
-    def is_norm_finite(self) -> bool:
-        """Return False if this step's norm is not. Waits for the device, as the decision would."""
-        assert self._facts is not None, "find_norm comes first"
-        return math.isfinite(self._facts.read()[1])
-
-    def is_open(self) -> bool:
-        """Return the decision. Collective over all ranks at the first call of a step without `find_norm`."""
-        if self.observation is None:
-            self.observation = self._observe()
-            if self.before_update is not None and self.observation.is_applied:
-                self.before_update(self.observation)
-        return self.observation.is_applied
-
-    @torch.no_grad()
-    def _observe(self) -> Observation:
-        """Decide. The wait for the sum is the only one of a step, but for those of DeepSpeed's ZeRO optimizers."""
-        facts = self._facts
-        if facts is None:  # DeepSpeed has found the norm: the first rank's is everyone's
-            norm = self._state.gradient_norm()
-            norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=self._ctx.device)
-            facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
-        mean_loss, grad_norm, num_bad, num_stops = facts.read()
-        is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
-        if not is_finite or self.refuses_all:
-            return Observation(mean_loss, grad_norm, is_finite, is_applied=False, is_stop_seen=is_stop_seen)
-        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
-        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
-        return Observation(mean_loss, grad_norm, True, spikes, is_applied, is_stop_seen)
-
-    def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
-        """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
-        stop.
-
-        All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
-        the sizes already.
-        """
-        ctx = self._ctx
-        sums = torch.zeros(4, dtype=torch.float32)
-        sums[3] = self.sees_stop()
-        sums = sums.to(ctx.device, non_blocking=True)
-        seen = [size.view(1)]
-        if self._losses.values:
-            loss = torch.stack(self._losses.values).float().mean()
-            seen.append(loss.view(1))
-            if ctx.tensor_rank == 0:
-                sums[0] = loss / ctx.grad_size
-        if ctx.rank == 0 or not is_everyones:
-            sums[1] = size
-        if uncounted:
-            # the largest number shows whatever is not finite, and no square can overflow
-            largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
-            if ctx.grad_size == 1:
-                ctx.state.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
-            seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        sums[2] = (~torch.isfinite(torch.cat(seen))).any()
-        if ctx.world_size > 1:
-            with ctx.state.clock.phase(WAIT):
-                dist.all_reduce(sums)
-        return _Facts(sums)
-
-
-class _Facts:
-    """Sums over all ranks of what they see of a step."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self.sums = sums
-        self._read: list[float] | None = None
-
-    def read(self) -> list[float]:
-        """Return the sums on the host; waits for the device the first time."""
-        if self._read is None:
-            self._read = self.sums.tolist()
-        return self._read
-
-
-def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> torch.optim.Optimizer:
-    """Return AdamW, Adam or SGD over groups: matrices, which decay, and biases and norms, which do not. With LoRA+ the
-    adapters' B and magnitudes, and the embedding's adapter have learning rates of their own, as in PEFT. The weight
-    decay of a group is the schedule's times its `wd_mult`, its learning rate times `lr_mult`.
-
-    Its attribute `gate` may refuse updates. In float32 without ZeRO, DeepSpeed leaves the optimizer bare: then it finds
-    the norm, and clips by it, itself.
+    In float32 without ZeRO, DeepSpeed leaves it bare: then it finds the norm, and clips by it, itself.
     """
     options = config.optimizer
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed: dict[str, Any] = {"weight_decay": options.weight_decay, "wd_mult": 1.0}
-    rates = dict.fromkeys([1.0, *(_lr_mult(p, config) for p in trained)])
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trained if _decays(p) and _lr_mult(p, config) == rate],
-            **decayed,
-            "lr": options.lr * rate,
-            "lr_mult": rate,
-        }
-        for rate in rates
-    ]
-    groups.append(
-        {"params": [p for p in trained if not _decays(p)], "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0}
-    )
-    groups = [group for group in groups if group["params"]]
-    cls, arguments = _choose(config, ctx)
-    gated = _gated(_without_compiler(cls))
+    inner = BUILDERS[options.optimizer](parameter_groups(model, config), options, ctx)
     if config.effective_zero_stage == 0:
-        return _clipping(gated)(groups, lr=options.lr, ctx=ctx, max_norm=options.clip_grad, **arguments)
-    return gated(groups, lr=options.lr, **arguments)
+        return BareOptimizer(inner, ctx, options.clip_grad)
+    return GatedOptimizer(inner)
+
+
+def parameter_groups(model: nn.Module, config: Config) -> Groups:
+    """Return the trained parameters in groups: matrices, which decay, and biases and norms, which do not.
+
+    With LoRA+ the adapters' B and magnitudes, and the embedding's adapter have learning rates of their own, as in PEFT.
+    The weight decay of a group is the schedule's times its `wd_mult`, its learning rate times `lr_mult`.
+    """
+    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
+    kept: list[nn.Parameter] = []
+    for parameter in trained:
+        rate = _lr_mult(parameter, config)
+        decayed = by_rate.setdefault(rate, [])
+        (decayed if _decays(parameter) else kept).append(parameter)
+    groups: Groups = [
+        {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0, "lr": lr * rate, "lr_mult": rate}
+        for rate, decayed in by_rate.items()
+    ]
+    groups.append({"params": kept, "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0})
+    return [group for group in groups if group["params"]]
 
 
 def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
@@ -202,10 +70,10 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
     if any(parameter.requires_grad for parameter in parameters):
         return
     dtype = parameters[0].dtype if parameters else torch.float32
-    found: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=ctx.device))
-    found.shard, found.is_placeholder = Shard((1,), used_on="stream"), True
-    found.tensor_model_parallel, found.ds_pipe_replicated = False, True
-    model.register_parameter("placeholder", found)
+    placeholder: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=ctx.device))
+    placeholder.shard, placeholder.is_placeholder = Shard((1,), used_on="stream"), True
+    placeholder.tensor_model_parallel, placeholder.ds_pipe_replicated = False, True
+    model.register_parameter("placeholder", placeholder)
 
 
 def _lr_mult(parameter: Any, config: Config) -> float:
@@ -224,112 +92,125 @@ def _decays(parameter: Tensor) -> bool:
     return len(shard_of(parameter).shape) > 1 or shard_of(parameter).added
 
 
-def _choose(config: Config, ctx: ParallelContext) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    options = config.optimizer
-    if options.optimizer == "sgd":
-        return torch.optim.SGD, {"momentum": options.sgd_momentum}
-    arguments: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
-    if options.optimizer == "paged_adamw_32bit":
-        if ctx.device.type == "cuda":
-            from megatron.training.paged_adamw import paged_adamw
+class GatedOptimizer(torch.optim.Optimizer):
+    """An optimizer around another one, of torch, Habana or bitsandbytes, which updates only through an open gate."""
 
-            return paged_adamw(), arguments
-        if ctx.rank == 0:
-            log.warning(
-                "optimizer=paged_adamw_32bit pages its states on CUDA only; on %s it is adamw, %s",
-                ctx.device.type,
-                "whose states are in host memory"
-                if ctx.device.type == "cpu"
-                else "which offload_optimizer can offload",
-            )
-    if ctx.device.type == "hpu" and options.decoupled_weight_decay:
-        from habana_frameworks.torch.hpex.optimizers import FusedAdamW
-
-        return FusedAdamW, arguments
-    arguments["fused"] = ctx.device.type in ("cpu", "cuda")
-    return (torch.optim.AdamW if options.decoupled_weight_decay else torch.optim.Adam), arguments
-
-
-def _without_compiler(cls: Any) -> Any:
-    """Return a subclass of an optimizer of torch's whose methods do not import torch's compiler.
-
-    torch marks them as not to be compiled, and imports the compiler for that at the first call: 2 s of each start.
-    """
-    if not cls.__module__.startswith("torch.optim"):
-        return cls
-    step = inspect.unwrap(cls.step)
-
-    class Plain(cls):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> Any:
-            with torch.no_grad():
-                return step(self, closure)
-
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        setattr(Plain, name, inspect.unwrap(getattr(cls, name)))
-    return _named_as(Plain, cls)
-
-
-def _gated(cls: Any) -> Any:
-    """Return a subclass that updates only through an open gate, and clips as it updates."""
-
-    class Gated(cls):  # type: ignore[misc]
-        gate: UpdateGate | None = None
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        # without torch's constructor: groups, states and defaults are those of `inner`
+        self.inner: Any = inner
+        self.gate: UpdateGate | None = None
         """None while DeepSpeed is being built, which steps once to allocate states."""
-        divisor: Tensor | None = None
+        self.divisor: Tensor | None = None
         """Divisor of the gradients in the next update, of `clip_divisor`."""
 
-        def step(self, closure: Any = None) -> Any:
-            divisor, self.divisor = self.divisor, None
-            if self.gate is not None and not self.gate.is_open():
-                return None
-            with contextlib.nullcontext() if self.gate is None else self.gate.clock.phase(OPTIMIZER):
-                if divisor is not None and not self.defaults.get("fused"):
-                    torch._foreach_div_(
-                        [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None], divisor
-                    )
-                    divisor = None
-                self.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
-                return super().step(closure)
+    def step(self, closure: Any = None) -> Any:
+        divisor, self.divisor = self.divisor, None
+        if self.gate is None:
+            return self._update(divisor)
+        if not self.gate.is_open():
+            return None
+        with self.gate.clock.phase(OPTIMIZER):
+            return self._update(divisor)
 
-    return _named_as(Gated, cls)
+    def _update(self, divisor: Tensor | None) -> Any:
+        if divisor is not None and not self.defaults.get("fused"):
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor)
+            divisor = None
+        self.inner.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
+        return self.inner.step()
+
+    def allocate_states(self, tensors: Sequence[Tensor], kinds: Sequence[str], step: float, *, counts: bool) -> None:
+        """Allocate states as the first step would, and set how many steps they have seen, if the optimizer `counts`."""
+        for tensor in tensors:
+            if hasattr(self.inner, "allocate_moments"):  # in memory of its own: paged_adamw.py
+                self.inner.allocate_moments(tensor, step)
+                continue
+            state = self.state[tensor]
+            for kind in kinds:
+                if state.get(kind) is None:
+                    state[kind] = torch.zeros_like(tensor, requires_grad=False)
+            if counts:
+                # torch's optimizers keep it per tensor, on the device where they are fused
+                state["step"] = torch.tensor(step, dtype=torch.float32, device=tensor.device)
+        for group in self.param_groups:
+            if "step" in group:  # Habana's FusedAdamW counts in the group
+                group["step"] = int(step)
+
+    # DeepSpeed puts its flat partitions in the place of the parameters
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        return self.inner.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults  # type: ignore[no-any-return]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
 
 
-def _clipping(gated: Any) -> Any:
-    """Return a subclass for where DeepSpeed wraps nothing around it: finds the model's norm, and clips by it."""
+class BareOptimizer(GatedOptimizer):
+    """An optimizer that DeepSpeed wraps nothing around: it finds the model's norm, and clips by it."""
 
-    class Clipping(gated):  # type: ignore[misc]
-        def __init__(self, groups: Any, *, ctx: ParallelContext, max_norm: float, **arguments: Any) -> None:
-            super().__init__(groups, **arguments)
-            self._ctx, self._max_norm = ctx, max_norm
-            # read by DeepSpeed's engine under these names
-            self._global_grad_norm: float | Tensor = 0.0
-            self.overflow = False
+    def __init__(self, inner: torch.optim.Optimizer, ctx: ParallelContext, max_norm: float) -> None:
+        super().__init__(inner)
+        self._ctx, self._max_norm = ctx, max_norm
+        self.buffers: GradientBuffers | None = None
+        """Sums of the gradients over data-parallel ranks; None on a single one."""
+        # read by DeepSpeed's engine under these names
+        self._global_grad_norm: float | Tensor = 0.0
+        self.overflow = False
 
-        def step(self, closure: Any = None) -> Any:
-            for parameter in (p for group in self.param_groups for p in group["params"]):
-                if parameter.grad is None and hasattr(parameter, "is_placeholder"):  # steps are counted with it
-                    parameter.grad = torch.zeros_like(parameter)
-            buffers = getattr(self, "buffers", None)
-            counted, uncounted = self._alone() if buffers is None else (buffers.counted, buffers.uncounted)
-            norm = self._global_grad_norm = self.gate.find_norm(counted, uncounted)
-            self.overflow = not self.gate.is_open()
-            self.divisor = clip_divisor(norm, self._max_norm)
-            return super().step(closure)
+    def step(self, closure: Any = None) -> Any:
+        assert self.gate is not None
+        for parameter in self._parameters():
+            if parameter.grad is None and hasattr(parameter, "is_placeholder"):  # steps are counted with it
+                parameter.grad = torch.zeros_like(parameter)
+        if self.buffers is None:
+            counted, uncounted = self._own_gradients()
+        else:
+            counted, uncounted = self.buffers.counted, self.buffers.uncounted
+        norm = self._global_grad_norm = self.gate.find_norm(counted, uncounted)
+        self.overflow = not self.gate.is_open()
+        self.divisor = clip_divisor(norm, self._max_norm)
+        return super().step(closure)
 
-        def _alone(self) -> tuple[list[Tensor], list[Tensor]]:
-            """Return the gradients of a single data-parallel rank that the norm counts here, and its others.
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
-            Replicated parameters count on the first tensor-parallel rank, tied ones on their first stage.
-            """
-            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            own = [p for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
-            is_counted = [self._ctx.tensor_rank == 0 or shard_of(p).dim is not None for p in own]
-            return (
-                [p.grad for p, counts in zip(own, is_counted, strict=True) if counts],
-                [p.grad for p, counts in zip(own, is_counted, strict=True) if not counts],
-            )
+    def _own_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of a single data-parallel rank that the norm counts here, and its others.
 
-    return _named_as(Clipping, gated)
+        Replicated parameters count on the first tensor-parallel rank, tied ones on their first stage.
+        """
+        counted: list[Tensor] = []
+        uncounted: list[Tensor] = []
+        for parameter in self._parameters():
+            if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            counts = self._ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
+            (counted if counts else uncounted).append(parameter.grad)
+        return counted, uncounted
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
@@ -337,7 +218,76 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0.0 else None
 
 
-def _named_as(made: Any, cls: Any) -> Any:
-    made.__name__ = cls.__name__
-    made.__signature__ = inspect.signature(cls)
-    return made
+class _WithoutCompiler(torch.optim.Optimizer):
+    """Methods that torch marks as not to be compiled, without the mark.
+
+    At the first call of a marked one torch imports its compiler: 2 s of each start.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(_WithoutCompiler, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Adam(_WithoutCompiler, torch.optim.Adam):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class SGD(_WithoutCompiler, torch.optim.SGD):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+def _sgd(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
+    return SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
+
+
+def _adam(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
+    """Return Adam, fused where the device has a kernel for it."""
+    arguments = _adam_arguments(options)
+    if ctx.device.type == "hpu" and options.decoupled_weight_decay:
+        from habana_frameworks.torch.hpex.optimizers import FusedAdamW
+
+        return FusedAdamW(groups, **arguments)  # type: ignore[no-any-return]
+    adam = AdamW if options.decoupled_weight_decay else Adam
+    return adam(groups, **arguments, fused=ctx.device.type in ("cpu", "cuda"))
+
+
+def _paged_adamw(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
+    """Return bitsandbytes' on CUDA, elsewhere AdamW. Raises ConfigError where it cannot be used."""
+    if ctx.device.type != "cuda":
+        if ctx.rank == 0:
+            states = "which offload_optimizer can offload"
+            if ctx.device.type == "cpu":
+                states = "whose states are in host memory"
+            text = "optimizer=paged_adamw_32bit pages its states on CUDA only; on %s it is adamw, %s"
+            log.warning(text, ctx.device.type, states)
+        return _adam(groups, options, ctx)
+    try:
+        from megatron.training.paged_adamw import PagedAdamW
+    except Exception as error:  # bitsandbytes' native library fails in many ways
+        raise ConfigError(
+            [
+                f"optimizer=paged_adamw_32bit needs bitsandbytes on CUDA, which is not usable ({error}); pip install "
+                "bitsandbytes, or use optimizer=adamw with offload_optimizer"
+            ]
+        ) from None
+    return PagedAdamW(groups, **_adam_arguments(options))
+
+
+def _adam_arguments(options: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": options.lr, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
+
+
+Builder = Callable[[Groups, OptimizerConfig, ParallelContext], torch.optim.Optimizer]
+BUILDERS: dict[OptimizerName, Builder] = {
+    "adamw": _adam,
+    "adam": _adam,
+    "sgd": _sgd,
+    "fusedadamw": _adam,
+    "paged_adamw_32bit": _paged_adamw,
+}

@@ -28,7 +28,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
-from megatron.training.state import moments_of, start_from_base
+from megatron.training.state import start_from_base
 from megatron.weights.adapter_start import AdapterStart, check_quantization, holds_adapters, open_adapters
 from megatron.weights.huggingface_config import nothing_to_load
 from megatron.weights.huggingface_start import HuggingFaceStart
@@ -97,7 +97,7 @@ def _saved_optimizer(
 
     Raises CheckpointError for the state of another kind of optimizer.
     """
-    kept, held = moments_of(config.optimizer), [kind for kind in checkpoint.kinds if kind != "weight"]
+    kept, held = config.optimizer.states, [kind for kind in checkpoint.kinds if kind != "weight"]
     saved = checkpoint.metadata.get("optimizer")
     if options.no_load_optim:
         return None, ["the optimizer was not restored (no_load_optim); it starts from zero"]

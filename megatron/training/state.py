@@ -27,21 +27,12 @@ from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.models.sequential import compute_dtype
 from megatron.options.config import Config
-from megatron.options.training import OptimizerConfig
+from megatron.options.optimizer import STATES
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 from megatron.weights.base_identity import BaseSums
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-def moments_of(options: OptimizerConfig) -> tuple[str, ...]:
-    """Return the kinds of moments that the optimizer keeps."""
-    if options.optimizer == "sgd":
-        return ("momentum_buffer",) if options.sgd_momentum else ()
-    return ("exp_avg", "exp_avg_sq")
 
 
 class Readable(Protocol):
@@ -80,7 +71,7 @@ class EngineState:
     def __init__(self, module: nn.Module, optimizer: Any, config: Config, ctx: ParallelContext) -> None:
         """`optimizer` is the engine's: DeepSpeed's own, or the bare one."""
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
-        self.torch_optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.torch_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
         self.base_sums: BaseSums | None = None
         """With adapters, while their base is read: sums of its weights, of the parts that this rank alone counts."""
@@ -158,7 +149,7 @@ class EngineState:
         `trained_only`: leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
         CheckpointError where the checkpoint is of another model. Not collective.
         """
-        moments = [kind for kind in MOMENTS if kind in checkpoint.kinds] if saved is not None else []
+        moments = [kind for kind in STATES if kind in checkpoint.kinds] if saved is not None else []
         if moments:
             self._allocate_moments(moments, float(saved["step"] or 0.0))  # type: ignore[index]
         slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
@@ -254,20 +245,7 @@ class EngineState:
             tensors = list(self._optimizer.fp32_partitioned_groups_flat)
         else:
             tensors = list(_flat_partitions(self._optimizer))
-        for tensor in tensors:
-            if hasattr(inner, "allocate_moments"):  # in memory of its own: paged_adamw.py
-                inner.allocate_moments(tensor, step)
-                continue
-            state = inner.state[tensor]
-            for kind in kinds:
-                if state.get(kind) is None:
-                    state[kind] = torch.zeros_like(tensor, requires_grad=False)
-            if "momentum_buffer" not in kinds:
-                # torch's optimizers keep it per tensor, on the device where they are fused
-                state["step"] = torch.tensor(step, dtype=torch.float32, device=tensor.device)
-        for group in inner.param_groups:
-            if "step" in group:  # Habana's FusedAdamW counts in the group
-                group["step"] = int(step)
+        inner.allocate_states(tensors, kinds, step, counts=self._config.optimizer.kind.counts_steps)
 
     # Ownership
 
@@ -308,7 +286,7 @@ class EngineState:
 
     def _moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
         state = self.torch_optimizer.state.get(tensor, {})
-        return {kind: moment for kind, moment in state.items() if kind in MOMENTS and moment is not None}
+        return {kind: moment for kind, moment in state.items() if kind in STATES and moment is not None}
 
     def _slice_of_flat(
         self, name: str, parameter: Any, start: int, flat: Tensor, offset: int, numel: int, is_saved_here: bool

@@ -21,7 +21,7 @@ from megatron.parallel.operators.fused import PLAIN
 from megatron.parallel.operators.fused import habana as habana_kernels
 from megatron.runtime import accelerator
 from megatron.training.loop import Loop
-from megatron.training.optimizer import build_optimizer
+from megatron.training.optimizer import BareOptimizer, GatedOptimizer, build_optimizer
 from tests.habana import stand_in_packages
 from tests.models.outputs import build_model, config_of
 from tests.parallel.on_ranks import norm_shards
@@ -136,8 +136,8 @@ def test_fused_rotary_embedding_equals_torchs(habana: Any, dtype: torch.dtype, s
     assert len(habana.called("apply_rotary_pos_emb")) == (2 if samples == 1 else 0)
 
 
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return any(cls.__module__ == "habana_frameworks.torch.hpex.optimizers" for cls in type(optimizer).__mro__)
+def is_fused(optimizer: GatedOptimizer) -> bool:
+    return type(optimizer.inner).__module__ == "habana_frameworks.torch.hpex.optimizers"
 
 
 @pytest.mark.parametrize("name", ["adamw", "fusedadamw"])
@@ -159,7 +159,7 @@ def test_fused_adamw_clips_where_deepspeed_does_not() -> None:
     config = config_of("--optimizer fusedadamw")
     optimizer = build_optimizer(build_model(config, ParallelContext.single()), config, HPU)
     assert is_fused(optimizer)
-    assert type(optimizer).__name__ == "FusedAdamW"
+    assert isinstance(optimizer, BareOptimizer)
 
 
 @pytest.mark.parametrize(("tensor_rank", "named"), [(0, 2), (1, 0)])

@@ -49,6 +49,7 @@ class StandIn(torch.optim.Optimizer):
 
 @pytest.fixture(params=["stand-in", "bitsandbytes"])
 def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megatron.training.paged_adamw", raising=False)
     if request.param == "bitsandbytes":
         pytest.importorskip("bitsandbytes.optim")
         return
@@ -59,10 +60,11 @@ def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def built(device: str) -> tuple[Any, nn.Parameter]:
-    config, parameter = load_config(FLAGS), nn.Parameter(torch.linspace(-1, 1, 96).view(8, 12))
-    cls, arguments = optimizers._choose(config, SimpleNamespace(device=torch.device(device), rank=0))  # type: ignore[arg-type]
-    gated = optimizers._gated(optimizers._without_compiler(cls))
-    return gated([{"params": [parameter], "weight_decay": 0.1}], lr=1e-2, **arguments), parameter
+    options = load_config([*FLAGS, "--lr", "1e-2"]).optimizer
+    parameter = nn.Parameter(torch.linspace(-1, 1, 96).view(8, 12))
+    ctx: Any = SimpleNamespace(device=torch.device(device), rank=0)
+    groups = [{"params": [parameter], "weight_decay": 0.1}]
+    return optimizers.GatedOptimizer(optimizers.BUILDERS[options.optimizer](groups, options, ctx)), parameter
 
 
 def steps(optimizer: Any, parameter: nn.Parameter, numbers: range) -> None:
@@ -84,7 +86,7 @@ def test_it_updates_as_adamw_and_continues_its_moments() -> None:
         torch.testing.assert_close(moment, plain.state[expected][kind], rtol=1e-5, atol=1e-8)
     resumed, other = built("cuda")
     for _ in range(2):  # a rollback allocates what is there
-        resumed.allocate_moments(other, 3.0)
+        resumed.allocate_states([other], ["exp_avg", "exp_avg_sq"], 3.0, counts=True)
     with torch.no_grad():
         other.copy_(ours)
         for kind, moment in moments.items():
@@ -109,12 +111,13 @@ def test_a_closed_gate_changes_nothing() -> None:
 def test_elsewhere_it_is_adamw_and_says_so(device: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         optimizer, _ = built(device)
-    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer.inner, torch.optim.AdamW)
     assert f"on {device} it is adamw" in caplog.text
     assert text in caplog.text
 
 
 def test_it_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megatron.training.paged_adamw", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         built("cuda")

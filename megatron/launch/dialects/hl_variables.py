@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_type_hints
 
 from megatron.launch.dialects.hl_values import FORMATS, WrongValueError, coverage, is_on, one_of, whole_number
 from megatron.options.data import DataConfig
+from megatron.options.optimizer import OPTIMIZERS
 
 Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
@@ -273,8 +274,8 @@ _VARIABLES: tuple[Variable, ...] = (
     # optimizer, memory, speed
     _choice(
         "HL_OPTIMIZER",
-        {name: ["--optimizer", name] for name in ("adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit")},
-        "adamw, adam, sgd, fusedadamw or paged_adamw_32bit",
+        {name: ["--optimizer", name] for name in OPTIMIZERS},
+        one_of(tuple(OPTIMIZERS)),
         flag="--optimizer",
     ),
     _choice(

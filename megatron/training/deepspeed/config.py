@@ -154,7 +154,6 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
     training, optimizer = config.training, config.optimizer
     accumulation = training.global_batch_size // (training.micro_batch_size * layout.num_batch_ranks)
     betas, off = [optimizer.adam_beta1, optimizer.adam_beta2], Agreed((False, None))
-    names = ("SGD", "sgd") if optimizer.optimizer == "sgd" else ("Adam", "AdamW", "FusedAdam", "adam", "adamw")
     zero, params = "zero_optimization.", "optimizer.params."
     return {
         "train_batch_size": Agreed((training.global_batch_size,), "global_batch_size"),
@@ -189,7 +188,7 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
         zero + "cpu_offload_param": Agreed((optimizer.offload_param,), "offload_param"),
         zero + "offload_optimizer.device": Agreed((_device(optimizer.offload_optimizer),), "offload_optimizer"),
         zero + "offload_param.device": Agreed((_device(optimizer.offload_param),), "offload_param"),
-        "optimizer.type": Agreed(names, "optimizer"),
+        "optimizer.type": Agreed(optimizer.kind.deepspeed_types, "optimizer"),
         "optimizer.legacy_fusion": off,
         params + "lr": Agreed((optimizer.lr,), "lr"),
         params + "betas": Agreed((betas,), "adam_beta1"),

@@ -1,0 +1,161 @@
+"""Options of the optimizer, and a table of the optimizers: all that is known of one before torch is imported.
+
+Another optimizer is a name and a row here, and a function that builds it in training/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+
+OptimizerName = Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer, as the plan, the rules between options, and checkpoints see it."""
+
+    states: tuple[str, ...]
+    """Kinds of states, by torch's names: of each a float32 number for each of the parameter's."""
+    deepspeed_types: tuple[str, ...]
+    """Values of `optimizer.type` in a DeepSpeed JSON that mean it."""
+    options: tuple[str, ...] = ()
+    """Options that not every optimizer reads, but this one."""
+    keeps_none_without: str = ""
+    """Option without which, at 0, it keeps no states."""
+    counts_steps: bool = True
+    """It keeps the number of its steps, for the correction of its moments' bias."""
+    has_l2_decay: bool = True
+    """The weight decay can be added to the gradient."""
+    copies_gradient: bool = False
+    """To add the weight decay it copies the gradient."""
+    can_offload: bool = True
+
+
+_ADAM = OptimizerKind(
+    states=("exp_avg", "exp_avg_sq"),
+    deepspeed_types=("Adam", "AdamW", "FusedAdam", "adam", "adamw"),
+    options=("decoupled_weight_decay",),
+)
+OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "sgd": OptimizerKind(
+        states=("momentum_buffer",),
+        deepspeed_types=("SGD", "sgd"),
+        options=("sgd_momentum",),
+        keeps_none_without="sgd_momentum",
+        counts_steps=False,
+        copies_gradient=True,
+        can_offload=False,
+    ),
+    "fusedadamw": _ADAM,
+    # its states have memory of their own, from which they move to the host by themselves
+    "paged_adamw_32bit": dataclasses.replace(_ADAM, has_l2_decay=False, can_offload=False),
+}
+STATES = tuple(dict.fromkeys(state for kind in OPTIMIZERS.values() for state in kind.states))
+"""All kinds of states."""
+READERS = {
+    "sgd_momentum": ("optimizer=sgd", "choose that"),
+    "decoupled_weight_decay": ("an Adam", "choose one"),
+}
+"""Of each option that not every optimizer reads, the optimizer that does, and what to do to have it read."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """Optimizer, learning rate schedule and ZeRO."""
+
+    optimizer: OptimizerName = "adamw"
+    """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
+    device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
+    states move to host memory where the device's is short; on other devices adamw, which is logged."""
+    decoupled_weight_decay: bool = True
+    """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part.
+    `inverse-square-root` falls with the root of all samples, warm-up included, not below min_lr."""
+    lr_decay_samples: Positive | None = None
+    """Samples until min_lr is reached, warm-up included. Unset: the whole training."""
+    lr_decay_iters: Positive | None = None
+    """lr_decay_samples, in steps, whatever their batch size."""
+    lr_warmup_samples: NonNegative = 0
+    """Samples over which the learning rate rises linearly from lr_warmup_init to lr."""
+    lr_warmup_iters: NonNegative = 0
+    """Steps over which it does, whatever their batch size."""
+    lr_warmup_fraction: Probability | None = None
+    """Share of the decay (lr_decay_samples, or the whole training) over which it does. Unset: none."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_samples: Positive | None = None
+    """Samples of WSD's last, decaying part."""
+    lr_wsd_decay_iters: Positive | None = None
+    """lr_wsd_decay_samples, in steps: the last ones of the decay."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of WSD's last part."""
+    override_opt_param_scheduler: bool = False
+    """Resume with this command's schedule of learning rate and weight decay, where it differs from the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the checkpoint's schedule, where it differs. Without either switch, a difference is an error."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices; biases and normalisation weights never decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Growth of the weight decay over the whole training. `constant`: it is weight_decay. `linear`, `cosine`: from
+    start_weight_decay to end_weight_decay, which replace weight_decay."""
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the start of the training."""
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the end of the training, no less than start_weight_decay."""
+    adam_beta1: Probability = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Probability = 0.999
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Value added to the square root of the second moment."""
+    sgd_momentum: Probability = 0.9
+    """Momentum of SGD."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the whole model's gradient. 0: no clipping."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO stage. Shard over data-parallel ranks: 1 optimizer states, 2 + gradients, 3 + parameters. In bf16 and fp16
+    the optimizer states are always sharded. 2 and 3 run without a pipeline."""
+    offload_optimizer: bool = False
+    """Keep and update the optimizer states in host memory."""
+    offload_param: bool = False
+    """Keep the parameters in host memory. Requires zero_stage 3."""
+
+    @property
+    def given_warmup(self) -> str:
+        """Return the option that sets the length of the warm-up, with its value."""
+        names = "lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"
+        return next((f"{name}={value}" for name in names if (value := getattr(self, name))), "lr_warmup_samples")
+
+    @property
+    def kind(self) -> OptimizerKind:
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the kinds of states that the optimizer keeps of each parameter."""
+        without = self.kind.keeps_none_without
+        return self.kind.states if not without or getattr(self, without) else ()
+
+    def optimizer_faults(self) -> Iterator[str]:
+        """Yield what the optimizer refuses."""
+        if not self.decoupled_weight_decay and not self.kind.has_l2_decay:
+            yield (
+                f"optimizer={self.optimizer} has decoupled weight decay only; turn decoupled_weight_decay on, or use "
+                "adam"
+            )
+        if self.offload_optimizer and not self.kind.can_offload:
+            yield f"offload_optimizer does not support optimizer={self.optimizer}; use adamw or adam, or turn it off"

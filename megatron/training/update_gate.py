@@ -1,0 +1,153 @@
+"""The gate between a gradient and its update: it decides once a step, on all ranks alike, from one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
+from megatron.parallel.phase_clock import OPTIMIZER, WAIT
+from megatron.training.losses import SpikeDetector, StepLosses
+from megatron.training.state import EngineState
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Loss and gradient of a step before its update, equal bit for bit on every rank."""
+
+    loss: float
+    grad_norm: float
+    is_finite: bool
+    """No rank saw a loss or gradient that is not finite."""
+    spikes: tuple[str, ...] = ()
+    """A reason for each spike."""
+    is_applied: bool = True
+    """The optimizer updates."""
+    is_stop_seen: bool = False
+    """Some rank saw a reason to stop the run."""
+
+
+class UpdateGate:
+    """Decides once a training step, on all ranks alike, if the optimizer updates.
+
+    Refuses steps that are not finite, and spikes where the detector refuses them. The optimizer queries it when
+    DeepSpeed lets it step: after the reduction, before anything is changed; under ZeRO-2 and 3 once a parameter group.
+    One reduction over all ranks gives the norm and what the decision needs. ZeRO-2 and 3 find the norm themselves, and
+    except in bf16 refuse one that is not finite, and then do not step. What the norm does not show is examined here
+    too: the loss, and the gradients of which another tensor-parallel rank's copies count.
+    """
+
+    def __init__(
+        self, ctx: ParallelContext, state: EngineState, losses: StepLosses, detector: SpikeDetector | None
+    ) -> None:
+        self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
+        self._facts: _Facts | None = None
+        self.clock = ctx.state.clock
+        self.observation: Observation | None = None
+        """The one of this step; None until the optimizer steps."""
+        self.sees_stop: Callable[[], bool] = lambda: False
+        """Returns True if this rank sees a reason to stop the run, which is reduced with the rest."""
+        self.before_update: Callable[[Observation], None] | None = None
+        """Called once a step, before the optimizer updates."""
+        self.refuses_all = False
+        """Refuse every step, and keep it from the detector."""
+
+    def begin_step(self) -> None:
+        self.observation = self._facts = None
+
+    @torch.no_grad()
+    def find_norm(self, counted: list[Tensor], uncounted: list[Tensor], scale: float = 1.0) -> Tensor:
+        """Return the L2 norm of the whole model's gradient, a float32 scalar on the device, equal on every rank.
+
+        `counted`: this rank's gradients, `scale` times too large, each number of the model's on one rank alone;
+        `uncounted`: copies of what other ranks count. Collective over all ranks; waits for nothing.
+        """
+        with self.clock.phase(OPTIMIZER):
+            squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
+            if counted:
+                norms = torch._foreach_norm(counted, dtype=torch.float32)
+                squares = torch.stack(norms).square().sum() / scale**2
+            if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
+                self._ctx.state.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
+            self._facts = self._reduce(squares, uncounted)
+        return self._facts.sums[1].sqrt_().clone()
+
+    def is_norm_finite(self) -> bool:
+        """Return False if this step's norm is not. Waits for the device, as the decision would."""
+        assert self._facts is not None, "find_norm comes first"
+        return math.isfinite(self._facts.read()[1])
+
+    def is_open(self) -> bool:
+        """Return the decision. Collective over all ranks at the first call of a step without `find_norm`."""
+        if self.observation is None:
+            self.observation = self._observe()
+            if self.before_update is not None and self.observation.is_applied:
+                self.before_update(self.observation)
+        return self.observation.is_applied
+
+    @torch.no_grad()
+    def _observe(self) -> Observation:
+        """Decide. The wait for the sum is the only one of a step, but for those of DeepSpeed's ZeRO optimizers."""
+        facts = self._facts
+        if facts is None:  # DeepSpeed has found the norm: the first rank's is everyone's
+            norm = self._state.gradient_norm()
+            norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=self._ctx.device)
+            facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
+        mean_loss, grad_norm, num_bad, num_stops = facts.read()
+        is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
+        if not is_finite or self.refuses_all:
+            return Observation(mean_loss, grad_norm, is_finite, is_applied=False, is_stop_seen=is_stop_seen)
+        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
+        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
+        return Observation(mean_loss, grad_norm, True, spikes, is_applied, is_stop_seen)
+
+    def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
+        """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
+        stop.
+
+        All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
+        the sizes already.
+        """
+        ctx = self._ctx
+        sums = torch.zeros(4, dtype=torch.float32)
+        sums[3] = self.sees_stop()
+        sums = sums.to(ctx.device, non_blocking=True)
+        seen = [size.view(1)]
+        if self._losses.values:
+            loss = torch.stack(self._losses.values).float().mean()
+            seen.append(loss.view(1))
+            if ctx.tensor_rank == 0:
+                sums[0] = loss / ctx.grad_size
+        if ctx.rank == 0 or not is_everyones:
+            sums[1] = size
+        if uncounted:
+            # the largest number shows whatever is not finite, and no square can overflow
+            largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
+            if ctx.grad_size == 1:
+                ctx.state.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
+            seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
+        sums[2] = (~torch.isfinite(torch.cat(seen))).any()
+        if ctx.world_size > 1:
+            with ctx.state.clock.phase(WAIT):
+                dist.all_reduce(sums)
+        return _Facts(sums)
+
+
+class _Facts:
+    """Sums over all ranks of what they see of a step."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self.sums = sums
+        self._read: list[float] | None = None
+
+    def read(self) -> list[float]:
+        """Return the sums on the host; waits for the device the first time."""
+        if self._read is None:
+            self._read = self.sums.tolist()
+        return self._read
