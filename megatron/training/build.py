@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import deepspeed
 from deepspeed.utils.timer import NoopTimer
@@ -18,17 +19,18 @@ from megatron.runtime.accelerator import quiet
 from megatron.tasks.task import Task
 from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.deepspeed.lean_optimizers import lean
-from megatron.training.deepspeed.pipeline_engine import (
-    PipelineEngine,
+from megatron.training.deepspeed.pipeline_engine import PipelineEngine, pipeline_module
+from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
+from megatron.training.deepspeed.releases import (
     adapted,
+    check_members,
     import_muon_uncompiled,
-    pipeline_module,
     prints_steps,
+    set_garbage_collection,
 )
-from megatron.training.deepspeed.pipeline_executor import run_schedule
 from megatron.training.engine import Engine, SequentialEngine, sequential_module
 from megatron.training.losses import SpikeDetector, StepLosses
-from megatron.training.optimizer import add_placeholder, build_optimizer
+from megatron.training.optimizer import GatedOptimizer, add_placeholder, build_optimizer
 from megatron.training.state import start_from_base
 
 
@@ -48,18 +50,11 @@ def build_engine(
     the model and its optimizer.
     """
     settings = adapted(deepspeed_config(config, ctx))
-    specs = build_layers(config, ctx, packs_documents=task.data.packs_documents)
-    losses = StepLosses(task.objective, ctx)
+    losses, evaluates = StepLosses(task.objective, ctx), config.training.skip_train
     with quiet():
-        model = (
-            pipeline_module(config, ctx, specs, losses, task.data.varies_shapes)
-            if config.uses_pipeline
-            else sequential_module(config, ctx, specs, settings)
-        )
-        model.to(ctx.device)
+        model = _build_model(config, ctx, losses, task, settings)
         if not will_restore:
             _start_parameters(model, config, ctx)
-    evaluates = config.training.skip_train
     if evaluates:
         model.requires_grad_(False)
     else:
@@ -67,9 +62,40 @@ def build_engine(
     after_model()
     with quiet():
         optimizer = None if evaluates else build_optimizer(model, config, ctx)
-        import_muon_uncompiled()
+        engine = _build_deepspeed(model, optimizer, config, ctx, settings)
+    if config.fp8.uses_fp8 and not evaluates:
+        fp8.set_up(ctx.state.fp8, config, ctx)
+    cls = PipelineEngine if config.uses_pipeline else SequentialEngine
+    built = cls(engine, config, ctx, task, losses, detector)
+    if not will_restore:
+        start_from_base(built.module, built.state, config)
+    return built
+
+
+def _build_model(
+    config: Config, ctx: ParallelContext, losses: StepLosses, task: Task, settings: dict[str, Any]
+) -> nn.Module:
+    specs = build_layers(config, ctx, packs_documents=task.data.packs_documents)
+    if config.uses_pipeline:
+        model = pipeline_module(config, ctx, specs, losses, task.varies_shapes)
+    else:
+        model = sequential_module(config, ctx, specs, settings)
+    return model.to(ctx.device)
+
+
+def _build_deepspeed(
+    model: Any, optimizer: GatedOptimizer | None, config: Config, ctx: ParallelContext, settings: dict[str, Any]
+) -> Any:
+    """Return DeepSpeed's engine, its seams checked and replaced."""
+    import_muon_uncompiled()
+    if config.uses_own_schedule:
+        engine: Any = PipelineExecutor(config.parallel.schedule, ctx, model, optimizer, settings)
+        set_garbage_collection(engine)
+    else:
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    check_members(engine)
+    check_members(engine.optimizer)
     if optimizer is not None and engine.load_universal_checkpoint():
         from megatron.weights.deepspeed.universal import compare_sizes  # late: few runs need it
 
@@ -78,15 +104,7 @@ def build_engine(
     if config.uses_pipeline and not prints_steps(engine):
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
-    if config.uses_own_schedule:
-        run_schedule(engine, config.parallel.schedule, ctx)
-    cls = PipelineEngine if config.uses_pipeline else SequentialEngine
-    if config.fp8.uses_fp8 and not evaluates:
-        fp8.set_up(ctx.state.fp8, config, ctx)
-    built = cls(engine, config, ctx, task, losses, detector)
-    if not will_restore:
-        start_from_base(built.module, built.state, config)
-    return built
+    return engine
 
 
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 
-from megatron.training.deepspeed.pipeline_engine import NEVER, adapted, prints_steps
+from megatron.options.config import ConfigError
+from megatron.training.deepspeed.releases import MEMBERS, NEVER, adapted, check_members, prints_steps
 from tests.ranks import RankPools
 from tests.runs import rows, train, write_dataset
 
@@ -35,6 +37,23 @@ def test_steps_are_printed_where_the_user_asks_for_it(
     found = adapted(dict(given)).get("steps_per_print")
     assert found == expected
     assert prints_steps(SimpleNamespace(steps_per_print=lambda: found)) is prints
+
+
+def test_a_release_without_a_member_that_is_replaced_is_refused() -> None:
+    """It would reduce by itself, beside our reduction, if `allreduce_gradients` had another name."""
+    members = dict.fromkeys(MEMBERS["DeepSpeedEngine"])
+    check_members(type("DeepSpeedEngine", (), members)())
+    del members["allreduce_gradients"]
+    derived = type("OwnEngine", (type("DeepSpeedEngine", (), members),), {})
+    with pytest.raises(ConfigError, match=r"has no allreduce_gradients in its OwnEngine.*install deepspeed 0\.19\.8"):
+        check_members(derived())
+
+
+def test_each_member_is_one_that_training_names() -> None:
+    sources = [path for path in (ROOT / "megatron" / "training").rglob("*.py") if path.name != "releases.py"]
+    text = "\n".join(path.read_text() for path in sources)
+    unnamed = {name for names in MEMBERS.values() for name in names if not re.search(rf"\b{name}\b", text)}
+    assert not unnamed
 
 
 @pytest.mark.skipif(FORK is None, reason="MEGATRON_DEEPSPEED_FORK names no checkout")

@@ -1,6 +1,6 @@
 """DeepSpeed's optimizers with fewer passes over memory, and fewer waits for the device.
 
-DeepSpeed 0.19.8 sums gradients over ranks in one call after the last backward pass, and gives all of the sums to every
+DeepSpeed sums gradients over ranks in one call after the last backward pass, and gives all of the sums to every
 rank, though under bf16 and ZeRO-1 each needs its shard alone. For that its BF16_Optimizer copies all of them into one
 tensor and back; its ZeRO-1 copies them into buckets, and the shard into a partition. It zeroes, converts, scales and
 zeroes gradients in passes of their own, and reads the norm on the host, once or twice. Here a gradient is added to its
@@ -14,14 +14,13 @@ loss scale that the gradients carry.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.options.config import Config
@@ -39,54 +38,40 @@ ZERO_3_REDUCTION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_gra
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _FromBuffers:
-    """Update from flat gradient buffers, of which a rank holds the sums of its shard."""
+class UpdateFromBuffers:
+    """The update of DeepSpeed's bf16 and ZeRO-1 optimizers, from buffers of which a rank has the sums of its shard."""
 
-    buffers: GradientBuffers
+    def __init__(self, optimizer: Any, buffers: GradientBuffers, partitions: Sequence[Tensor]) -> None:
+        """`partitions`: the optimizer's flat float32 weights of this rank, one a buffer."""
+        self._optimizer, self._buffers, self._partitions = optimizer, buffers, partitions
 
     @torch.no_grad()
-    def step(self: Any, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Update the float32 weights through the gate, and round them to those of the model."""
-        optimizer, partitions = self.optimizer, self._partitions()
-        scaler = getattr(self, "loss_scaler", None)
+        wrapper, gated = self._optimizer, self._optimizer.optimizer
+        scaler = getattr(wrapper, "loss_scaler", None)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        norm = self._global_grad_norm = optimizer.gate.find_norm(self.buffers.counted, self.buffers.uncounted, scale)
-        self.overflow = scaler is not None and scaler.dynamic and not optimizer.gate.is_norm_finite()
-        if self.overflow:
-            self._update_scale(True)
-            self._global_grad_norm = float("inf")
+        norm = gated.gate.find_norm(self._buffers.counted, self._buffers.uncounted, scale)
+        wrapper._global_grad_norm = norm
+        wrapper.overflow = scaler is not None and scaler.dynamic and not gated.gate.is_norm_finite()
+        if wrapper.overflow:
+            wrapper._update_scale(True)
+            wrapper._global_grad_norm = float("inf")
             return
-        optimizer.divisor = _divisor(norm, self.clip_grad, scale)
-        for partition, gradient in zip(partitions, self.buffers.shards, strict=True):
+        gated.divisor = _divisor(norm, wrapper.clip_grad, scale)
+        for partition, gradient in zip(self._partitions, self._buffers.shards, strict=True):
             partition.grad = gradient.to(partition.dtype)
-        optimizer.step()
-        for partition in partitions:
+        gated.step()
+        for partition in self._partitions:
             partition.grad = None
-        self._lazy_init_hp_params_optimizer_state()  # knows the moments only after the first update
-        self.update_lp_params()
+        wrapper._lazy_init_hp_params_optimizer_state()  # knows the moments only after the first update
+        wrapper.update_lp_params()
         if scaler is not None:
-            self._update_scale(False)  # after the division by the scale that these gradients carry
-
-
-class LeanBF16Optimizer(_FromBuffers, BF16_Optimizer):  # type: ignore[misc]
-    """Class that `lean` gives DeepSpeed's BF16_Optimizer once it is built."""
-
-    def _partitions(self) -> Sequence[Tensor]:
-        return self.fp32_groups_flat_partition  # type: ignore[no-any-return]
-
-    def clear_hp_grads(self) -> None:
-        """Nothing: the buffers discard the gradients when a step begins."""
-
-
-class LeanZero1Optimizer(_FromBuffers, DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """Class that `lean` gives DeepSpeed's ZeRO-1 optimizer, of float32 and fp16, once it is built."""
-
-    def _partitions(self) -> Sequence[Tensor]:
-        return self.single_partition_of_fp32_groups  # type: ignore[no-any-return]
+            wrapper._update_scale(False)  # after the division by the scale that these gradients carry
 
 
 def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
-    """Let a DeepSpeed engine, as 0.19.8 builds it around an optimizer of ours, reduce early, wait less and scale right.
+    """Let a DeepSpeed engine that is built around an optimizer of ours reduce early, wait less and scale right.
 
     The optimizer's `buffers` then are those of its gradients; those of ZeRO-2 and 3, and an offloaded one, have none,
     nor has a bare optimizer on one rank, which has nothing to reduce.
@@ -98,14 +83,22 @@ def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
         optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
         _check_before_reduction(optimizer, ctx)
         _grow_scale_after_update(optimizer)
-        return
-    if stage == 0:
-        groups = _bare_groups(optimizer, ctx) if ctx.grad_size > 1 else None
-    else:
+    elif stage == 1:
         groups = _wrapped_groups(optimizer, DTYPES[config.training.grad_accum_dtype])
-    if groups is not None:
-        optimizer.buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
-    _reduce_through(engine, getattr(optimizer, "buffers", None), is_bare=stage == 0)
+        buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
+        _update_through(optimizer, buffers)
+        _reduce_through(engine, buffers, buffers.finish)
+    elif ctx.grad_size > 1:
+        groups = _bare_groups(optimizer, ctx)
+        buffers = optimizer.buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
+
+        def finish() -> None:
+            buffers.finish()
+            buffers.assign()
+
+        _reduce_through(engine, buffers, finish)
+    else:
+        _reduce_through(engine, None, lambda: None)
 
 
 def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
@@ -119,23 +112,31 @@ def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
 
 
 def _wrapped_groups(optimizer: Any, dtype: torch.dtype) -> list[Group]:
-    """Take over the gradients of an optimizer of DeepSpeed's, whose flat weights the buffers resemble."""
-    for hook in optimizer._grad_acc_hooks:
-        hook.remove()
-    optimizer._grad_acc_hooks.clear()
-    if type(optimizer) is BF16_Optimizer:
-        # DeepSpeed compares its class with its own while it builds the engine, so it cannot be built as this one
-        optimizer.__class__ = LeanBF16Optimizer
+    """Return the buffers for an optimizer of DeepSpeed's, whose flat weights they resemble."""
+    if isinstance(optimizer, BF16_Optimizer):
         parameters, weights = optimizer.bf16_groups, optimizer.bf16_groups_flat
         buffers = optimizer.fp32_groups_gradients_flat
     else:
-        optimizer.__class__ = LeanZero1Optimizer
         parameters, weights = optimizer.bit16_groups, optimizer.bit16_groups_flat
         buffers = [torch.zeros_like(flat, dtype=dtype) for flat in weights]
     return [
         (buffer, [(p, (p.data_ptr() - flat.data_ptr()) // flat.element_size()) for p in group])
         for buffer, group, flat in zip(buffers, parameters, weights, strict=True)
     ]
+
+
+def _update_through(optimizer: Any, buffers: GradientBuffers) -> None:
+    """Let an optimizer of DeepSpeed's take its gradients from buffers, and no longer from its hooks."""
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    if isinstance(optimizer, BF16_Optimizer):
+        partitions = optimizer.fp32_groups_flat_partition
+        optimizer.clear_hp_grads = lambda: None  # the buffers discard the gradients when a step begins
+    else:
+        partitions = optimizer.single_partition_of_fp32_groups
+    optimizer.buffers = buffers
+    optimizer.step = UpdateFromBuffers(optimizer, buffers, partitions).step
 
 
 def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOptions:
@@ -151,14 +152,8 @@ def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOpti
     )
 
 
-def _reduce_through(engine: Any, buffers: GradientBuffers | None, *, is_bare: bool) -> None:
-    """Let DeepSpeed's engine finish the reduction of the buffers where it would reduce itself."""
-
-    def finish(_: Any = None) -> None:
-        if buffers is not None:
-            buffers.finish()
-            if is_bare:
-                buffers.assign()
+def _reduce_through(engine: Any, buffers: GradientBuffers | None, finish: Callable[[], None]) -> None:
+    """Let DeepSpeed's engine `finish` the reduction of the buffers where it would reduce itself."""
 
     def finish_at_boundary() -> None:
         if engine.is_gradient_accumulation_boundary():
@@ -166,7 +161,7 @@ def _reduce_through(engine: Any, buffers: GradientBuffers | None, *, is_bare: bo
 
     engine.allreduce_gradients = finish_at_boundary
     if hasattr(engine, "_INSTRUCTION_MAP"):
-        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: finish}
+        engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: lambda _: finish()}
         if buffers is not None:
             engine._INSTRUCTION_MAP |= {ReduceTiedGrads: lambda _: buffers.sum_tied()}
 
@@ -178,7 +173,7 @@ def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
 
     def call(*arguments: Any) -> None:
         if name == ZERO_3_REDUCTION:
-            # by dtype, which DeepSpeed 0.16 does not distinguish
+            # by dtype, which the fork does not distinguish
             bucket = optimizer.ipg_buckets[arguments[0]].params if arguments else optimizer.params_in_ipg_bucket
             own = [parameter.grad for parameter in bucket]
         else:
@@ -194,7 +189,7 @@ def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
 def _grow_scale_after_update(optimizer: Any) -> None:
     """Let the loss scale grow after the update, not before it.
 
-    DeepSpeed 0.19.8 doubles it first, and divides gradients of the old scale by the new one: every `loss_scale_window`
+    DeepSpeed doubles it first, and divides gradients of the old scale by the new one: every `loss_scale_window`
     steps the update would be that of half the gradient, and ZeRO-3 would report and clip by half the norm.
     """
     step, update_scale = optimizer.step, optimizer._update_scale

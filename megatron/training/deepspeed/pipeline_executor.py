@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
@@ -20,6 +20,7 @@ from megatron.parallel.context import LARGEST_TAG, ParallelContext
 from megatron.parallel.messages import Receipt, Sends, check_shape, post_receive, receive
 from megatron.parallel.pass_state import Job, compute_deferred
 from megatron.plan.pipeline_schedules import Message, PassKind, PipelineSchedule
+from megatron.training.deepspeed.releases import clear_backward_seen_flag, scaled
 
 HEADER_TAG = LARGEST_TAG + 1
 HEADER_SIZE = 32
@@ -106,11 +107,15 @@ class _Instructions:
 
 
 class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
-    """Class that DeepSpeed's engine is given once it is built: `run_schedule`."""
+    """DeepSpeed's engine with one of our schedules."""
 
-    def set_schedule(self, name: str, ctx: ParallelContext) -> None:
-        """Run this schedule from now on."""
-        self.ctx, self._schedule, self._num_chunks = ctx, name, len(self.module.chunks)
+    def __init__(self, name: str, ctx: ParallelContext, module: StageModule, optimizer: Any, settings: Any) -> None:
+        """`name`: of the schedule. The rest: arguments of deepspeed.initialize, which knows DeepSpeed's class alone."""
+        mpu = module.mpu()
+        parsed = DeepSpeedConfig(settings, mpu)
+        super().__init__(args=None, model=module, optimizer=optimizer, mpu=mpu, config=settings, config_class=parsed)
+        self._INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP | self.OWN_INSTRUCTIONS
+        self.ctx, self._schedule, self._num_chunks = ctx, name, len(module.chunks)
         self._inputs: dict[tuple[int, int], Any] = {}
         """By chunk and microbatch: what the forward pass is given, until its gradient is sent."""
         self._outputs: dict[tuple[int, int], Any] = {}
@@ -126,19 +131,12 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         """Shapes of the outputs of each chunk, as the next stage knows them."""
         self._headers = Headers(ctx)
 
-    def _train_schedule(self) -> _Instructions:
-        return _Instructions(self._sized(self._schedule, self.micro_batches), self.stage_id)
-
-    def _inference_schedule(self, micro_batches: int) -> _Instructions:
-        return _Instructions(self._sized("forward", micro_batches), self.stage_id)
-
-    def _sized(self, name: str, num_microbatches: int) -> PipelineSchedule:
-        return PipelineSchedule(name, self.num_stages, num_microbatches, self._num_chunks)
-
-    def _exec_schedule(self, pipe_schedule: _Instructions) -> None:
-        if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.clear_backward_seen_flag()
-        super()._exec_schedule(pipe_schedule)
+    def _exec_schedule(self, pipe_schedule: deepspeed_schedule.PipeSchedule) -> None:
+        """Run ours in place of DeepSpeed's, which not every release lets a subclass choose."""
+        name = self._schedule if isinstance(pipe_schedule, deepspeed_schedule.TrainSchedule) else "forward"
+        ours = PipelineSchedule(name, self.num_stages, pipe_schedule.micro_batches, self._num_chunks)
+        clear_backward_seen_flag(self.optimizer)
+        super()._exec_schedule(_Instructions(ours, self.stage_id))
         self._sends.end()
 
     # Computation
@@ -169,9 +167,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         key = chunk, buffer_id
         output, gradient = tensors_of(self._outputs.pop(key))[0], self._grads.pop(key, None)
         if self._computes_loss(chunk):
-            output = output / self.gradient_accumulation_steps()
-            if isinstance(self.optimizer, ZeROOptimizer):
-                output = self.optimizer.scale_if_loss(output)
+            output = scaled(output / self.gradient_accumulation_steps(), self.optimizer)
 
         def backward() -> None:
             if output.requires_grad:  # not if the chunk and all before it are frozen
@@ -269,13 +265,6 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         deepspeed_schedule.RecvGrad: _wait_grad,
         deepspeed_schedule.SendGrad: _send_grad,
     }
-
-
-def run_schedule(engine: PipelineEngine, name: str, ctx: ParallelContext) -> None:
-    """Have DeepSpeed's engine run one of our schedules."""
-    engine.__class__ = PipelineExecutor
-    engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | PipelineExecutor.OWN_INSTRUCTIONS
-    engine.set_schedule(name, ctx)
 
 
 def tensors_of(stream: Any) -> Sequence[Tensor]:
