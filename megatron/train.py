@@ -384,6 +384,16 @@ def preload() -> None:
     """Import what the ranks of a run on a CPU need, before they are forked."""
     import numpy.ma  # noqa: F401  # numpy imports it late
 
+    import megatron.data.tokenizers.build
+    import megatron.models.families.bloom
+    import megatron.models.families.llama
+    import megatron.models.transformer
+    import megatron.observability.run_folder
+    import megatron.tasks.pretrain
+    import megatron.training.build
+    import megatron.training.loop
+    import megatron.training.start  # noqa: F401
+
 
 def process() -> NoReturn:
     """Run the process of a rank: the command `megatron-train`."""
