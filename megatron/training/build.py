@@ -17,17 +17,11 @@ from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
 from megatron.runtime.accelerator import quiet
 from megatron.tasks.task import Task
+from megatron.training.deepspeed import releases
 from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.deepspeed.lean_optimizers import lean
 from megatron.training.deepspeed.pipeline_engine import PipelineEngine, pipeline_module
 from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
-from megatron.training.deepspeed.releases import (
-    adapted,
-    check_members,
-    import_muon_uncompiled,
-    prints_steps,
-    set_garbage_collection,
-)
 from megatron.training.engine import Engine, SequentialEngine, sequential_module
 from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.optimizer import GatedOptimizer, add_placeholder, build_optimizer
@@ -49,7 +43,7 @@ def build_engine(
     leave out the initialisation, since a checkpoint is going to fill every parameter. `after_model` is called between
     the model and its optimizer.
     """
-    settings = adapted(deepspeed_config(config, ctx))
+    settings = releases.adapted(deepspeed_config(config, ctx))
     losses, evaluates = StepLosses(task.objective, ctx), config.training.skip_train
     with quiet():
         model = _build_model(config, ctx, losses, task, settings)
@@ -77,7 +71,7 @@ def _build_model(
 ) -> nn.Module:
     specs = build_layers(config, ctx, packs_documents=task.data.packs_documents)
     if config.uses_pipeline:
-        model = pipeline_module(config, ctx, specs, losses, task.varies_shapes)
+        model = pipeline_module(config, ctx, specs, losses, task.data.varies_shapes)
     else:
         model = sequential_module(config, ctx, specs, settings)
     return model.to(ctx.device)
@@ -87,21 +81,21 @@ def _build_deepspeed(
     model: Any, optimizer: GatedOptimizer | None, config: Config, ctx: ParallelContext, settings: dict[str, Any]
 ) -> Any:
     """Return DeepSpeed's engine, its seams checked and replaced."""
-    import_muon_uncompiled()
+    releases.import_muon_uncompiled()
     if config.uses_own_schedule:
         engine: Any = PipelineExecutor(config.parallel.schedule, ctx, model, optimizer, settings)
-        set_garbage_collection(engine)
+        releases.set_garbage_collection(engine)
     else:
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
-    check_members(engine)
-    check_members(engine.optimizer)
+    releases.check_members(engine)
+    releases.check_members(engine.optimizer)
     if optimizer is not None and engine.load_universal_checkpoint():
         from megatron.weights.deepspeed.universal import compare_sizes  # late: few runs need it
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
     lean(engine, config, ctx)
-    if config.uses_pipeline and not prints_steps(engine):
+    if config.uses_pipeline and not releases.prints_steps(engine):
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
     return engine
