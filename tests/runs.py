@@ -19,8 +19,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience import host_consistency as sharing
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.settings.command_line import load_config
-from megatron.train import check_deepspeed, run
+from megatron.training.configure import check_deepspeed
 from megatron.training.engine import Engine, StepResult
+from megatron.training.run import run
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --make-vocab-size-divisible-by 8 "
@@ -56,7 +57,7 @@ def train(arguments: str, device: str = "cpu", *, lazy: bool = True) -> str:
 def announced(arguments: str) -> list[str]:
     """What rank 0 announces of a run that ends well."""
     said: list[str] = []
-    with patch("megatron.train.announce", lambda ctx, text: said.append(text)):
+    with patch("megatron.training.run.announce", lambda ctx, text: said.append(text)):
         assert train(arguments) == ""
     return said
 

@@ -139,17 +139,6 @@ RUN_ID_FILE = "wandb_run_id.txt"
 logger = logging.getLogger(__name__)
 
 
-def check_wandb(config: Config) -> None:
-    """Raise ConfigError if wandb is requested and not installed."""
-    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            [
-                f"wandb_project={config.logging.wandb_project} needs the package wandb, which is not installed; "
-                "pip install wandb, or leave it out"
-            ]
-        )
-
-
 class WandbLog:
     """Run of wandb. `resumes`: continue that of the results folder, if it has one.
 

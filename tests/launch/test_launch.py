@@ -723,7 +723,7 @@ print(status, sorted(libraries() - before))
 @pytest.mark.parametrize(
     ("program", "status"),
     [
-        ("from megatron import train\nsys.argv = ['train', '--lrr', '1']\nstatus = train.start()", 2),
+        ("from megatron import train\nsys.argv = ['train', '--lrr', '1']\nstatus = train.start(train.Signals())", 2),
         ("from megatron.cli import launch\nstatus = launch.main(['--', '--lrr', '1'])", 2),
         (
             "from megatron.cli import launch\n"

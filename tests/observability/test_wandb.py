@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron.observability.metric_writers import check_wandb
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import RankStats
 from megatron.observability.step_metrics import StepMetrics
 from megatron.options.config import Config, ConfigError, LoggingConfig, TrainingConfig
+from megatron.training.configure import check_wandb
 
 
 class Wandb:

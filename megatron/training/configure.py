@@ -1,0 +1,95 @@
+"""The config of a rank, checked before the ranks meet: the command line without torch, then the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.options.config import Config, ConfigError, on_device
+from megatron.options.dependents import slow_mode
+from megatron.parallel.layout import Layout
+from megatron.resilience.process import print_error
+from megatron.resilience.shutdown import is_launched
+from megatron.runtime.descriptors import limit_fault
+from megatron.runtime.devices import set_graph_variables
+from megatron.settings.command_line import load_command_line
+from megatron.settings.validation import check_device, idle
+from megatron.training.deepspeed import config as deepspeed
+
+
+def load_settings(arguments: list[str]) -> Config:
+    """Return the config of a command line, without torch. Raises ConfigError with every fault."""
+    command = load_command_line(arguments, None, deepspeed.check_deepspeed)
+    if "RANK" not in os.environ:  # the launcher has printed them
+        for line in command.notes:
+            print_error(line)
+    if _is_first() and not is_launched():
+        _warn(idle(command.config))
+    check_deepspeed(command.config)
+    check_wandb(command.config)
+    return command.config
+
+
+def check_deepspeed(config: Config) -> dict[str, Any]:
+    """Return DeepSpeed's settings. Raises ConfigError for a JSON that is missing or contradicts the config."""
+    return deepspeed.deepspeed_config(config, Layout.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1"))))
+
+
+def check_wandb(config: Config) -> None:
+    """Raise ConfigError if wandb is requested and not installed."""
+    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            [
+                f"wandb_project={config.logging.wandb_project} needs the package wandb, which is not installed; "
+                "pip install wandb, or leave it out"
+            ]
+        )
+
+
+def prepare_device(config: Config) -> tuple[Config, str]:
+    """Return the config on this rank's device, and the device, once it is known to do what the config says.
+
+    Raises ConfigError or OSError. Call it before anything imports deepspeed.
+    """
+    from megatron.runtime import accelerator  # imports torch
+
+    parallel = config.parallel
+    accelerator.keep_recipes(parallel.device, config.logging.results_dir)
+    if config.data.eval_graphs:
+        set_graph_variables(parallel.device, parallel.tensor_model_parallel_size)
+    device = accelerator.choose_device(parallel.device)
+    is_lazy = accelerator.is_lazy(device)
+    config = on_device(config, device, lazy=is_lazy)
+    # of device=auto the launcher did not know which it is
+    if _is_first() and (parallel.device == "auto" or not is_launched()):
+        _warn(slow_mode(config, lazy=is_lazy))
+    if device == "hpu" and os.environ.get("LOCAL_RANK", "0") == "0":
+        _warn_of_driver()
+    if faults := list(check_device(config)):
+        raise ConfigError(faults)
+    accelerator.check_precision(device, config.training.precision)
+    if config.training.deepspeed_config is not None:
+        deepspeed.check_values(check_deepspeed(config), config.training.deepspeed_config)
+    if config.training.deterministic:
+        accelerator.set_deterministic(device)
+    if fault := limit_fault(device, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
+        raise OSError(fault)
+    return config, device
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        print_error(f"WARNING: {line}")
+
+
+def _warn_of_driver() -> None:
+    from megatron.observability.hpu_health import driver_warning
+
+    if warning := driver_warning():
+        _warn([warning])
