@@ -31,7 +31,6 @@ from megatron.runtime import accelerator
 from megatron.tasks.data import Microbatch
 from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Task
-from megatron.training.ahead import compile_ahead
 from megatron.training.best import BestTracker
 from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
     from megatron.training.interludes import Interlude
 
 log = logging.getLogger(__name__)
+
+COMPILED_MICROBATCHES = 3
+"""The first of a step stores its gradients, further ones add to them, and the last begins their sum over ranks."""
 
 
 class Interval:
@@ -218,16 +220,30 @@ class Loop:
         return self._end_reason
 
     def _compile_ahead(self) -> None:
-        compile_ahead(
-            self.engine,
-            self.task,
-            self.datasets[0],
-            self.schedule,
-            self.progress,
-            shutdown=self.shutdown,
-            watchdog=self.watchdog,
-            say=self.log.message,
+        """Run each shape that the rest of the run has, where the task names them, in a step that is refused.
+
+        Losses and weights do not change. Ends early once a shutdown is requested. Raises DataError.
+        """
+        began_s, phase = time.perf_counter(), "compiling each shape of rows"
+        self.watchdog.phase(phase, self.progress.iteration)
+        engine, dataset, begin = self.engine, self.datasets[0], self.progress.consumed_samples
+        keys = self.task.data.keys_of_shapes(
+            dataset, self.schedule.global_batch_size, begin, self.schedule.total_samples
         )
+        done = 0
+        for key in keys:
+            self.watchdog.phase(phase, self.progress.iteration)
+            batches = []
+            if engine.reads_data:
+                batches = [pinned(self.task.read(dataset, key), engine.ctx.device)] * COMPILED_MICROBATCHES
+            engine.run_without_update(batches, num_microbatches=COMPILED_MICROBATCHES, consumed_samples=begin)
+            accelerator.mark_step()
+            done += 1
+            if self.shutdown.decide(self.progress):
+                break
+        if done:
+            shapes = "shape" if done == 1 else "shapes"
+            self.log.message(f"compiled {done} {shapes} in {time.perf_counter() - began_s:.1f} s")
 
     def _validate(self) -> None:
         if evaluated := self._evaluator.run("valid"):
