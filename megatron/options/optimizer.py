@@ -65,7 +65,7 @@ READERS = {
     "sgd_momentum": ("optimizer=sgd", "choose that"),
     "decoupled_weight_decay": ("an Adam", "choose one"),
 }
-"""Of each option that not every optimizer reads, the optimizer that does, and what to do to have it read."""
+"""The optimizer that reads an option which not every one reads, and what to do to have it read."""
 
 
 @dataclass(frozen=True, config=STRICT)

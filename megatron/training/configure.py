@@ -1,4 +1,4 @@
-"""The config of a rank, checked before the ranks meet: the command line without torch, then the device."""
+"""The config of a rank, checked before the process group is joined: the command line without torch, then the device."""
 
 from __future__ import annotations
 
