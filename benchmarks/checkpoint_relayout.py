@@ -83,7 +83,7 @@ def resume(arguments: str, folder: Path) -> Resumed:
     from megatron.runtime.accelerator import quiet
     from megatron.settings.command_line import parse_arguments
     from megatron.training.resume import read_progress, restore
-    from megatron.weights.opening import find_checkpoint
+    from megatron.weights.loader import find_checkpoint
 
     ours = not (folder / UNIVERSAL).is_dir()
     if ours:

@@ -109,7 +109,7 @@ def foreign_format(path: Path) -> str | None:
     if (known := _format_of(path)) is not None:
         return f"{path} holds {known.name}, which cannot be loaded as it is: {known.remedy}"
     inner = [*_folders_in(path), *_folders_in(path / "snapshots")]
-    if models := [folder for folder in inner if _is_model(folder)]:
+    if models := [folder for folder in inner if is_model(folder)]:
         return f"{path} is not a model itself, but holds folders of models; give one of them, such as {models[-1]}"
     for folder in inner:
         if (known := _format_of(folder)) is not None:
@@ -143,7 +143,7 @@ def not_deepspeed(path: Path) -> str:
             f"load={path} holds checkpoints of a run, which are resumed on any layout as they are: leave "
             "universal_checkpoint (HL_UNIV_CP) out, which is for DeepSpeed's"
         )
-    if _is_model(path):
+    if is_model(path):
         return f"load={path} holds a model of transformers; leave universal_checkpoint (HL_UNIV_CP) out"
     other = foreign_format(path)
     if other is not None and DEEPSPEED.name not in other:
@@ -157,8 +157,8 @@ def not_deepspeed(path: Path) -> str:
 def needless_step(load: str, step: int, what: str) -> str:
     """Return the fault of a step for weights that have none. `what`: the kind of the folder."""
     return (
-        f"load={load} is {what}, which has weights only: a run starts at iteration 0, and ckpt_step={step} would do "
-        "nothing; leave it out"
+        f"load={load} is {what}, which holds one model, not the steps of a run: ckpt_step={step} would do nothing; "
+        "leave it out"
     )
 
 
@@ -180,7 +180,7 @@ def _has_signs(folder: Path, known: ForeignFormat) -> bool:
     return any(all(any(folder.glob(pattern)) for pattern in sign) for sign in known.signs)
 
 
-def _is_model(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_FILES)
 
 

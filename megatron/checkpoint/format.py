@@ -39,6 +39,7 @@ from megatron.checkpoint.errors import SaveError as SaveError
 from megatron.checkpoint.foreign import MANIFEST as MANIFEST
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.shards import Shard
+from megatron.runtime.files import parse_json
 
 FORMAT = "megatron-3d"
 VERSION = 2
@@ -65,7 +66,6 @@ _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _SAVE_AGAIN = "save the checkpoint again, or load another"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Names
 
 
@@ -88,7 +88,6 @@ def iteration_of(tag: str) -> int:
     return int(number[0]) if number else -1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Fragments
 
 
@@ -167,13 +166,12 @@ def safetensors_header(
 def header_metadata(header: bytes) -> dict[str, Any]:
     """Metadata in a header; empty where it cannot be read."""
     try:
-        found = json.loads(header[8:])["__metadata__"]
-    except (ValueError, RecursionError, KeyError, TypeError):
+        found = parse_json(header[8:])["__metadata__"]
+    except (ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The manifest
 
 
@@ -255,10 +253,10 @@ def read_manifest(folder: Path) -> Manifest:
 def read_metadata(folder: Path) -> dict[str, Any] | None:
     """Return the metadata of a checkpoint, of which nothing else is read or verified; None if it is damaged."""
     begin = b' "metadata": '
-    with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError), open_file(folder / MANIFEST) as at:
+    with contextlib.suppress(CheckpointError, OSError, ValueError), open_file(folder / MANIFEST) as at:
         with os.fdopen(os.dup(at), "rb") as file:
             line = next((line for line in itertools.islice(file, HEAD_LINES) if line.startswith(begin)), b"")
-        found = json.loads(line.removeprefix(begin).rstrip(b",\n"))
+        found = parse_json(line.removeprefix(begin).rstrip(b",\n"))
         return found if isinstance(found, dict) else None
     return None
 
@@ -268,8 +266,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     body = text[:-_SEAL_BYTES] + b"\n}\n"
     whole = seal and hashlib.sha256(body).hexdigest().encode() == seal[1]
     try:
-        content = json.loads(body if whole else text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(body if whole else text)
+    except ValueError as error:
         raise CheckpointError(f"it is not JSON ({error}), so it is damaged; {REMEDY}") from None
     # another format or version may have another seal: report that first, not damage
     if isinstance(content, dict) and isinstance(content.get("format"), str) and content["format"] != FORMAT:
@@ -365,17 +363,25 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
         missing = next(rank for rank in range(size) if rank not in by_rank)
         return f"nothing of tensor rank {missing} of {size} is there"
     for rank, parts in by_rank.items():
-        position, of_rank = 0, f"of tensor rank {rank} of {size}" if size > 1 else "of it"
-        for at in sorted(parts, key=lambda at: (at.start, at.numel)):
-            if at.start > position:
-                return f"elements [{position}, {at.start}) {of_rank} are missing"
-            if at.start < position:
-                return f"elements [{at.start}, {min(position, at.start + at.numel)}) {of_rank} are there twice"
-            position += at.numel
-        if position < local_numel:
-            return f"elements [{position}, {local_numel}) {of_rank} are missing"
-        if position > local_numel:
-            return f"there are {position} elements {of_rank}, but {described(shard)} has {local_numel}"
+        of_rank = f"of tensor rank {rank} of {size}" if size > 1 else "of it"
+        if fault := _stretch_fault(shard, parts, local_numel, of_rank):
+            return fault
+    return None
+
+
+def _stretch_fault(shard: Shard, fragments: Sequence[StoredFragment], local_numel: int, of_rank: str) -> str | None:
+    """Reason why these fragments are not exactly one local tensor."""
+    position = 0
+    for at in sorted(fragments, key=lambda at: (at.start, at.numel)):
+        if at.start > position:
+            return f"elements [{position}, {at.start}) {of_rank} are missing"
+        if at.start < position:
+            return f"elements [{at.start}, {min(position, at.start + at.numel)}) {of_rank} are there twice"
+        position += at.numel
+    if position < local_numel:
+        return f"elements [{position}, {local_numel}) {of_rank} are missing"
+    if position > local_numel:
+        return f"there are {position} elements {of_rank}, but {described(shard)} has {local_numel}"
     return None
 
 
@@ -385,7 +391,6 @@ def described(shard: Shard) -> str:
     return f"{list(shard.shape)}, sharded along dimension {shard.dim} in pieces of {', '.join(map(str, shard.pieces))}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Opening files
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import ITEM_BYTES
 from megatron.checkpoint.reader import Checkpoint, ReportBytes
+from megatron.checkpoint.source import Slice
 
 CHUNK_NUMEL = 1 << 22
 """Elements of a tensor read at a time: memory does not grow with the model."""
@@ -143,4 +144,4 @@ def _chunks(checkpoint: Checkpoint, name: str, kind: str) -> Iterator[Tensor]:
     shard = checkpoint.parameters[name]
     numel = math.prod(shard.shape)
     for start in range(0, numel, CHUNK_NUMEL):
-        yield checkpoint.read(name, kind, shard, 0, 1, start, min(CHUNK_NUMEL, numel - start))
+        yield checkpoint.read(Slice(name, shard, start, min(CHUNK_NUMEL, numel - start)), kind)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
-import math
 import mmap
 import os
 import warnings
@@ -20,7 +18,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from megatron.checkpoint.foreign import foreign_format
+from megatron.checkpoint.foreign import foreign_format, is_model
 from megatron.checkpoint.format import (
     ITEM_BYTES,
     LATEST,
@@ -43,8 +41,10 @@ from megatron.checkpoint.format import (
 )
 from megatron.checkpoint.lineage import START_OPTIONS, UNRECORDED, Run, of_run, run_in
 from megatron.checkpoint.slices import copy_overlap, regions
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.options.config import CheckpointConfig
 from megatron.parallel.shards import Shard
+from megatron.runtime.files import parse_json
 
 LATEST_BYTES = 1 << 20
 LATEST_REMEDY = "write the name of a complete checkpoint into it"
@@ -57,23 +57,23 @@ ReportBytes = Callable[[int], object]
 logger = logging.getLogger(__name__)
 
 
-class Checkpoint:
+class Checkpoint(WeightSource):
     """A complete checkpoint. Opening it reads the manifest and the headers and checks names, sizes and completeness.
 
     The checksums of the tensors are checked by `verify`. Raises CheckpointError if anything is missing or wrong.
     """
 
+    format, title = "native", "native"
+
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        manifest = read_manifest(self.folder)
-        self.tag, self.token, self.metadata = manifest.tag, manifest.token, manifest.metadata
-        self.parameters, self.dtypes = manifest.parameters, manifest.dtypes
+        manifest = read_manifest(Path(folder))
+        self.tag, self.token, self.dtypes = manifest.tag, manifest.token, manifest.dtypes
         self._tensors = manifest.tensors
         self.file_bytes = {name: file.num_bytes for name, file in manifest.files.items()}
         self.fragments: Sequence[StoredFragment] = [at for file in manifest.files.values() for at in file.fragments]
         """In the order of the files, and within them."""
-        self.kinds = tuple(sorted({at.kind for at in self.fragments}, key=lambda kind: (kind != "weight", kind)))
-        """`weight` first."""
+        kinds = sorted({at.kind for at in self.fragments}, key=lambda kind: (kind != "weight", kind))
+        super().__init__(Path(folder), manifest.parameters, kinds=kinds, metadata=manifest.metadata)
         for name, file in manifest.files.items():
             self._check_file(name, file)
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
@@ -105,39 +105,31 @@ class Checkpoint:
         return sum(self.file_bytes.values())
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Kinds stored of a parameter, `weight` first."""
         return tuple(kind for kind in self.kinds if (name, kind) in self._tensors)
 
-    def read(
-        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
-    ) -> Tensor:
-        """Return [start, start + numel) of the flattened local tensor of `tensor_rank` of any `tensor_size`: float32.
-
-        Padding is zero. Reads only what it needs. Raises CheckpointError for a parameter or kind that is missing or has
-        another shape.
-        """
-        stored = self._shard_like(name, kind, shard)
-        wanted = regions(shard, tensor_rank, tensor_size, start, numel)
-        target = torch.zeros(numel) if shard.padding else torch.empty(numel)
-        for at in self._tensors[name, kind]:
-            source_start, source_numel = at.start, at.numel
-            if at.tensor_size == tensor_size and at.padding == shard.padding and shard.dim is not None:
-                # same sharding: only fragments within the stretch can overlap it
-                source_start, stop = max(start, at.start), min(start + numel, at.start + at.numel)
-                source_numel = stop - source_start
-                if at.tensor_rank != tensor_rank or source_numel <= 0:
+    def read(self, at: Slice, kind: str = "weight") -> Tensor:
+        """Reads only what it needs of the files."""
+        shard = self._shard_like(at.name, kind, at.shard)
+        wanted = regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel)
+        target = torch.zeros(at.numel) if at.shard.padding else torch.empty(at.numel)
+        for stored in self._tensors[at.name, kind]:
+            start, numel = stored.start, stored.numel
+            is_cut_alike = stored.tensor_size == at.tensor_size and stored.padding == at.shard.padding
+            if is_cut_alike and at.shard.dim is not None:
+                # only fragments within the stretch can overlap it
+                start = max(at.start, stored.start)
+                numel = min(at.start + at.numel, stored.start + stored.numel) - start
+                if stored.tensor_rank != at.tensor_rank or numel <= 0:
                     continue
-            source_shard = replace(stored, padding=at.padding)
-            held = regions(source_shard, at.tensor_rank, at.tensor_size, source_start, source_numel)
-            begin = at.offset // ITEM_BYTES + source_start - at.start
-            copy_overlap(self._map(at.file)[begin : begin + source_numel], held, target, wanted)
-        self._release(numel * ITEM_BYTES)
+            held = regions(replace(shard, padding=stored.padding), stored.tensor_rank, stored.tensor_size, start, numel)
+            begin = stored.offset // ITEM_BYTES + start - stored.start
+            copy_overlap(self._map(stored.file)[begin : begin + numel], held, target, wanted)
+        self._release(at.numel * ITEM_BYTES)
         return target
 
     def read_full(self, name: str, kind: str = "weight") -> Tensor:
-        """Return a whole tensor without padding: float32 of its full shape."""
-        shard = self._shard(name)
-        return self.read(name, kind, shard, 0, 1, 0, math.prod(shard.shape)).view(shard.shape)
+        self._shard(name)
+        return super().read_full(name, kind)
 
     def _shard(self, name: str) -> Shard:
         if name not in self.parameters:
@@ -194,8 +186,8 @@ class Checkpoint:
     def verify(
         self,
         share: tuple[int, int] = (0, 1),
-        progress: ReportBytes = lambda num_bytes: None,
         kinds: Collection[str] | None = None,
+        progress: ReportBytes = lambda num_bytes: None,
     ) -> str:
         """Compare the checksum of every tensor of this share and of `kinds` (None: all); return what was checked.
 
@@ -265,10 +257,10 @@ def newest_checkpoint(
         other = foreign_format(save)
         raise CheckpointError(other or f"{save} is a file; give the folder that a run saved its checkpoints in")
     candidates = checkpoint_folders(save)
-    if not candidates and not (save / "checkpoints").is_dir() and (other := foreign_format(save)) is not None:
-        raise CheckpointError(other)
-    if not candidates and not any(not entry.name.startswith(".") for entry in save.iterdir()):
-        return None
+    if not candidates:
+        _refuse_others(save)
+        if all(entry.name.startswith(".") for entry in save.iterdir()):
+            return None
     if tag is not None:
         check_tag(tag)
         return Checkpoint(save / tag)
@@ -278,16 +270,29 @@ def newest_checkpoint(
     try:
         latest, of_latest = read_latest(save)
         lineage = run or of_latest
-        if run is None or (of_latest is not None and of_latest.id == run.id):
-            if latest in excluding:
-                problems.append(f"{latest} is damaged")
-            else:
-                return _named_by_latest(save, latest)
+        is_own = run is None or (of_latest is not None and of_latest.id == run.id)
+        if is_own and latest not in excluding:
+            return _named_by_latest(save, latest)
+        if is_own:
+            problems.append(f"{latest} is damaged")
     except CheckpointError as error:
         if not fall_back:
             raise
         problems.append(str(error))
-    for path in _lineage_of(save, candidates, lineage, with_ancestors=run is None):
+    return _older_one(save, candidates, lineage, problems, excluding, with_ancestors=run is None)
+
+
+def _older_one(
+    save: Path,
+    candidates: Sequence[Path],
+    lineage: Run | None,
+    problems: list[str],
+    excluding: Collection[str],
+    *,
+    with_ancestors: bool,
+) -> Checkpoint:
+    """Return the newest complete checkpoint of a lineage. `problems`: those of the newer ones, for messages."""
+    for path in _lineage_of(save, candidates, lineage, with_ancestors=with_ancestors):
         if path.name in excluding:
             continue
         try:
@@ -301,6 +306,19 @@ def newest_checkpoint(
         return checkpoint
     of_run = "" if lineage is None or lineage.id == UNRECORDED else f" of run {lineage.id}"
     raise CheckpointError(f"{save} holds no complete checkpoint{of_run}: " + "; ".join(problems))
+
+
+def _refuse_others(save: Path) -> None:
+    """Raise CheckpointError where a folder without checkpoints of a run holds something else that is known."""
+    if is_model(save):
+        raise CheckpointError(
+            f"{save} holds a model of transformers, or adapters, not checkpoints of a run; give the folder that a run "
+            "saved its checkpoints in, or one that convert_checkpoint --to native wrote"
+        )
+    other = foreign_format(save)
+    # `checkpoints`: where the scripts save, in the folder of a run's results
+    if other is not None and not (save / "checkpoints").is_dir():
+        raise CheckpointError(other)
 
 
 def _no_run_folder(save: Path) -> CheckpointError:
@@ -318,7 +336,11 @@ def _lineage_of(save: Path, candidates: Sequence[Path], run: Run | None, *, with
     """Return the candidates to fall back to. Raises CheckpointError if they are of several runs and none is known."""
     if run is not None:
         return of_run(run, candidates, with_ancestors=with_ancestors)
-    newest = {found.id: path.name for path in reversed(candidates) if (found := run_in(path)) is not None}
+    newest = {}
+    for path in reversed(candidates):
+        saver = run_in(path)
+        if saver is not None:
+            newest[saver.id] = path.name
     if len(newest) > 1:
         runs = ", ".join(f"{tag} of run {name}" for name, tag in newest.items())
         raise CheckpointError(
@@ -353,7 +375,7 @@ def read_latest(save: Path) -> tuple[str, Run | None]:
         if not TAG.fullmatch(tag):
             raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {LATEST_REMEDY}")
     try:
-        return tag, Run.of({"run": json.loads(record)}) if record else run_in(save / tag)
+        return tag, Run.of({"run": parse_json(record)}) if record else run_in(save / tag)
     except (ValueError, CheckpointError):
         return tag, run_in(save / tag)
 
@@ -364,7 +386,6 @@ def _named_by_latest(save: Path, tag: str) -> Checkpoint:
     return Checkpoint(save / tag)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The run that the options of a command belong to: that in its `save`, if it was first started in the same way.
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}

@@ -20,8 +20,8 @@ from megatron.cli.command import command, run_command
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
-    from megatron.weights.conversion import ModelWeights
     from megatron.weights.folder_files import Precision
+    from megatron.weights.model import WholeModel
 
 WITH_ADAPTERS = ("llama",)
 """Our families whose class in vLLM has the interface SupportsLoRA; those of Bloom and GPT-2 do not."""
@@ -71,14 +71,7 @@ def served(content: Mapping[str, Any], architecture: str) -> str:
 # The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it
 # is complete and has been compared with the source: tensor by tensor, and by the logits of both.
 
-NAMES = {
-    "hf": "Hugging Face",
-    "peft": "PEFT",
-    "native": "native",
-    "universal": "DeepSpeed universal",
-    "deepspeed": "DeepSpeed",
-    "megatron-deepspeed": "Megatron-DeepSpeed",
-}
+NAMES = {"hf": "Hugging Face", "peft": "PEFT", "native": "native", "universal": "DeepSpeed universal"}
 DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 VERIFY_LIMIT = 2 * 10**9
@@ -126,6 +119,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--to", required=True, choices=("hf", "peft", "native", "universal"), help="what to write")
     add_source_flags(parser)
     parser.add_argument(
+        "--architecture",
+        metavar="MODULE:NAME",
+        help="family outside this package that a Hugging Face folder in --load is of; a run's checkpoint names its own",
+    )
+    parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
         help="type of the hf weights (default: the run's precision) or peft weights (default: float32)",
@@ -166,11 +164,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def progress_bar(model: ModelWeights, what: str) -> tqdm[Any]:
+def progress_bar(model: WholeModel, what: str) -> tqdm[Any]:
     return tqdm(total=model.num_parameters, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
 
 
-def write(model: ModelWeights, folder: Path, arguments: argparse.Namespace) -> None:
+def write(model: WholeModel, folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model into an empty folder."""
     from megatron.weights import conversion
 
@@ -196,7 +194,7 @@ def print_copied(names: Sequence[str]) -> None:
     print(f"with {', '.join(names)}" if names else "without tokenizer files; --tokenizer DIR adds them", flush=True)
 
 
-def verify(source: ModelWeights, result: ModelWeights, precision: Precision, limit: int) -> str:
+def verify(source: WholeModel, result: WholeModel, precision: Precision, limit: int) -> str:
     """Compare every tensor, and the logits if one side is transformers'. Raises CheckpointError where they differ.
 
     `precision` is that of the result.
@@ -206,12 +204,14 @@ def verify(source: ModelWeights, result: ModelWeights, precision: Precision, lim
     with progress_bar(source, "verifying") as bar:
         compared = conversion.compare_tensors(source, result, precision, bar.update)
     text = f"{compared} tensors equal"
-    if "hf" not in (source.kind, result.kind):
+    if not (conversion.is_huggingface(source) or conversion.is_huggingface(result)):
         return text
     if source.num_parameters > limit:
         return f"{text}; logits not compared: more than --verify-limit {limit:,} parameters"
     if importlib.util.find_spec("transformers") is None:
         return f"{text}; logits not compared: transformers is not installed"
+    if (lacking := conversion.class_not_in_transformers(source.config)) is not None:
+        return f"{text}; logits not compared: transformers has no {lacking}"
     return f"{text}; {conversion.compare_logits(source, result, precision)}"
 
 
@@ -235,22 +235,24 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights import conversion
     from megatron.weights.folder_files import check_space
 
-    source = conversion.open_weights(Path(arguments.load), arguments.config, arguments.max_drift)
+    source = conversion.open_model(Path(arguments.load), arguments.config, arguments.max_drift, arguments.architecture)
     precision: Precision = source.config.training.precision
     if arguments.to == "hf" and arguments.dtype:
         precision = DTYPES[arguments.dtype]
     elif arguments.to != "hf":
         precision = "fp32"
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
-    print(f"reading {NAMES[source.kind]}: {source.path}, {source.num_parameters:,} parameters", flush=True)
-    checked = source.verify()
+    print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
+    checked = source.source.verify()
     print(f"checked: {checked}", flush=True)
     write(source, work, arguments)
     wanted = arguments.verify
     if wanted is None:
         wanted = importlib.util.find_spec("transformers") is not None
     if wanted:
-        result = conversion.open_weights(work, arguments.config if arguments.to == "universal" else None)
+        preset = arguments.config if arguments.to == "universal" else None
+        architecture = source.config.model.architecture if arguments.to == "hf" else None
+        result = conversion.open_model(work, preset, architecture=architecture)
         print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
 
 
@@ -259,7 +261,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights.conversion import open_adapters
     from megatron.weights.folder_files import check_space
     from megatron.weights.huggingface_files import DTYPES as TYPES
-    from megatron.weights.native import count
+    from megatron.weights.model import count
     from megatron.weights.peft import export
 
     source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)

@@ -17,7 +17,7 @@ from megatron.generation.command import GenerateCommand
 from megatron.generation.model import InferenceModel
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Completion, Request
-from megatron.runtime.files import AppendFile, lock_file, replacing
+from megatron.runtime.files import AppendFile, lock_file, parse_json, replacing
 
 RESULT_KEYS = ("completion", "reason", "num_tokens", "score", "logprobs", "completions")
 ID_KEYS = ("ids", "prompt_ids")
@@ -128,8 +128,8 @@ def _decoded(line: bytes) -> str:
 def _json_row(line: bytes) -> dict[str, Any]:
     text = _decoded(line)
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(text)
+    except ValueError as error:
         raise DataError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"a JSON {type(row).__name__}; it must be an object with prompt or messages")
@@ -176,7 +176,7 @@ class ResultFile:
     def _check(self, state: dict[str, Any]) -> None:
         remedy = "choose another --output, or replace it with --overwrite"
         try:
-            begun = json.loads(self._state_path.read_text(encoding="utf-8"))
+            begun = parse_json(self._state_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise DataError(f"--output {self._path} exists already; {remedy}") from None
         except ValueError:
@@ -231,7 +231,7 @@ def _drop_partial_line(path: Path) -> None:
 
 def _is_result(line: bytes, row: dict[str, Any]) -> bool:
     try:
-        result = json.loads(line)
+        result = parse_json(line)
     except ValueError:
         return False
     return isinstance(result, dict) and as_line({key: result.get(key) for key in row}) == as_line(row)

@@ -123,6 +123,9 @@ class LoadOptions:
     load: str
     """Folder of the model: the checkpoints of a run, whatever its layout was; one of them; a Hugging Face model; or
     adapters in PEFT's format. Options of the model are read from it."""
+    architecture: str | None = None
+    """Family outside this package, as module:name, that a Hugging Face folder may be of. A run's checkpoint names its
+    own."""
     ckpt_step: NonNegative | None = None
     """Checkpoint of this iteration. Unset: the newest one."""
     load_fallback: bool = False

@@ -27,7 +27,7 @@ def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[st
         return []
     try:
         path = own_file(folder, "config.json")
-        saved = config_of(read_json(path), str(path))  # warned of by the ranks
+        saved = config_of(read_json(path), str(path), architecture=options.architecture)  # warned of by the ranks
         # lazy mode, which only the ranks can know, decides how layers are compiled, not what fits
         return check_layout(inference_config(options, saved, device, lazy=False), world_size)
     except (CheckpointError, ConfigError, OSError):

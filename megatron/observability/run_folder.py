@@ -37,8 +37,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience import shutdown
 from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
-from megatron.runtime.files import IMPORT_ROOT, replacing
-from megatron.weights.opening import TAG
+from megatron.runtime.files import IMPORT_ROOT, parse_json, replacing
+from megatron.weights.loader import TAG
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -138,7 +138,7 @@ class RunFolder:
         if path is None or not path.exists():
             return []
         try:
-            starts: Any = json.loads(path.read_text(encoding="utf-8"))["starts"]
+            starts: Any = parse_json(path.read_text(encoding="utf-8"))["starts"]
             if all(isinstance(start, dict) for start in starts):
                 is_restart = bool(starts) and shutdown.restarts() > 0 and starts[-1].get("job") == shutdown.identity()
                 if self._progress.iteration > 0 or is_restart:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from megatron.observability.lines import TIMER_SUFFIX
 from megatron.observability.metric_writers import METRICS_FILE
 from megatron.runtime.accelerator import ALLOCATED, MAX_ALLOCATED
-from megatron.runtime.files import replacing
+from megatron.runtime.files import parse_json, replacing
 
 SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers that are not part of a step."""
@@ -38,7 +37,7 @@ def read_run(path: Path) -> list[Row]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
                 raise ValueError("not an object with an iteration")
         except ValueError as error:

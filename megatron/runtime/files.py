@@ -7,6 +7,7 @@ import errno
 import fcntl
 import fnmatch
 import glob
+import json
 import os
 import secrets
 import shutil
@@ -39,6 +40,14 @@ def discard_output() -> None:
     """Discard what stdout still holds, so that the end of the process does not fail to write it."""
     with contextlib.suppress(OSError, ValueError):  # a stand-in of stdout may have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of a JSON text; options of json.loads. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -28,7 +28,7 @@ from megatron.resilience.host_consistency import check_shared
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.exports import BEST, Exports, export_name, is_due
-from megatron.weights.opening import TAG
+from megatron.weights.loader import TAG
 
 VERSIONS = ("torch", "deepspeed", "numpy")
 POLL_S = 1.0

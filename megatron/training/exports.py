@@ -1,10 +1,9 @@
-"""The model that a checkpoint of adapters and its base make together."""
+"""Hugging Face exports of a run's checkpoints, each complete or absent: models, or adapters in PEFT's format."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import threading
@@ -24,75 +23,16 @@ from megatron.checkpoint.saver import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard
 from megatron.runtime.commands import command_name
 from megatron.runtime.files import appearing, write_durably
-from megatron.weights.adapter_start import AdapterStart, open_base
-from megatron.weights.base_identity import BaseIdentity, differing
 from megatron.weights.folder_files import EXPORT_RECORD, check_space, read_json
-from megatron.weights.huggingface import check_tokenizer, export_huggingface, name_map, parameters_of
+from megatron.weights.huggingface import check_tokenizer, export_huggingface, name_map
 from megatron.weights.huggingface_files import DTYPES
-from megatron.weights.merging import AdapterMerge, merged_config
-from megatron.weights.native import count, native_model, source_of
-from megatron.weights.opening import tokenizer_of
+from megatron.weights.loader import tokenizer_of
+from megatron.weights.merging import merged_config, merged_model
+from megatron.weights.model import count, whole_model
 from megatron.weights.peft.export import check_exportable, export_adapter, native_adapter
 
-
-class MergedModel:
-    """Weights of a base with a checkpoint's adapters merged, one tensor at a time.
-
-    A base that the run held in 4 bits is merged as its folder holds it. Raises CheckpointError if the base is not
-    where the checkpoint says, or is another one.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        config = native_adapter(checkpoint).config
-        self._record = checkpoint.metadata["base"]
-        folder = self._record.get("folder")
-        base = None if folder is None else open_base(Path(folder), self._record, config, checkpoint)
-        self._start = AdapterStart(config, base, checkpoint, self._record)
-        self._expected = BaseIdentity.from_json(self._record.get("identity"), checkpoint.folder)
-        self._merge = AdapterMerge(config, self._read)
-        self._shards = parameters_of(merged_config(config))
-
-    @property
-    def num_parameters(self) -> int:
-        return count(self._shards)
-
-    @property
-    def source(self) -> dict[str, Any] | None:
-        """Hugging Face's config.json and generation_config.json, where the base came from there."""
-        return source_of(self._start.metadata)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full float32 tensor), each parameter of the merged model once."""
-        for name in self._shards:
-            held = self._merge.held(name)
-            shard = dataclasses.replace(self._merge.shards[held], padding=0)
-            weight = self._read(held, shard)
-            if self._expected is not None:
-                self._check(held, shard, weight, self._expected)
-            yield name, self._merge.merged(name, weight)
-
-    def _check(self, held: str, shard: Shard, weight: Tensor, expected: BaseIdentity) -> None:
-        """Raise CheckpointError unless a tensor of the base is what it was when the adapters were trained."""
-        sums = self._start.new_sums()
-        sums.add(held, shard, 0, 1, 0, weight)
-        if wrong := differing(expected, BaseIdentity(sums.totals))[0]:
-            raise CheckpointError(
-                f"{self._start.base_place} has another {wrong[0]} than when the adapters were trained; restore the "
-                "folder of their base"
-            )
-
-    def _read(self, name: str, shard: Shard, tensor_rank: int = 0, tensor_size: int = 1) -> Tensor:
-        """Return a whole tensor: the only rank is the first."""
-        values = self._start.read(name, "weight", shard, tensor_rank, tensor_size, 0, math.prod(shard.shape))
-        return values.view(shard.shape)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face exports of a run's checkpoints, each complete or absent: models, or adapters in PEFT's format.
-#
 #     SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
 #     SAVE_HF/last_epoch/                     the newest one alone
 #     SAVE_HF/best/                           that of the best validation, at the end of a run with keep_best
@@ -281,13 +221,13 @@ class Exports:
                 tokenizer=tokenizer,
             )
             return _Content(count(adapter.shards) * ITEM_BYTES, adapter.tensors(), write)
-        model = native_model(checkpoint) if config.lora.lora_rank is None else MergedModel(checkpoint)
+        model = whole_model(checkpoint) if config.lora.lora_rank is None else merged_model(checkpoint)
         precision = config.training.precision
         whole = partial(
             export_huggingface,
             config=self._whole,
             precision=precision,
-            source=model.source,
+            source=model.huggingface,
             tokenizer=tokenizer,
         )
         return _Content(model.num_parameters * DTYPES[precision].itemsize, model.tensors(), whole)

@@ -31,7 +31,7 @@ from megatron.options.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.engine import Engine
-from megatron.weights.opening import tokenizer_of
+from megatron.weights.loader import tokenizer_of
 
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -19,6 +19,7 @@ from megatron.checkpoint.reader import (
     own_run,
     resumes_itself,
 )
+from megatron.checkpoint.source import WeightSource
 from megatron.data.blend import content_of
 from megatron.options.config import CheckpointConfig, Config
 from megatron.options.config import options as declared_options
@@ -29,11 +30,10 @@ from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
 from megatron.training.state import start_from_base
-from megatron.weights.adapter_start import AdapterStart, check_quantization, holds_adapters, open_adapters
+from megatron.weights.adapted import AdaptedSource, open_adapters
 from megatron.weights.huggingface_config import nothing_to_load
-from megatron.weights.huggingface_start import HuggingFaceStart
-from megatron.weights.opening import TAG, Resumable, find_checkpoint, first_whole
-from megatron.weights.peft.start import PeftStart
+from megatron.weights.loader import TAG, find_checkpoint, first_whole
+from megatron.weights.model import check_quantization, holds_adapters
 
 NO_TRAINING = {
     "device", "distributed_timeout_minutes", "exit_interval", "exit_duration_in_mins", "kill_switch_path",
@@ -60,28 +60,32 @@ class RestorePlan:
 
 
 def plan_restore(
-    checkpoint: Resumable | AdapterStart, progress: Progress, config: Config, options: CheckpointConfig
+    checkpoint: WeightSource, progress: Progress, config: Config, options: CheckpointConfig
 ) -> RestorePlan:
-    """Plan to restore what `options` request. A start with `finetune`, or from Hugging Face, takes weights alone.
+    """Plan to restore what `options` request. A start with `finetune`, or from no run's files, takes weights alone.
 
     Raises CheckpointError for the state of another kind of optimizer.
     """
     place = f"iteration {progress.iteration}, {progress.consumed_samples} samples"
-    if isinstance(checkpoint, AdapterStart):
-        if checkpoint.trained is None:
+    if isinstance(checkpoint, AdaptedSource):
+        trained = checkpoint.trained
+        if trained is None:
             return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
-        if isinstance(checkpoint.trained, PeftStart):
-            line = f"started from {checkpoint.trained.folder}: adapters; {place}"
-            return RestorePlan(None, None, [*checkpoint.lines(), line])
-        plan = plan_restore(checkpoint.trained, progress, config, options)
-        warned = check_quantization(checkpoint.trained, config, resumes=not options.finetune)
+        if not isinstance(trained, Checkpoint):
+            return RestorePlan(None, None, [*checkpoint.lines(), f"started from {trained.folder}: adapters; {place}"])
+        plan = plan_restore(trained, progress, config, options)
+        warned = check_quantization(trained, config, resumes=not options.finetune)
         return replace(plan, lines=[*checkpoint.lines(), *plan.lines, *warned])
-    if options.finetune or isinstance(checkpoint, HuggingFaceStart):
+    if options.finetune or not checkpoint.holds_run:
         return RestorePlan(None, None, [f"started from {checkpoint.folder}: weights; {place}"])
     optimizer, lost = _saved_optimizer(checkpoint, config, options)
     seed, lost_seed = _saved_seed(checkpoint.metadata, config, options)
     lost += [*lost_seed, *_lost_position(checkpoint, progress)]
-    restored = ["weights", *(["optimizer"] if optimizer else []), *(["random streams"] if seed is not None else [])]
+    restored = ["weights"]
+    if optimizer:
+        restored.append("optimizer")
+    if seed is not None:
+        restored.append("random streams")
     lines = [f"resumed {checkpoint.folder}: {', '.join(restored)}; {place}", *(f"WARNING: {text}" for text in lost)]
     # the config of converted weights describes their model alone: no run had its other options
     run = checkpoint.metadata.get("config") if "data_fingerprint" in checkpoint.metadata else None
@@ -91,7 +95,7 @@ def plan_restore(
 
 
 def _saved_optimizer(
-    checkpoint: Resumable, config: Config, options: CheckpointConfig
+    checkpoint: WeightSource, config: Config, options: CheckpointConfig
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the optimizer's saved scalars, None for a new optimizer, and what is lost.
 
@@ -130,11 +134,12 @@ def _saved_seed(content: Mapping[str, Any], config: Config, options: CheckpointC
     return saved, []
 
 
-def _lost_position(checkpoint: Resumable, progress: Progress) -> list[str]:
+def _lost_position(checkpoint: WeightSource, progress: Progress) -> list[str]:
     """Return what a foreign checkpoint does not say of its model and its data."""
     lost = []
-    if uncompared := getattr(checkpoint, "uncompared", []):
-        lost.append(f"{checkpoint.folder} does not state {', '.join(uncompared)}: compare them with its run yourself")
+    if checkpoint.uncompared:
+        options = ", ".join(checkpoint.uncompared)
+        lost.append(f"{checkpoint.folder} does not state {options}: compare them with its run yourself")
     if progress.iteration and not progress.consumed_samples:
         lost.append("the data position was not restored (no consumed samples): data starts from the beginning")
     elif progress.iteration and "data_fingerprint" not in checkpoint.metadata:
@@ -155,11 +160,11 @@ def _changed_options(saved: Any, config: Config) -> list[str]:
         if isinstance(before, dict):
             here = {name: value for name, value in now[section].items() if name not in NO_TRAINING}
             found += differing(here, before)
-    return [text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..." for text in found]
+    return list(map(_shortened, found))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Start of a run: the checkpoint to resume or to roll back to, and the check that the data still fits it.
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class Start:
 
     options: CheckpointConfig
     """Those that start it now; see `_resuming_options`."""
-    checkpoint: Resumable | AdapterStart | None
+    checkpoint: WeightSource | None
     """None: a new run."""
     progress: Progress
     run: Run
@@ -202,7 +207,7 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
     if found is None:  # on all ranks
         _check_start(config, options)
-    checkpoint: Resumable | AdapterStart | None = found
+    checkpoint = found
     if config.lora.lora_rank is not None:
         checkpoint = open_adapters(found, config, ctx)
         if not holds_adapters(found):  # a base model: its weights alone are taken
@@ -223,16 +228,13 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     """
     checkpoint, progress = start.checkpoint, start.progress
     assert checkpoint is not None
-    sums = engine.state.base_sums = checkpoint.new_sums() if isinstance(checkpoint, AdapterStart) else None
     lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
-    engine.state.base_sums = None
     engine.state.finish_restore()
-    if isinstance(checkpoint, AdapterStart) and sums is not None:
+    lines += checkpoint.identify(engine.ctx)
+    if isinstance(checkpoint, AdaptedSource):
         if checkpoint.trained is None:
             start_from_base(engine.module, engine.state, engine.config)
-        identity = checkpoint.identity(engine.ctx.gather_objects(sums.totals))
-        lines += checkpoint.check_base(identity)
-        engine.base = {**checkpoint.record, "identity": identity.to_json()}
+        engine.base = checkpoint.record
     return lines
 
 
@@ -248,7 +250,7 @@ def _resuming_options(options: CheckpointConfig) -> CheckpointConfig:
 
 
 def _run_of_start(
-    options: CheckpointConfig, own: Run | None, checkpoint: Resumable | None, effective: CheckpointConfig
+    options: CheckpointConfig, own: Run | None, checkpoint: WeightSource | None, effective: CheckpointConfig
 ) -> Run:
     """Return the run that starts from this checkpoint. Raises CheckpointError if `save` is used by another run.
 
@@ -259,7 +261,7 @@ def _run_of_start(
         return own
     if isinstance(checkpoint, Checkpoint) and resumes_itself(options) and not effective.finetune:
         return Run.of(checkpoint.metadata)
-    parent = None if isinstance(checkpoint, HuggingFaceStart | PeftStart) else checkpoint
+    parent = checkpoint if checkpoint is not None and checkpoint.holds_run else None
     is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
@@ -284,16 +286,18 @@ def _check_unused(save: Path, run: Run) -> None:
 
 def _said_start(run: Run) -> str:
     given = [f"{name}={value}" for name, value in run.start.items() if value != DEFAULTS.get(name)]
-    return ", ".join([*([] if run.start.get("load") else ["no load"]), *given])
+    if not run.start.get("load"):
+        given.insert(0, "no load")
+    return ", ".join(given)
 
 
-def read_progress(checkpoint: Resumable | AdapterStart, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
-    """Return the saved progress and description of the data; a new start with `finetune`, or from Hugging Face.
+def read_progress(checkpoint: WeightSource, options: CheckpointConfig) -> tuple[Progress, SavedData | None]:
+    """Return the saved progress and description of the data; a new start with `finetune`, or from no run's files.
 
     Raises CheckpointError if the metadata is damaged.
     """
     content = checkpoint.metadata
-    if options.finetune or isinstance(checkpoint, HuggingFaceStart):
+    if options.finetune or not checkpoint.holds_run:
         return Progress(), None
     try:
         progress = Progress.from_saved(content["progress"])
@@ -305,16 +309,16 @@ def read_progress(checkpoint: Resumable | AdapterStart, options: CheckpointConfi
 
 
 def restore(
-    engine: Engine, checkpoint: Resumable | AdapterStart, progress: Progress, options: CheckpointConfig | None = None
+    engine: Engine, checkpoint: WeightSource, progress: Progress, options: CheckpointConfig | None = None
 ) -> list[str]:
     """Restore weights, optimizer and counters into a new engine, and return the lines of `restore_start`.
 
     `options`: those of `Start`, where they are not the engine's own. Not collective; `EngineState.finish_restore` is.
     """
     plan = plan_restore(checkpoint, progress, engine.config, options or engine.config.checkpoint)
-    for one in (checkpoint.trained, checkpoint.base) if isinstance(checkpoint, AdapterStart) else (checkpoint,):
-        if isinstance(one, Checkpoint):  # a foreign one was checked when it was opened
-            engine.state.check_model(one, with_optimizer=plan.optimizer is not None)
+    for part in checkpoint.parts:
+        if isinstance(part, Checkpoint):  # a foreign one was checked when it was opened
+            engine.state.check_model(part, with_optimizer=plan.optimizer is not None)
     engine.state.restore(checkpoint, plan.optimizer)
     if plan.seed is not None:
         engine.dropout_seed = plan.seed
@@ -424,4 +428,6 @@ def _value(config: Mapping[str, Mapping[str, Any]], option: str) -> Any:
 
 
 def _said(value: Any) -> str:
-    return " ".join(map(str, value)) or "nothing" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "nothing"
+    return str(value)

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.sequential import compute_dtype
 from megatron.options.config import Config
 from megatron.options.optimizer import STATES
@@ -32,18 +33,6 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
-from megatron.weights.base_identity import BaseSums
-
-
-class Readable(Protocol):
-    """Source of weights and moments to restore."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]: ...
-
-    def read(
-        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -73,8 +62,6 @@ class EngineState:
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
         self.torch_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
-        self.base_sums: BaseSums | None = None
-        """With adapters, while their base is read: sums of its weights, of the parts that this rank alone counts."""
         self.uncounted_gradients = self._uncounted_gradients()
         """Return, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out."""
 
@@ -143,7 +130,7 @@ class EngineState:
                 "frozen when it was saved; freeze the same parameters, or pass --no-load-optim"
             )
 
-    def restore(self, checkpoint: Readable, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
+    def restore(self, checkpoint: WeightSource, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
         """Read this rank's weights and, unless `saved` (of `scalars`) is None, its optimizer's state.
 
         `trained_only`: leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
@@ -154,23 +141,25 @@ class EngineState:
             self._allocate_moments(moments, float(saved["step"] or 0.0))  # type: ignore[index]
         slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
 
-        def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
-            return checkpoint.read(name, kind, shard, *self.place(shard), start, numel)
+        def read(name: str, shard: Shard, start: int, numel: int, is_counted: bool = False) -> Tensor:
+            return checkpoint.read(Slice(name, shard, start, numel, *self.place(shard), is_counted))
 
         with torch.no_grad():
             for index, (name, parameter) in enumerate(named_parameters(self._module)):
-                owned = slices.get(name)
-                if not parameter.requires_grad:
-                    if not trained_only:
-                        self._restore_frozen(index, name, parameter, read)
-                else:
-                    self._set_trained(parameter, owned, partial(read, name, "weight", shard_of(parameter)))
+                shard = shard_of(parameter)
+                if parameter.requires_grad:
+                    self._set_trained(parameter, slices.get(name), partial(read, name, shard))
+                elif not trained_only:
+                    is_counted = self._is_saved_here(index, parameter)
+                    self._set_frozen(parameter, partial(read, name, shard, is_counted=is_counted))
             for owned in slices.values():
                 for kind in moments:
                     target = owned.moments[kind]
-                    target.copy_(read(owned.name, kind, owned.shard, owned.start, target.numel()))
+                    at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self.place(owned.shard))
+                    target.copy_(checkpoint.read(at, kind))
             for name, weight in () if trained_only else quantized_weights(self._module):
-                weight.fill(partial(self._read_quantized, name, weight.shard, read))
+                is_first = self._ctx.grad_rank == 0 and (weight.shard.dim is not None or self._ctx.tensor_rank == 0)
+                weight.fill(partial(read, name, weight.shard, is_counted=is_first))
         if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
             for name, value in saved["loss_scaler"].items():
                 setattr(self._optimizer.loss_scaler, name, value)
@@ -179,15 +168,15 @@ class EngineState:
         """Set parameters, by name, to these local tensors, float32."""
         slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
 
-        def read(name: str, kind: str, shard: Shard, start: int, numel: int) -> Tensor:
-            return values[name].view(-1).narrow(0, start, numel)
-
         with torch.no_grad():
-            for index, (name, parameter) in enumerate(named_parameters(self._module)):
-                if name in values and parameter.requires_grad:
-                    self._set_trained(parameter, slices.get(name), partial(read, name, "weight", shard_of(parameter)))
-                elif name in values:
-                    self._restore_frozen(index, name, parameter, read)
+            for name, parameter in named_parameters(self._module):
+                if name not in values:
+                    continue
+                read = partial(values[name].view(-1).narrow, 0)
+                if parameter.requires_grad:
+                    self._set_trained(parameter, slices.get(name), read)
+                else:
+                    self._set_frozen(parameter, read)
 
     def _set_trained(self, parameter: Any, owned: OwnedSlice | None, read: Callable[[int, int], Tensor]) -> None:
         """Set a parameter and what the optimizer has of it; read(start, numel) returns a stretch, float32."""
@@ -200,27 +189,15 @@ class EngineState:
             owned.weight.copy_(read(owned.start, owned.weight.numel()))
             parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)
 
-    def _restore_frozen(self, index: int, name: str, parameter: Any, read: Callable[..., Tensor]) -> None:
-        """Read a frozen parameter, of which no float32 copy is held; with adapters add to `base_sums`."""
-        shard, start, target = shard_of(parameter), 0, parameter.view(-1)
+    def _set_frozen(self, parameter: Any, read: Callable[[int, int], Tensor]) -> None:
+        """Set a frozen parameter, of which no float32 copy is held."""
+        start, target = 0, parameter.view(-1)
         if hasattr(parameter, "ds_id"):
             stretch = self._stretch(parameter)
             if stretch is None:
                 return
             start, target = stretch[0], parameter.ds_tensor.narrow(0, 0, stretch[1])
-        values = read(name, "weight", shard, start, target.numel())
-        target.copy_(values)
-        is_of_base = not (shard.trained or shard.added)
-        if self.base_sums is not None and is_of_base and self._is_saved_here(index, parameter):
-            self.base_sums.add(name, shard, *self.place(shard), start, values)
-
-    def _read_quantized(self, name: str, shard: Shard, read: Callable[..., Tensor], start: int, numel: int) -> Tensor:
-        """Read a stretch of a weight that is to be quantised; with adapters add to `base_sums`, as it was before."""
-        values = read(name, "weight", shard, start, numel)
-        is_first = self._ctx.grad_rank == 0 and (shard.dim is not None or self._ctx.tensor_rank == 0)
-        if self.base_sums is not None and is_first:
-            self.base_sums.add(name, shard, *self.place(shard), start, values)
-        return values
+        target.copy_(read(start, target.numel()))
 
     def finish_restore(self) -> None:
         """Make restored quantised weights usable. Collective, so that a fault of `restore` on one rank hangs none."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.slices import bands, regions
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import write_durably
@@ -46,7 +47,6 @@ Parts = Mapping[str, Sequence[MappedTensor]]
 """By our names of parameters: the tensors of the Hugging Face form, or of ours, and their places."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Sums
 
 
@@ -91,33 +91,31 @@ class BaseSums:
         self._parts, self._rounded = parts, rounded
         self.totals: dict[str, list[int]] = {}
 
-    def add(self, name: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, values: Tensor) -> None:
-        """Add float32 numbers, a stretch of the flattened local tensor from `start` on. Padding is left out."""
-        for rows, columns, block in _rectangles(shard, tensor_rank, tensor_size, start, values.view(-1)):
-            for part in self._parts[name]:
+    def add(self, at: Slice, values: Tensor) -> None:
+        """Add float32 numbers. Padding is left out."""
+        for rows, columns, block in _rectangles(at, values.view(-1)):
+            for part in self._parts[at.name]:
                 first, end = max(rows[0], part.begin), min(rows[1], part.begin + part.length)
                 if first < end:
                     self._add_part(part, torch.arange(first, end), columns, block[first - rows[0] : end - rows[0]])
 
     def _add_part(self, part: MappedTensor, rows: Tensor, columns: tuple[int, int], block: Tensor) -> None:
         rows, across = rows - part.begin, torch.arange(*columns)
-        if part.num_heads is not None:  # theirs are [head][q, k, v][row], ours [q, k, v][head][row]
-            head_size = part.length // (3 * part.num_heads)
-            piece, head = rows // (part.length // 3), rows // head_size % part.num_heads
-            rows = (3 * head + piece) * head_size + rows % head_size
-        block, rows, across = (block.t(), across, rows) if part.transposed else (block, rows, across)
+        if part.num_heads is not None:
+            rows = part.row_by_head(rows)
+        if part.transposed:
+            block, rows, across = block.t(), across, rows
         found = matrix_sums(block, rows, across, rounded=self._rounded)
         total = self.totals.setdefault(part.name, [0] * len(found))
         self.totals[part.name] = [(one + other) & MASK for one, other in zip(total, found, strict=True)]
 
 
-def _rectangles(
-    shard: Shard, tensor_rank: int, tensor_size: int, start: int, values: Tensor
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
+def _rectangles(at: Slice, values: Tensor) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
     """Yield (rows, columns, float32 block) of the full tensor, a matrix of its first dimension."""
+    shard = at.shard
     assert shard.dim in (None, 0, 1), f"{shard.shape} is cut along dimension {shard.dim}, not by rows or columns"
     inner = math.prod(shard.shape[1:])
-    for region in regions(shard, tensor_rank, tensor_size, start, values.numel()):
+    for region in regions(shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
         rows, columns = (region.row_start, region.row_stop), (region.column_start, region.column_stop)
         size = (rows[1] - rows[0], columns[1] - columns[0])
         block = values.as_strided(size, (region.row_stride, 1), values.storage_offset() + region.offset)
@@ -171,7 +169,6 @@ def stored_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
         return {name: [sum(part.result() for part in parts) & MASK] for name, parts in waiting.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Identity
 
 
@@ -185,10 +182,10 @@ class BaseIdentity:
     revision: str | None = None
 
     @staticmethod
-    def of_base(folder: Path | None, tensors: Mapping[str, Sequence[int]]) -> BaseIdentity:
-        """Return the identity of a base in that folder, which may be a snapshot of the hub's."""
+    def of_base(folder: Path | None, totals: Iterable[Mapping[str, Sequence[int]]]) -> BaseIdentity:
+        """Return the identity of a base by the sums of all ranks. Its folder may be a snapshot of the hub's."""
         name, revision = (None, None) if folder is None else hub_name_of(folder)
-        return BaseIdentity(tensors, name, revision)
+        return BaseIdentity(joined(totals), name, revision)
 
     def label(self, names: Iterable[str]) -> str:
         """Return the name and a digest of these tensors, for messages."""
@@ -213,6 +210,10 @@ class BaseIdentity:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{place} has a damaged identity of its base ({error}); copy it again") from None
 
+    def changed_in(self, sums: Mapping[str, Sequence[int]]) -> list[str]:
+        """Return the tensors of which these sums are others."""
+        return differing(self, BaseIdentity(sums))[0]
+
     def named_as(self, other: BaseIdentity | None) -> BaseIdentity:
         """Return this identity, with the other's name where it has none and all tensors of both are equal."""
         if other is None or self.name is not None or differing(other, self)[0]:
@@ -228,7 +229,8 @@ def differing(expected: BaseIdentity, found: BaseIdentity, *, is_whole: bool = F
     wrong, rounded = [], set()
     for name, sums in expected.tensors.items():
         if name not in found.tensors:
-            wrong += [name] if is_whole else []
+            if is_whole:
+                wrong.append(name)
         elif found.tensors[name][0] not in sums:
             wrong.append(name)
         elif found.tensors[name][0] != sums[0]:
@@ -278,8 +280,16 @@ def write_identity(folder: Path, content: Mapping[str, Any]) -> None:
     write_durably(folder / FILE, (json.dumps(content, indent=1) + "\n").encode())
 
 
+def recorded_identity(adapters: WeightSource) -> BaseIdentity | None:
+    """Return the identity of their base that adapters record, if they do. Raises CheckpointError."""
+    base = adapters.metadata.get("base")
+    if base is not None:
+        return BaseIdentity.from_json(base.get("identity"), adapters.folder)
+    return read_identity(adapters.folder)
+
+
 def read_identity(folder: Path) -> BaseIdentity | None:
-    """Return the identity of the base that is in a folder of adapters, if it is. Raises CheckpointError."""
+    """Return the identity of the base that is in a folder of PEFT, if it is. Raises CheckpointError."""
     if not os.path.lexists(folder / FILE):
         return None
     return BaseIdentity.from_json(read_json(own_file(folder, FILE)), folder / FILE)

@@ -6,7 +6,6 @@ Imports no torch, so that a launcher can read a model's config.json.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.runtime.files import BusyOutput, disk_shortage, new_output
+from megatron.runtime.files import BusyOutput, disk_shortage, new_output, parse_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -81,8 +80,8 @@ def json_object(text: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        content = json.loads(text, object_pairs_hook=unique, parse_constant=finite)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text, object_pairs_hook=unique, parse_constant=finite)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")

@@ -1,8 +1,13 @@
-"""The frame of a file that torch.save wrote: a zip of uncompressed entries. Every byte of it is accounted for.
+"""The one check that every foreign weights file passes before a byte of it is used.
 
-An entry is a local header, its name, padding, its content, a descriptor (its CRC-32 and sizes). The directory and its
-end follow the last. The headers repeat what the directory says, and nothing lies between them, so that a changed bit in
-any of them is found. Source: PKWARE's APPNOTE.TXT 6.3.10; caffe2/serialize/inline_container.cc of PyTorch.
+| file | carries | checked |
+|---|---|---|
+| .pt, .bin | a zip with the CRC-32 of every entry | all, and that headers and directory agree and leave no byte out |
+| .pt, .bin before torch 1.6, or saved without checksums | none | that it contains tensors and plain values alone |
+| .safetensors | none | its header: places and sizes of the tensors, without gap, overlap or repetition |
+
+Pickles are opened with weights_only=True, so that nothing in them is executed, and with the few classes of ALLOWED,
+each read as an inert record. Tensors stay mapped files until their bytes are needed.
 """
 
 from __future__ import annotations
@@ -72,6 +77,10 @@ def _need(is_right: bool, fault: str) -> None:
         raise _DamageError(fault)
 
 
+# A file of torch.save is a zip of uncompressed entries: a local header, the name, padding, the content, a descriptor
+# (CRC-32 and sizes). The directory and its end follow the last. The headers repeat what the directory says, and nothing
+# lies between them, so a changed bit in any of them is found.
+# Source: PKWARE's APPNOTE.TXT 6.3.10; caffe2/serialize/inline_container.cc of PyTorch
 def _entries(descriptor: int, size: int, end: bytes) -> Iterator[ZipEntry]:
     number, directory_start, directory_stop = _directory(descriptor, size, end)
     directory = os.pread(descriptor, directory_stop - directory_start, directory_start)
@@ -173,18 +182,6 @@ def _local(descriptor: int, at: int, name: bytes, head: list[int], crc32: int, f
     raise _DamageError(fault)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The one check that every foreign weights file passes before a byte of it is used.
-#
-# | file | carries | checked |
-# |---|---|---|
-# | .pt, .bin | a zip with the CRC-32 of every entry | all, and that headers and directory agree and leave no byte out |
-# | .pt, .bin before torch 1.6, or saved without checksums | none | that it contains tensors and plain values alone |
-# | .safetensors | none | its header: places and sizes of the tensors, without gap, overlap or repetition |
-#
-# Pickles are opened with weights_only=True, so that nothing in them is executed, and with the few classes of ALLOWED,
-# each read as an inert record. Tensors stay mapped files until their bytes are needed.
-
 log = logging.getLogger(__name__)
 
 REMEDY = "copy it again from its source"
@@ -228,11 +225,6 @@ class Inert:
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Files
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,25 +27,8 @@ from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.files import sync_folder
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface_config import (
-    OUTPUT,
-    SPECIAL_TOKENS,
-    config_of,
-    form_of,
-    restored_config,
-    shown,
-    their_config,
-)
-from megatron.weights.huggingface_files import (
-    DTYPES,
-    Precision,
-    StoredTensor,
-    WeightsWriter,
-    open_weights,
-    some,
-    write_json,
-)
+from megatron.weights.huggingface_config import OUTPUT, SPECIAL_TOKENS, form_of, restored_config, shown, their_config
+from megatron.weights.huggingface_files import Precision, WeightsWriter, some, write_json
 
 CHUNK_BYTES = 1 << 24
 """Bytes of a tensor that are read or written at once."""
@@ -66,7 +48,6 @@ TEMPLATES = "additional_chat_templates"
 """Folder of the tokenizer's other templates by name, such as tool_use.jinja."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The name map
 
 
@@ -82,6 +63,16 @@ class MappedTensor:
     transposed: bool = False
     num_heads: int | None = None
     """Given: their rows are [head][q, k, v][head size], ours [q, k, v][head][head size]."""
+
+    @property
+    def head_size(self) -> int:
+        assert self.num_heads is not None
+        return self.length // (3 * self.num_heads)
+
+    def row_by_head(self, row: Any) -> Any:
+        """Return the number of theirs for a row of ours, or a tensor of them, under `num_heads`."""
+        piece, head = row // (self.length // 3), row // self.head_size % self.num_heads
+        return (3 * head + piece) * self.head_size + row % self.head_size
 
     def view(self, ours: Tensor) -> Tensor:
         """These rows of our full tensor, as theirs: [shape]; under `num_heads` its rows are [head, 3, head size]."""
@@ -168,126 +159,6 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
         begin += length
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Theirs to ours
-
-
-@dataclass(frozen=True)
-class ImportedModel:
-    """A Hugging Face folder, checked whole, its weights yet to be read."""
-
-    config: Config
-    """The model, its longest sequence, and the precision that holds each weight exactly; all else at its default."""
-    map: NameMap
-    source: dict[str, Any]
-    """JSON to keep: their config.json and generation_config.json."""
-    stored: Mapping[str, StoredTensor]
-    """By their full names."""
-    files: ForeignFiles
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(shard.shape) for shard in self.map.shards.values())
-
-    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
-        """Compare the checksums of this share of the files, and return what was checked. Raises CheckpointError."""
-        return self.files.verify({tensor.file for tensor in self.stored.values()}, share)
-
-    def read(self, name: str, memory: Tensor | None = None) -> Tensor:
-        """One full tensor of ours, float32; in this flat memory, if given."""
-        return self.map.assemble(name, lambda theirs, begin, end: self.stored[theirs].rows(begin, end), memory)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(our name, full float32 tensor), in the order of the layers. Each is overwritten by the next."""
-        memory = torch.empty(max(math.prod(shard.shape) for shard in self.map.shards.values()))
-        for name in self.map.shards:
-            yield name, self.read(name, memory)
-
-
-def import_huggingface(folder: Path, architecture: str | None = None) -> ImportedModel:
-    """Open a folder of transformers and check it: config.json, every file, the name and shape of every tensor.
-
-    `architecture` names a family outside this package that the folder may be of.
-
-    Raises CheckpointError naming the file, field or tensor at fault.
-    """
-    config_path = own_file(folder, "config.json")
-    theirs = read_json(config_path)
-    config = config_of(theirs, config_path, architecture=architecture)
-    files = ForeignFiles()
-    stored = open_weights(folder, files)
-    if config.model.num_layers > len(stored):
-        raise CheckpointError(f"{config_path} has {config.model.num_layers} layers, but {folder} lacks most of them")
-    mapped = name_map(config)
-    expected = {part.name: part for parts in mapped.parts.values() for part in parts}
-    tensors = _check_names(folder, mapped.form, stored, expected)
-    if not config.model.untie_embeddings_and_output_weights and OUTPUT in tensors:
-        (embedding,) = mapped.parts["embedding.word.weight"]
-        check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
-    generation = folder / "generation_config.json"
-    source = {
-        "format": "huggingface",
-        "config": theirs,
-        "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
-    }
-    return ImportedModel(config_of(theirs, str(config_path), precision, architecture), mapped, source, tensors, files)
-
-
-def _check_names(
-    folder: Path, form: HuggingFaceForm, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
-) -> dict[str, StoredTensor]:
-    """The tensors by their full names; a copy of the tied embedding under lm_head.weight among them.
-
-    Raises CheckpointError with every one that is unknown, missing, twice, or of another shape.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    faults, unknown = [], []
-    for name, tensor in stored.items():
-        full = name if name == OUTPUT or name.startswith(form.prefix) else form.prefix + name
-        if re.fullmatch(form.buffers, full):
-            continue
-        if full in tensors:
-            faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
-        elif full in expected or full == OUTPUT:
-            tensors[full] = tensor
-        else:
-            unknown.append(f"{name} in {tensor.file.name}")
-    missing = sorted(set(expected) - set(tensors))
-    if unknown:
-        faults.append(f"unknown to a {form.class_name} of this size: {some(unknown)}")
-    if missing:
-        faults.append(f"missing: {some(missing)}")
-    wrong = [
-        f"{name} in {tensor.file.name} is {list(tensor.shape)} of {tensor.dtype}, config.json makes it "
-        f"{list(expected[name].shape)}"
-        for name, tensor in tensors.items()
-        if name in expected and (tensor.shape != expected[name].shape or not tensor.dtype.is_floating_point)
-    ]
-    if wrong:
-        faults.append(some(wrong))
-    if faults:
-        raise CheckpointError(f"{folder} is not a whole {form.class_name}: {'; '.join(faults)}")
-    return tensors
-
-
-def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
-    """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
-    same = output.shape == embedding.shape
-    if same:
-        step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
-        for begin in range(0, embedding.shape[0], step):
-            end = min(begin + step, embedding.shape[0])
-            same = same and torch.equal(output.rows(begin, end), embedding.rows(begin, end))
-    if not same:
-        raise CheckpointError(
-            f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
-            "tie_word_embeddings to false if it is a weight of its own"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Ours to theirs
 
 
@@ -417,10 +288,13 @@ def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None)
     if content is None or end is None:
         return content
     known = content.get("eos_token_id")
-    ends = known if isinstance(known, list) else [] if known is None else [known]
-    if end not in ends:  # a chat's turns end otherwise than the text that the model was first trained on
-        content = content | {"eos_token_id": [*ends, end] if ends else end}
-    return content
+    if known is None or known == []:
+        return content | {"eos_token_id": end}
+    ends = known if isinstance(known, list) else [known]
+    if end in ends:
+        return content
+    # a chat's turns end otherwise than the text that the model was first trained on
+    return content | {"eos_token_id": [*ends, end]}
 
 
 def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:

@@ -56,7 +56,6 @@ def form_of(model: ModelConfig) -> HuggingFaceForm:
     return form
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # config.json
 
 # What changes no number in the forward pass, or follows from what is checked.
@@ -255,7 +254,6 @@ def config_of(
     return config
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A run's options from a folder
 
 _OF_THE_RUN = (
@@ -386,7 +384,6 @@ def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Ours to theirs
 
 
@@ -438,7 +435,6 @@ def restored_config(
     return result | dict.fromkeys(spellings, ours["torch_dtype"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The model that a run loads, where its options describe none: that of a folder of transformers.
 
 

@@ -174,7 +174,6 @@ def some(names: Sequence[str]) -> str:
     return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES} more"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 

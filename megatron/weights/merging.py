@@ -1,29 +1,32 @@
-"""Adapters merged into the weights of their base as these are read: scale * B A added to each.
+"""Adapters merged into the weights of their base as these are read, on any layout.
 
-The order of operations, and so every bit of a whole tensor in float32, is that of PEFT's `merge_and_unload`.
+The arithmetic is that of adapters merged into files (peft/merged_files.py), and so PEFT's, bit for bit in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.adapters import LowRank, VocabularyLowRank
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.block_sizes import Adapter
-from megatron.parallel.low_rank import gain
-from megatron.parallel.shards import Shard, declared_shards
-from megatron.weights.adapter_start import base_config
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import LayerDeclaration, declared_shards
+from megatron.weights.adapted import AdaptedSource, base_of
+from megatron.weights.huggingface import parameters_of
+from megatron.weights.model import WholeModel, base_config
+from megatron.weights.peft.export import native_adapter
+from megatron.weights.peft.merged_files import Addition, Product
 
 EMBEDDING, OUTPUT, OF_EMBEDDING = "embedding.word.", "output.", "lora_embedding_"
-
-ReadTensor = Callable[[str, Shard, int, int], Tensor]
-"""(name, shard, tensor rank, tensor-parallel size): the local tensor, float32."""
 
 
 def merged_config(config: Config) -> Config:
@@ -35,71 +38,123 @@ def merged_config(config: Config) -> Config:
     return dataclasses.replace(plain, model=dataclasses.replace(plain.model, untie_embeddings_and_output_weights=True))
 
 
+def merged_model(checkpoint: Checkpoint) -> WholeModel:
+    """Return the model that a checkpoint of adapters and its base make together.
+
+    A base that the run held in 4 bits is merged as its folder holds it. Raises CheckpointError if the base is not
+    where the checkpoint says, or is another one.
+    """
+    config = native_adapter(checkpoint).config
+    record = checkpoint.metadata["base"]
+    base = base_of(checkpoint, config) if "folder" in record else None
+    source = MergedSource(AdaptedSource(config, base, checkpoint, record), config)
+    return WholeModel(source, merged_config(config))
+
+
 class _Update(NamedTuple):
-    """An adapter, and the beginning and end of the names of its parameters."""
+    """An adapter of a weight, and the beginning and end of the names of its parameters."""
 
     begin: str
     end: str
     adapter: Adapter
 
+    @property
+    def of_embedding(self) -> bool:
+        """It holds a column for each token, and DoRA a magnitude for each channel: of the others each is of a row."""
+        return self.begin.endswith(OF_EMBEDDING)
 
-class AdapterMerge:
-    """Merge of the adapters of a config into the weights of one tensor-parallel rank."""
 
-    def __init__(self, config: Config, read: ReadTensor, tensor_rank: int = 0, tensor_size: int = 1) -> None:
-        """`read` returns a tensor of the base or of the adapters."""
+def _updates(layer: LayerDeclaration) -> Iterator[tuple[str, list[_Update]]]:
+    """Yield the names of weights and the adapters in a layer that are added to each."""
+    for prefix, method in layer.methods.items():
+        place = f"{layer.name}.{prefix}." if prefix else f"{layer.name}."
+        if isinstance(method, LowRank):
+            yield f"{place}weight", [_Update(f"{place}lora_", each.suffix, each) for each in method.adapters]
+        if not isinstance(method, VocabularyLowRank):
+            continue
+        if method.embedding:
+            yield f"{EMBEDDING}weight", [_Update(f"{place}{OF_EMBEDDING}", "", method.embedding)]
+        if method.output:
+            yield f"{OUTPUT}weight", [_Update(f"{place}lora_", "", method.output)]
+
+
+class MergedSource(WeightSource):
+    """A base with adapters added to its weights: a whole model."""
+
+    format, title = "merged", "merged"
+    holds_run = False
+    reads_slices = False
+
+    def __init__(self, adapted: AdaptedSource, config: Config) -> None:
+        """`config`: with the adapters."""
+        merged = merged_config(config)
+        super().__init__(adapted.folder, parameters_of(merged), metadata=adapted.metadata, config=merged)
+        self._adapted, self._use_dora = adapted, config.lora.use_dora
         layers = family_of(config).layers(config)
-        self.shards = declared_shards(layers)
-        self._read, self._place, self._use_dora = read, (tensor_rank, tensor_size), config.lora.use_dora
+        self._shards = declared_shards(layers)
         self._updates: dict[str, list[_Update]] = {}
         for layer in layers:
-            for prefix, method in layer.methods.items():
-                place = f"{layer.name}.{prefix}." if prefix else f"{layer.name}."
-                if isinstance(method, LowRank):
-                    found = [_Update(f"{place}lora_", each.suffix, each) for each in method.adapters]
-                    self._updates[f"{place}weight"] = found
-                if isinstance(method, VocabularyLowRank) and method.embedding:
-                    self._updates[f"{EMBEDDING}weight"] = [_Update(f"{place}{OF_EMBEDDING}", "", method.embedding)]
-                if isinstance(method, VocabularyLowRank) and method.output:
-                    self._updates[f"{OUTPUT}weight"] = [_Update(f"{place}lora_", "", method.output)]
+            self._updates |= dict(_updates(layer))
 
-    def held(self, name: str) -> str:
-        """Return the base's name of a parameter of the merged model, whose output may be untied."""
-        return name if name in self.shards else f"{EMBEDDING}weight"
+    @property
+    def parts(self) -> Sequence[WeightSource]:
+        return self._adapted.parts
 
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a parameter of the merged model from the base's: local float32, changed in place if it can be."""
-        updates, shard = self._updates.get(name, []), self.shards[self.held(name)]
-        by_channel = [update.begin.endswith(OF_EMBEDDING) for update in updates]  # else norms are of rows
-        is_cut = any(shard.dim == (0 if each else 1) for each in by_channel)
-        if self._use_dora and is_cut and self._place[1] > 1:  # DoRA's norms need the whole tensor
-            weight = self._read(self.held(name), dataclasses.replace(shard, padding=0), 0, 1)
+    def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
+        return self._adapted.verify(share, kinds)
+
+    def identify(self, ctx: ParallelContext) -> list[str]:
+        return self._adapted.identify(ctx)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises CheckpointError before a tensor whose base is not what it was when the adapters were trained."""
+        for name, shard in self.parameters.items():
+            # counted tensor by tensor: a wrong base must not be written first and refused at the end
+            merged = self._merged(dataclasses.replace(Slice.whole(name, shard), is_counted=True))
+            self._adapted.check_counted()
+            yield name, merged
+
+    def read(self, at: Slice, kind: str = "weight") -> Tensor:
+        """Reads the whole local tensor for it."""
+        return self._merged(at.tensor).flatten()[at.start : at.start + at.numel]
+
+    def _merged(self, at: Slice) -> Tensor:
+        """Return a whole local tensor in its shape."""
+        name, updates = at.name, self._updates.get(at.name, [])
+        if name not in self._shards:  # the output, untied: its base is the embedding, and counts there
+            at = dataclasses.replace(at, name=f"{EMBEDDING}weight", is_counted=False)
+        weight = self._adapted.read(at).view(at.local_shape)
+        # DoRA's norms need the whole tensor, of whose rows or columns a rank may hold parts
+        is_cut = any(at.shard.dim == (0 if update.of_embedding else 1) for update in updates)
+        if not (self._use_dora and is_cut and at.tensor_size > 1):
             for update in updates:
-                self._merge(weight, shard, update, 0, 1)
-            return shard.take(weight, *self._place)
+                self._add(weight, at, update)
+            return weight
+        whole = Slice.whole(at.name, at.shard)
+        weight = self._adapted.read(whole).view(whole.local_shape)
         for update in updates:
-            self._merge(weight, shard, update, *self._place)
-        return weight
+            self._add(weight, whole, update)
+        return at.shard.take(weight, at.tensor_rank, at.tensor_size)
 
-    def _merge(self, weight: Tensor, shard: Shard, update: _Update, tensor_rank: int, tensor_size: int) -> None:
-        """Add an adapter's update to its rows of the weight, and scale them to DoRA's magnitudes."""
+    def _add(self, weight: Tensor, at: Slice, update: _Update) -> None:
+        """Add an adapter to its rows of the weight, and scale them to DoRA's magnitudes."""
 
         def read(kind: str) -> Tensor:
             name = f"{update.begin}{kind}{update.end}"
-            # without the padding of a vocabulary that the weight is without
-            own = self.shards[name] if tensor_size > 1 else dataclasses.replace(self.shards[name], padding=0)
-            return self._read(name, own, tensor_rank, tensor_size)
+            shard = self._shards[name]
+            if at.tensor_size == 1:  # without the padding of a vocabulary that the weight is without
+                shard = dataclasses.replace(shard, padding=0)
+            own = Slice.of_rank(name, shard, at.tensor_rank, at.tensor_size)
+            return self._adapted.read(own).view(own.local_shape)
 
         up, down = read("B"), read("A")
         if update.adapter.is_principal:
             up, down = torch.cat([up, -read("start_B")], dim=1), torch.cat([down, read("start_A")])
-        change = (up @ down).mul_(update.adapter.scale)
-        of_embedding = update.begin.endswith(OF_EMBEDDING)
-        change = change.t() if of_embedding else change
-        spans = shard.spans(tensor_rank, tensor_size) if shard.dim == 0 else []
+        product = Product(up, down, transposed=update.of_embedding)
+        spans = at.shard.spans(at.tensor_rank, at.tensor_size) if at.shard.dim == 0 else []
         first = sum(stop - start for start, stop in spans[: update.adapter.first])
-        rows = weight[first : first + len(change)]
-        rows += change
+        rows = weight[first : first + product.num_rows]
+        addition = Addition(product, update.adapter.scale)
         if self._use_dora:
-            dim = 0 if of_embedding else 1  # a magnitude for each channel of an embedding, for each row of the others
-            rows *= gain(read("magnitude_vector"), torch.linalg.norm(rows, dim=dim)).unsqueeze(dim)
+            addition = addition.scaled(read("magnitude_vector"), rows if update.of_embedding else None)
+        addition(rows, rows, 0, len(rows))

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from megatron.checkpoint import reader, writer
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.checkpoint.source import Slice
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.parallel.shards import Shard
 from tests.checkpoint.states import (
@@ -64,7 +65,7 @@ def test_any_stretch_of_any_layout_is_read_from_any_other(
     whole = local(name, kind, rank, size)
     start = data.draw(st.integers(0, len(whole)))
     numel = data.draw(st.integers(0, len(whole) - start))
-    found = checkpoint.read(name, kind, padded(name, size), rank, size, start, numel)
+    found = checkpoint.read(Slice(name, padded(name, size), start, numel, rank, size), kind)
     assert found.dtype == torch.float32
     assert torch.equal(found, whole[start : start + numel])
 
@@ -159,7 +160,7 @@ def test_a_fragment_that_cannot_be_is_refused() -> None:
 def test_another_model_is_reported_by_name_and_shape(tmp_path: Path) -> None:
     checkpoint = Checkpoint(write(tmp_path, "global_step1"))
     with pytest.raises(CheckpointError, match=r"holds no parameter '2\.x', but 6 others, such as 0\.norm\.weight"):
-        checkpoint.read("2.x", "weight", Shard((3,)), 0, 1, 0, 3)
+        checkpoint.read(Slice("2.x", Shard((3,)), 0, 3))
     with pytest.raises(CheckpointError, match=r"holds no momentum_buffer of 0\.norm\.weight, only weight, exp_avg, "):
         checkpoint.read_full("0.norm.weight", "momentum_buffer")
     other = Shard((64, 12), dim=0, pieces=(40, 12, 12))
@@ -168,7 +169,7 @@ def test_another_model_is_reported_by_name_and_shape(tmp_path: Path) -> None:
         match=r"holds 1\.qkv\.weight as \[48, 12\], sharded along dimension 0 in pieces of 24, 12, 12; this model has "
         r"it as \[64, 12\], sharded along dimension 0 in pieces of 40, 12, 12\. Give the options",
     ):
-        checkpoint.read("1.qkv.weight", "weight", other, 0, 1, 0, 10)
+        checkpoint.read(Slice("1.qkv.weight", other, 0, 10))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

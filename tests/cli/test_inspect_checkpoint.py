@@ -202,3 +202,10 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
     for wrong in (["--verify"], [str(tmp_path), "--diff", "a", "b"], ["--diff", "a", "b", "--norms"]):
         with pytest.raises(SystemExit, match="2"):
             inspect_checkpoint.main(wrong)
+
+
+def test_a_model_of_transformers_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert inspect_checkpoint.main([str(tmp_path)])
+    assert "holds a model of transformers, or adapters, not checkpoints of a run" in capsys.readouterr().err

@@ -18,9 +18,9 @@ from megatron.options.config import ConfigError
 from megatron.options.model import LoraConfig
 from megatron.parallel.context import ParallelContext
 from megatron.weights.huggingface import export_huggingface
-from megatron.weights.huggingface_start import HuggingFaceStart
-from megatron.weights.native import native_model
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.loader import find_checkpoint
+from megatron.weights.model import whole_model
 from megatron.weights.peft.export import AdaptedModel, export_adapter
 from tests.generation.stages import Array, loaded, loaded_logits, logits_in_training
 from tests.generation.theirs import CASES, LAYOUTS, VOCABULARY, their_logits, write_folder
@@ -79,7 +79,7 @@ def run(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     ranks(4)(layouts.train_then_save, flags, 2, str(folder / "saved"))
     checkpoint = newest_checkpoint(folder / "saved")
     assert checkpoint is not None
-    native = native_model(checkpoint)
+    native = whole_model(checkpoint)
     (folder / "hf").mkdir()
     export_huggingface(folder / "hf", native.config, native.tensors())
     return folder / "saved", folder / "hf"
@@ -161,7 +161,7 @@ def write_adapter(
     base: Path, folder: Path, targets: tuple[str, ...] = ("q_proj", "down_proj"), *, use_dora: bool = False
 ) -> Path:
     """Adapters in PEFT's format with random numbers, on q_proj and down_proj of a Llama."""
-    config = HuggingFaceStart(base).config
+    config = HuggingFaceSource(base).config
     lora = LoraConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=targets, use_dora=use_dora)
     config = dataclasses.replace(config, lora=lora)
     generator = torch.Generator().manual_seed(4)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import newest_checkpoint
+from megatron.cli import convert_checkpoint
 from megatron.generation.generator import generate
+from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, build_stage
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.models.attention import SelfAttention, Shared
 from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
@@ -30,8 +32,9 @@ from megatron.plan.describe import describe
 from megatron.plan.flops import count_parameters
 from megatron.settings.command_line import load_config
 from megatron.settings.validation import check
-from megatron.weights.huggingface import export_huggingface, import_huggingface, parameters_of
-from megatron.weights.native import native_model
+from megatron.weights.huggingface import export_huggingface, parameters_of
+from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.model import whole_model
 from tests import runs
 from tests.models import outputs
 from tests.plan.test_sizes import assert_planned_is_allocated
@@ -164,16 +167,48 @@ def test_it_trains_resumes_on_another_layout_and_is_exported(ranks: RankPools, t
 
     checkpoint = newest_checkpoint(saved)
     assert checkpoint is not None
-    model = native_model(checkpoint)
+    model = whole_model(checkpoint)
     folder = tmp_path / "hf"
     folder.mkdir()
     export_huggingface(folder, model.config, model.tensors())
-    back = import_huggingface(folder, NAME)
+    back = HuggingFaceSource(folder, architecture=NAME)
     assert back.config.model.architecture == NAME
     assert "toy.block.1.norm_k.weight" in back.stored
-    for name in model.shards:
-        assert torch.equal(back.read(name), checkpoint.read_full(name))
+    for name in model.source.parameters:
+        assert torch.equal(back.read_full(name), checkpoint.read_full(name))
     assert ranks(1)(runs.train, f"{common} --load {folder}") == [""]
+
+
+def test_it_is_converted_both_ways_and_generated_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A family outside the package, named by --architecture where a folder of transformers does not name it."""
+    config, generator = outputs.config_of(FLAGS), torch.Generator().manual_seed(3)
+    drawn = {
+        name: torch.empty(shard.shape).normal_(float(len(shard.shape) == 1), 0.2, generator=generator)
+        for name, shard in parameters_of(config).items()
+    }
+    theirs, native, back = (tmp_path / name for name in ("theirs", "native", "back"))
+    theirs.mkdir()
+    export_huggingface(theirs, config, drawn.items())
+
+    def convert(*words: str) -> str:
+        assert convert_checkpoint.main(words) == 0
+        return capsys.readouterr().out
+
+    said = convert("--load", str(theirs), "--save", str(native), "--to", "native", "--architecture", NAME)
+    assert f"verified: {len(drawn)} tensors equal; logits not compared: transformers has no ToyForCausalLM" in said
+    convert("--load", str(native), "--save", str(back), "--to", "hf")
+    assert (back / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    found = []
+    for folder, architecture in ((native, None), (back, NAME)):
+        options = LoadOptions(load=str(folder), architecture=architecture, precision="fp32", device="cpu")
+        model = load_model(options, ParallelContext.single())
+        (completion,) = generate(model, [Request(0, (5, 6, 7))], GenerationOptions(max_new_tokens=8))
+        found.append(completion.ids)
+        for name, parameter in named_parameters(model.module):
+            assert torch.equal(parameter[: len(drawn[name])], drawn[name])
+    assert found[0] == found[1]
+    assert convert_checkpoint.main(["--load", str(back), "--save", str(tmp_path / "no"), "--to", "native"])
+    assert "model_type='toy'; only " in capsys.readouterr().err
 
 
 def test_it_is_planned_and_its_rules_are_checked() -> None:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron.runtime.files import replacing, sync_folder, write_durably
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.reader import read_latest
+from megatron.generation.jsonl import _is_result
+from megatron.observability.run_plots import PlotError, read_run
+from megatron.runtime.files import parse_json, replacing, sync_folder, write_durably
+from megatron.weights.deepspeed.deepspeed_checkpoint import _progress
+from megatron.weights.folder_files import read_json
+
+DEEP = "[" * 100_000
 
 
 @pytest.fixture
@@ -104,3 +112,19 @@ def test_a_file_system_that_cannot_sync_folders_is_borne(tmp_path: Path, monkeyp
     assert len(os.listdir("/proc/self/fd")) == open_before
     with pytest.raises(OSError, match="Invalid argument"):  # a file's content is another matter
         write_durably(tmp_path / "note", b"lost")
+
+
+def test_json_that_is_nested_too_deeply_is_a_damaged_file(tmp_path: Path) -> None:
+    """Whoever reads JSON of a disk catches ValueError: Python's own parser raises RecursionError for such a text."""
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(DEEP)
+    for name in ("progress.json", "metrics.jsonl"):
+        (tmp_path / name).write_text(f"{DEEP}\n")
+    (tmp_path / "latest").write_text(f"global_step1\n{DEEP}")
+    assert read_latest(tmp_path) == ("global_step1", None)
+    for read in (_progress, lambda folder: read_json(folder / "progress.json")):
+        with pytest.raises(CheckpointError, match="nested too deeply"):
+            read(tmp_path)
+    with pytest.raises(PlotError, match="line 1: it is nested too deeply"):
+        read_run(tmp_path)
+    assert not _is_result(DEEP.encode(), {})

@@ -21,7 +21,7 @@ from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine
 from megatron.training.resume import read_progress, restore
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.loader import find_checkpoint
 
 EOD = 7
 

@@ -16,9 +16,9 @@ from megatron.checkpoint.reader import newest_checkpoint
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
-from megatron.training.exports import MergedModel
 from megatron.training.resume import find_start, restore_start
-from megatron.weights.native import native_model
+from megatron.weights.merging import merged_model
+from megatron.weights.model import whole_model
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_layouts import RECOMPUTE
@@ -126,7 +126,7 @@ def evaluate_merged(adapters: str) -> float:
     checkpoint = newest_checkpoint(adapters)
     assert checkpoint is not None
     engine, task = layouts.build(MODEL)
-    weights, parameters = dict(MergedModel(checkpoint).tensors()), dict(named_parameters(engine.module))
+    weights, parameters = dict(merged_model(checkpoint).tensors()), dict(named_parameters(engine.module))
     assert weights.keys() == parameters.keys()
     engine.state.set_weights(
         {name: F.pad(w, (0, 0) * (w.dim() - 1) + (0, len(parameters[name]) - len(w))) for name, w in weights.items()}
@@ -149,7 +149,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(saved: Saved) -> None:
     assert identity["algorithm"] == "row-column-sum-1"
     assert len(identity["tensors"]) == len(whole.parameters) + 4 * (2 + 1), "of the files: q, k, v; gate, up"
     with pytest.raises(CheckpointError, match=r"holds adapters of the base model in .*, not a whole model"):
-        native_model(checkpoint)
+        whole_model(checkpoint)
 
 
 def change_one_number(parameters: dict[str, torch.Tensor]) -> None:

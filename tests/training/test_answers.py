@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.source import Slice
 from megatron.models.kv_cache import KVCache
 from megatron.training.interludes import kept_random_state
 from tests import runs
@@ -54,7 +55,7 @@ def state(folder: Path) -> dict[tuple[str, str], bytes]:
     """Weights and moments after the last step."""
     found = Checkpoint(folder / "global_step6")
     return {
-        (name, kind): found.read(name, kind, shard, 0, 1, 0, math.prod(shard.shape)).numpy().tobytes()
+        (name, kind): found.read(Slice(name, shard, 0, math.prod(shard.shape)), kind).numpy().tobytes()
         for name, shard in found.parameters.items()
         for kind in found.kinds
         if any((each.name, each.kind) == (name, kind) for each in found.fragments)

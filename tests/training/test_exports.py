@@ -26,8 +26,9 @@ from megatron.runtime import files
 from megatron.settings.command_line import parse_arguments
 from megatron.training import exports
 from megatron.weights import conversion
-from megatron.weights.huggingface import import_huggingface, parameters_of
+from megatron.weights.huggingface import parameters_of
 from megatron.weights.huggingface_files import WeightsWriter
+from megatron.weights.huggingface_source import HuggingFaceSource
 from tests import runs
 from tests.ranks import RankFailure, RankPools
 
@@ -59,10 +60,10 @@ def made_of(export: Path) -> dict[str, Any]:
 
 def assert_is_checkpoint(export: Path, checkpoint: Path) -> None:
     """The very weights, in a folder that transformers reads whole."""
-    native, theirs = conversion.open_weights(checkpoint), import_huggingface(export)
-    assert made_of(export)["token"] == native.checkpoint.token  # type: ignore[union-attr]
+    native, theirs = conversion.open_model(checkpoint), HuggingFaceSource(export)
+    assert made_of(export)["token"] == native.source.token  # type: ignore[attr-defined]
     for name, tensor in native.tensors():
-        assert torch.equal(theirs.read(name), tensor), name
+        assert torch.equal(theirs.read_full(name), tensor), name
 
 
 def train_and_hear(arguments: str) -> tuple[str, list[str]]:
@@ -171,7 +172,7 @@ def test_an_export_has_our_logits_in_transformers(
     assert not loaded["missing_keys"]
     assert not loaded["unexpected_keys"]
     assert model.dtype == (torch.bfloat16 if "bf16" in layout else torch.float32)
-    native, found = conversion.open_weights(tmp_path / "saved"), conversion.open_weights(export)
+    native, found = conversion.open_model(tmp_path / "saved"), conversion.open_model(export)
     precision = native.config.training.precision
     assert conversion.compare_tensors(native, found, precision, lambda numel: None) > 10
     assert "largest logit difference" in conversion.compare_logits(native, found, precision)

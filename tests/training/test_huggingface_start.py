@@ -12,13 +12,13 @@ import torch
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
+from megatron.checkpoint.source import Slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.settings.command_line import parse_arguments
-from megatron.weights.huggingface import import_huggingface
 from megatron.weights.huggingface_config import their_config
-from megatron.weights.huggingface_start import HuggingFaceStart
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.loader import find_checkpoint
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -70,7 +70,7 @@ def test_the_first_loss_is_that_of_transformers_on_every_layout(
     ranks: RankPools, tmp_path: Path, model: str, places: list[tuple[str, int]]
 ) -> None:
     folder = make(model, tmp_path / "theirs")
-    expected, theirs = loss_of(folder), import_huggingface(folder)
+    expected, theirs = loss_of(folder), HuggingFaceSource(folder)
     for layout, zero in places:
         world_size, flags = arguments(layout, zero=zero)
         saved = tmp_path / f"{layout}{zero}"
@@ -82,7 +82,7 @@ def test_the_first_loss_is_that_of_transformers_on_every_layout(
         assert found.metadata["progress"]["iteration"] == 0
         assert found.kinds == ("weight",), "a fresh optimizer has no moments before its first step"
         for name in found.parameters:
-            assert torch.equal(found.read_full(name), theirs.read(name)), (name, layout)
+            assert torch.equal(found.read_full(name), theirs.read_full(name)), (name, layout)
 
 
 @pytest.mark.parametrize("model", ["llama_gqa", "bloom_alibi"])
@@ -119,10 +119,10 @@ def test_any_stretch_of_any_cut_is_read(
     folder = make(model, tmp_path / "theirs", "--num-layers 1", **{key: 1})
     flags = [*layouts.COMMON.split(), *layouts.MODELS[model].split(), "--num-layers", "1"]
     config, _ = parse_arguments(flags)
-    start, whole = HuggingFaceStart(folder, config), import_huggingface(folder)
-    monkeypatch.setattr("megatron.weights.huggingface_start.CHUNK_BYTES", chunk_bytes)
+    start, whole = HuggingFaceSource(folder, config), HuggingFaceSource(folder)
+    monkeypatch.setattr("megatron.weights.huggingface_source.CHUNK_BYTES", chunk_bytes)
     for name, shard in whole.map.shards.items():
-        full = whole.read(name).clone()
+        full = whole.read_full(name).clone()
         for size in (1, 2):
             padded = Shard(shard.shape, shard.dim, shard.pieces, 6 if shard.shape[0] == VOCABULARY else 0)
             for rank in range(size):
@@ -132,7 +132,7 @@ def test_any_stretch_of_any_cut_is_read(
                     (len(local) // 3, len(local) // 2 + 5),
                     (len(local) - 3, len(local)),
                 ):
-                    found = start.read(name, "weight", padded, rank, size, begin, end - begin)
+                    found = start.read(Slice(name, padded, begin, end - begin, rank, size))
                     assert torch.equal(found, local[begin:end]), (name, size, rank, begin, end)
                 if shard.dim is None:
                     break
@@ -141,10 +141,10 @@ def test_any_stretch_of_any_cut_is_read(
 def test_a_rank_reads_only_the_rows_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make("llama_gqa", tmp_path / "theirs")
     config, _ = parse_arguments([*layouts.COMMON.split(), *layouts.MODELS["llama_gqa"].split()])
-    start = HuggingFaceStart(folder, config)
+    start = HuggingFaceSource(folder, config)
     shard = Shard((VOCABULARY, 64), 0, (VOCABULARY,), 6)
     taken: list[tuple[int, int]] = []
-    tensor = start._model.stored["model.embed_tokens.weight"]
+    tensor = start.stored["model.embed_tokens.weight"]
     rows = tensor.rows
 
     def noted(first: int, end: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_a_rank_reads_only_the_rows_it_needs(tmp_path: Path, monkeypatch: pytest
         return rows(first, end)
 
     object.__setattr__(tensor, "rows", noted)
-    start.read("embedding.word.weight", "weight", shard, 1, 2, 64 * 10, 64 * 20)
+    start.read(Slice("embedding.word.weight", shard, 64 * 10, 64 * 20, 1, 2))
     assert taken == [(138, 158)]
 
 
@@ -182,7 +182,7 @@ def find(folder: Path, flags: str = "") -> Any:
 
 def test_a_folder_that_is_both_is_refused(tmp_path: Path) -> None:
     folder = make("llama_gqa", tmp_path / "theirs")
-    assert isinstance(find(folder, "--finetune"), HuggingFaceStart)
+    assert isinstance(find(folder, "--finetune"), HuggingFaceSource)
     (folder / "global_step3").mkdir()
     (folder / "global_step3/checkpoint.json").write_text("{}")
     with pytest.raises(CheckpointError, match="beside checkpoints of a run; keep one of them"):

@@ -21,7 +21,7 @@ from megatron.parallel.shards import declared_shards, named_parameters
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.settings.command_line import load_config, parse_arguments
 from megatron.training.engine import Engine
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.loader import find_checkpoint
 from tests.ranks import RankPools
 from tests.settings.faults import faults_of
 from tests.training import layouts
@@ -113,18 +113,6 @@ def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> No
     assert [name for name in one if not np.array_equal(one[name], other[name])] == []
 
 
-class Unmapped:
-    """A checkpoint whose mapped files do not count as memory; what it returns does, once it is used."""
-
-    def __init__(self, source: Any) -> None:
-        self.kinds, self._source = source.kinds, source
-
-    def read(self, *arguments: Any) -> torch.Tensor:
-        with _disable_current_modes():
-            found: torch.Tensor = self._source.read(*arguments)
-            return found
-
-
 def loaded(arguments: str, load: str) -> tuple[dict[str, np.ndarray], int, int]:
     """The quantised weights of a start from `load`, the most bytes that its restore allocated, and their number."""
     engine, _ = layouts.build(f"{arguments} --load {load} --finetune")
@@ -132,8 +120,15 @@ def loaded(arguments: str, load: str) -> tuple[dict[str, np.ndarray], int, int]:
     assert start is not None
     live = LiveBytes([*engine.module.parameters(), *engine.module.buffers()])
     held = live.now
-    with patch.object(nf4, "QUANTIZED_AT_ONCE", 4096), live:
-        engine.state.restore(Unmapped(start), None)
+    read = start.read
+
+    def unmapped(*arguments: Any) -> torch.Tensor:
+        """Mapped files do not count as memory; what is read of them does, once it is used."""
+        with _disable_current_modes():
+            return read(*arguments)
+
+    with patch.object(nf4, "QUANTIZED_AT_ONCE", 4096), patch.object(start, "read", unmapped), live:
+        engine.state.restore(start, None)
     engine.state.finish_restore()
     numbers = sum(weight.shape[0] * weight.shape[1] for _, weight in quantized_weights(engine.module))
     return dense_weights(engine), live.peak - held, numbers

@@ -27,7 +27,7 @@ from megatron.runtime.commands import FAILED
 from megatron.settings.command_line import parse_arguments
 from megatron.training.resume import RestorePlan, Start, checkpoint_before, find_start, plan_restore, read_progress
 from megatron.weights.deepspeed.deepspeed_checkpoint import model_options
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.loader import find_checkpoint
 from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts
 
@@ -273,7 +273,9 @@ def test_what_a_resume_does_not_restore_is_a_warning(
 def test_what_a_foreign_checkpoint_does_not_say_is_a_warning() -> None:
     """One of Megatron's, converted: without moments, seed and data, and with few of its arguments."""
     metadata = {"progress": asdict(Progress(5, 40)), "optimizer": {"step": 5}}
-    foreign: Any = SimpleNamespace(folder="run", kinds=("weight",), metadata=metadata, uncompared=["rotary_base"])
+    foreign: Any = SimpleNamespace(
+        folder="run", kinds=("weight",), metadata=metadata, uncompared=["rotary_base"], holds_run=True
+    )
     config = config_of(f"{ROPE} --load run --universal-checkpoint")
     assert plan_restore(foreign, Progress(5, 40), config, config.checkpoint).lines == [
         "resumed run: weights; iteration 5, 40 samples",

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.source import Slice
 from megatron.parallel.shards import Shard
 from megatron.weights.base_identity import (
     MASK,
@@ -124,14 +125,13 @@ def test_parts_of_every_layout_add_up_to_the_whole(
     shard = Shard(shape, dim, (8,) * pieces if dim is not None else (), padding, used_on="stream")
     full = torch.randn(shape, generator=torch.Generator().manual_seed(length))
     found = []
-    for rank in range(size if dim is not None else 1):
+    size = size if dim is not None else 1
+    for rank in range(size):
         local = shard.take(full, rank, size).view(-1)
         ends = sorted({0, local.numel(), *(cut for cut in cuts if cut < local.numel())})  # stretches of ZeRO-3
         for start, end in itertools.pairwise(ends):
             sums = BaseSums(own_parts({"w": shard}))
-            sums.add(
-                "w", shard, rank if dim is not None else 0, size if dim is not None else 1, start, local[start:end]
-            )
+            sums.add(Slice("w", shard, start, end - start, rank, size), local[start:end])
             found.append(sums.totals)
     assert joined(found)["w"] == matrix_sums(full, torch.arange(shape[0]), torch.arange(shape[1]))
 
@@ -145,7 +145,7 @@ def test_the_forms_of_hugging_face_have_the_sums_of_their_files() -> None:
         found = []
         for rank in range(rank_count):
             one = BaseSums({"w": parts})
-            one.add("w", shard, rank, rank_count, 0, shard.take(full, rank, rank_count).view(-1))
+            one.add(Slice.of_rank("w", shard, rank, rank_count), shard.take(full, rank, rank_count).view(-1))
             found.append(one.totals)
         return joined(found)
 

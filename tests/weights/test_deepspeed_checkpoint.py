@@ -16,13 +16,14 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from megatron.checkpoint.foreign import deepspeed_folder
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.settings.command_line import parse_arguments
-from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint, read, recognise
+from megatron.weights.deepspeed.deepspeed_checkpoint import DeepSpeedCheckpoint, read
 from megatron.weights.deepspeed.universal import point_latest, universal_info, write
 from megatron.weights.huggingface import parameters_of
 from tests.ranks import RankFailure, RankPools
@@ -100,7 +101,7 @@ def test_deepspeed_shards_and_its_universal_folder_are_read_bit_for_bit(
     world_size, flags = flags_of(model, layout, extra)
     expected = gathered(ranks(world_size)(deepspeed_runs.save_deepspeed, flags, str(tmp_path)))
     foreign = read(tmp_path / TAG, config_of(model))
-    assert recognise(tmp_path) == foreign.layout == "deepspeed"
+    assert foreign.layout == "deepspeed"
     assert (foreign.facts["iteration"], foreign.facts["consumed_samples"], foreign.facts["step"]) == (2, 16, 2)
     assert_same(foreign, expected)
 
@@ -109,8 +110,8 @@ def test_deepspeed_shards_and_its_universal_folder_are_read_bit_for_bit(
         let_the_last_stage_drift(tmp_path / TAG)
         with pytest.raises(CheckpointError, match=r"mp_rank_02_optim_states\.pt: weight of .*same tied weight"):
             read(tmp_path / TAG, config_of(model)).read_full("embedding.word.weight")
-    assert recognise(tmp_path / "universal") == "universal"
     universal = read(tmp_path / "universal", config_of(model))
+    assert universal.layout == "universal"
     assert (universal.facts["iteration"], universal.facts["consumed_samples"]) == (2, 16)
     assert_same(universal, expected)
     if "--zero-stage 3" not in extra:  # of ZeRO-3, DeepSpeed's tool keeps the numbers alone
@@ -318,7 +319,7 @@ def test_a_malicious_pickle_among_deepspeeds_shards_is_refused(tmp_path: Path) -
         torch.save({"module": None}, folder / "mp_rank_00_model_states.pt")
         torch.save({"weight": Payload(marker)}, folder / place)
         with pytest.raises(CheckpointError, match=rf"{place} is refused"):
-            recognise(folder)
+            read(folder)
     assert not marker.exists()
 
 
@@ -435,8 +436,8 @@ def test_the_newest_universal_folder_is_found_by_its_pointer(universal: Path) ->
 
 
 def test_a_folder_of_something_else_is_not_recognised(tmp_path: Path) -> None:
-    assert recognise(tmp_path) is None
-    assert recognise(tmp_path / "missing") is None
+    assert deepspeed_folder(tmp_path) is None
+    assert deepspeed_folder(tmp_path / "missing") is None
     with pytest.raises(CheckpointError, match="holds no DeepSpeed checkpoint"):
         read(tmp_path)
 

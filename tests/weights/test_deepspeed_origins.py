@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.cli import ds_to_universal
 from megatron.parallel.context import ParallelContext
-from megatron.weights.deepspeed.deepspeed_checkpoint import read, recognise
+from megatron.weights.deepspeed.deepspeed_checkpoint import read
 from tests.models import outputs
 
 HEADS, HIDDEN, LAYERS, VOCABULARY = 8, 64, 2, 123
@@ -163,8 +163,8 @@ def test_a_megatron_deepspeed_checkpoint_gives_the_same_logits(
     write_megatron(tmp_path, megatron_layers(model, kind, kv_heads, tp), offset, arguments)
     flags = BLOOM if kind == "bloom" else f"{LLAMA} --num-query-groups {kv_heads}"
     config = outputs.config_of(flags)
-    assert recognise(tmp_path) == "megatron-deepspeed"
     foreign = read(tmp_path, config)
+    assert foreign.layout == "megatron-deepspeed"
     assert foreign.facts["consumed_samples"] == 640
     assert foreign.kinds == ("weight",)
     weights = {name: foreign.read_full(name).numpy() for name in foreign.parameters}

@@ -18,8 +18,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import parse_arguments
 from megatron.weights import foreign_files
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface import import_huggingface
-from megatron.weights.opening import find_checkpoint
+from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.loader import find_checkpoint
 from tests.models import outputs
 from tests.weights.test_deepspeed_origins import BLOOM, HEADS, megatron_layers, their_model, write_megatron
 from tests.weights.test_huggingface import as_bin, save
@@ -131,7 +131,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, s
     """By format: its folder, the file to damage, options of a conversion, and those of a run that starts from it."""
     folder = tmp_path_factory.mktemp("sources")
     as_bin(folder / "bin", save("llama_mha", folder / "bin"))
-    (folder / "llama.yaml").write_text(to_yaml(import_huggingface(folder / "bin").config))
+    (folder / "llama.yaml").write_text(to_yaml(HuggingFaceSource(folder / "bin").config))
     llama = f"--config {folder / 'llama.yaml'}"
     assert convert(folder / "bin", folder / "universal", "universal", "--no-verify") == 0
     layers = megatron_layers(their_model("bloom"), "bloom", 8, 2)

@@ -24,8 +24,9 @@ from megatron.options.config import Config
 from megatron.options.presets import read_preset
 from megatron.options.stored import from_dict
 from megatron.weights import huggingface
-from megatron.weights.huggingface import export_huggingface, import_huggingface, name_map
+from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_config import config_of, restored_config, their_config
+from megatron.weights.huggingface_source import HuggingFaceSource
 from tests.models.test_hf_logits import CASES, VOCABULARY
 
 transformers = pytest.importorskip("transformers")
@@ -68,9 +69,11 @@ def export(folder: Path, **options: Any) -> Callable[[Path], Path]:
     """Import `folder`, and export it to where the result is called with."""
 
     def to(place: Path) -> Path:
-        model = import_huggingface(folder)
+        model = HuggingFaceSource(folder)
         place.mkdir()
-        export_huggingface(place, options.pop("config", model.config), model.tensors(), source=model.source, **options)
+        export_huggingface(
+            place, options.pop("config", model.config), model.tensors(), source=model.metadata["source"], **options
+        )
         return place
 
     return to
@@ -131,7 +134,7 @@ def test_what_changed_since_the_import_is_written_beside_what_did_not(tmp_path: 
     """transformers 5 nests the rope's options, of which the last form of ours has one more spelling."""
     save("llama_3.1", tmp_path / "theirs")
     change_config(tmp_path / "theirs", _name_or_path="org/model", license="own", dtype="float32")
-    theirs, config = config_json(tmp_path / "theirs"), import_huggingface(tmp_path / "theirs").config
+    theirs, config = config_json(tmp_path / "theirs"), HuggingFaceSource(tmp_path / "theirs").config
     assert "rope_parameters" in theirs
     longer = replace(config, model=replace(config.model, max_position_embeddings=4096))
     assert restored_config(theirs, longer, "bf16", ({}, {})) == theirs | {
@@ -146,7 +149,7 @@ def test_what_changed_since_the_import_is_written_beside_what_did_not(tmp_path: 
 
 def test_vocabulary_padding_is_not_exported(tmp_path: Path) -> None:
     save("llama_mha", tmp_path / "theirs")
-    model = import_huggingface(tmp_path / "theirs")
+    model = HuggingFaceSource(tmp_path / "theirs")
     assert model.config.model.padded_vocab_size(1) > VOCABULARY
     back = weights(export(tmp_path / "theirs")(tmp_path / "back"))
     assert back["model.embed_tokens.weight"].shape[0] == back["lm_head.weight"].shape[0] == VOCABULARY
@@ -162,7 +165,7 @@ def test_the_precision_of_the_weights_is_kept(dtype: torch.dtype, tmp_path: Path
     assert config_json(back)["dtype"] == str(dtype).removeprefix("torch.")
     # a single float32 tensor among them needs float32
     save_file(expected | {"lm_head.weight": expected["lm_head.weight"].float()}, tmp_path / "theirs/model.safetensors")
-    assert import_huggingface(tmp_path / "theirs").config.training.precision == "fp32"
+    assert HuggingFaceSource(tmp_path / "theirs").config.training.precision == "fp32"
 
 
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
@@ -213,15 +216,15 @@ def test_rotary_frequencies_of_old_files_are_passed_over(tmp_path: Path) -> None
 
 def test_old_names_of_rope_fields_are_read(tmp_path: Path) -> None:
     save("llama_3.1", tmp_path / "theirs")
-    new = import_huggingface(tmp_path / "theirs").config
+    new = HuggingFaceSource(tmp_path / "theirs").config
     content = config_json(tmp_path / "theirs")
     rope = content.pop("rope_parameters")
     both = {"rope_parameters": dict(rope), "rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}}
     content |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(content))
-    assert import_huggingface(tmp_path / "theirs").config == new
+    assert HuggingFaceSource(tmp_path / "theirs").config == new
     change_config(tmp_path / "theirs", **both)
-    assert import_huggingface(tmp_path / "theirs").config == new
+    assert HuggingFaceSource(tmp_path / "theirs").config == new
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
@@ -231,8 +234,8 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) 
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
-    model = import_huggingface(snapshot)
-    assert torch.equal(model.read("embedding.word.weight"), expected["model.embed_tokens.weight"])
+    model = HuggingFaceSource(snapshot)
+    assert torch.equal(model.read_full("embedding.word.weight"), expected["model.embed_tokens.weight"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -402,10 +405,10 @@ def huge(folder: Path) -> None:
 )
 def test_bad_folders_are_refused(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
     save("llama_gqa", tmp_path / "theirs", max_shard_size="60KB")
-    import_huggingface(tmp_path / "theirs")  # whole before
+    HuggingFaceSource(tmp_path / "theirs")  # whole before
     damage(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match=said):
-        import_huggingface(tmp_path / "theirs")
+        HuggingFaceSource(tmp_path / "theirs")
 
 
 def test_a_header_with_a_tensor_twice_is_refused(tmp_path: Path) -> None:
@@ -417,7 +420,7 @@ def test_a_header_with_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     header = header[:-1] + b"," + header[1:]  # every entry again
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        import_huggingface(tmp_path / "theirs")
+        HuggingFaceSource(tmp_path / "theirs")
 
 
 class Payload:
@@ -434,7 +437,7 @@ def test_a_malicious_bin_is_refused_and_not_executed(tmp_path: Path) -> None:
     tensors = save("gpt2", tmp_path / "theirs")
     as_bin(tmp_path / "theirs", tensors | {"transformer.extra": Payload(tmp_path / "executed")})
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is refused: it names .*open"):
-        import_huggingface(tmp_path / "theirs")
+        HuggingFaceSource(tmp_path / "theirs")
     assert not (tmp_path / "executed").exists()
 
 
@@ -445,18 +448,18 @@ def test_a_bin_of_anything_but_tensors_is_refused(content: Any, tmp_path: Path) 
     if isinstance(content, bytes):
         (tmp_path / "theirs/pytorch_model.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin"):
-        import_huggingface(tmp_path / "theirs")
+        HuggingFaceSource(tmp_path / "theirs")
 
 
 def test_a_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> None:
     tensors = save("bloom_8_heads", tmp_path / "theirs")
     head = tensors["transformer.word_embeddings.weight"].clone()
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "theirs/model.safetensors")
-    import_huggingface(tmp_path / "theirs")
+    HuggingFaceSource(tmp_path / "theirs")
     head[-1, -1] += 1
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "theirs/model.safetensors")
     with pytest.raises(CheckpointError, match=r"is not the word embedding, but config\.json ties"):
-        import_huggingface(tmp_path / "theirs")
+        HuggingFaceSource(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(
@@ -498,7 +501,7 @@ def test_fields_that_change_what_is_computed_are_refused(
     save(name, tmp_path)
     change_config(tmp_path, **values)
     with pytest.raises(CheckpointError, match=said):
-        import_huggingface(tmp_path)
+        HuggingFaceSource(tmp_path)
 
 
 DERIVATIVES = (
@@ -537,9 +540,9 @@ def test_keys_that_change_nothing_are_kept(tmp_path: Path) -> None:
         "layer_types": ["full_attention"] * 4, "temperature": 0.6, "unsloth_version": "2026.1", "_num_labels": 1,
     }  # fmt: skip
     change_config(tmp_path, **idle)
-    assert import_huggingface(tmp_path).config
+    assert HuggingFaceSource(tmp_path).config
     change_config(tmp_path, sliding_window=4096, use_sliding_window=False, max_window_layers=28)
-    assert import_huggingface(tmp_path).source["config"]["sliding_window"] == 4096
+    assert HuggingFaceSource(tmp_path).metadata["source"]["config"]["sliding_window"] == 4096
     for name, described in (("Llama", "llama"), ("GPT2", "gpt2"), ("Bloom", "bloom")):
         theirs = getattr(transformers, f"{name}Config")().to_dict()
         assert config_of(theirs, tmp_path).model, described
@@ -566,7 +569,7 @@ def test_models_that_transformers_does_not_have_are_not_exported(
 
 def test_an_incomplete_model_is_not_exported(tmp_path: Path) -> None:
     save("llama_mha", tmp_path / "theirs")
-    model = import_huggingface(tmp_path / "theirs")
+    model = HuggingFaceSource(tmp_path / "theirs")
     tensors = list(model.map.shards)
 
     for number, (names, said) in enumerate(
@@ -578,7 +581,7 @@ def test_an_incomplete_model_is_not_exported(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        stand_in = ((name, model.read(name) if name in tensors else torch.ones(1)) for name in names)
+        stand_in = ((name, model.read_full(name) if name in tensors else torch.ones(1)) for name in names)
         with pytest.raises(CheckpointError, match=said):
             export_huggingface(folder, model.config, stand_in)
 
@@ -613,7 +616,7 @@ def test_a_tokenizer_is_copied_along_and_loads(tmp_path: Path) -> None:
 def test_special_tokens_are_the_tokenizers_where_nothing_else_tells(tmp_path: Path) -> None:
     save("llama_mha", tmp_path / "theirs")
     save_tokenizer(tmp_path / "tokenizer")
-    model = import_huggingface(tmp_path / "theirs")
+    model = HuggingFaceSource(tmp_path / "theirs")
     (tmp_path / "back").mkdir()
     export_huggingface(tmp_path / "back", model.config, model.tensors(), tokenizer=tmp_path / "tokenizer")
     for file in ("config.json", "generation_config.json"):
@@ -630,7 +633,7 @@ def test_the_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_the_imported_config_is_a_config_of_ours(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
-    config = import_huggingface(tmp_path).config
+    config = HuggingFaceSource(tmp_path).config
     assert from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert isinstance(config, Config)
     assert config.training.seq_length == config.model.max_position_embeddings == 40

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.source import Slice
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import declared_shards
 from megatron.settings.command_line import read_command_line
 from megatron.weights.peft.export import AdaptedModel
-from megatron.weights.peft.start import PeftStart
+from megatron.weights.peft.start import PeftSource
 from tests.models.outputs import COMMON, config_of
 from tests.models.test_hf_logits import CASES as MODELS
 from tests.weights.test_peft_export import CASES, PREFIX, expected
@@ -57,13 +58,13 @@ def test_options_and_tensors_are_read_as_they_were(folders: dict[str, Path], nam
     assert declared[0] == declared[1]
     parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=2)
     config = dataclasses.replace(config, parallel=parallel)
-    start, shards = PeftStart(folders[name], config), declared_shards(family_of(config).layers(config))
+    start, shards = PeftSource(folders[name], config), declared_shards(family_of(config).layers(config))
     assert set(start.parameters) == set(AdaptedModel(exported).shards)
     for parameter in start.parameters:
         weight, shard = torch.from_numpy(expected(name).weights[parameter]).float(), shards[parameter]
         for rank in range(2):
             local = shard.take(weight, rank, 2)
-            found = start.read(parameter, "weight", shard, rank, 2, 0, local.numel())
+            found = start.read(Slice(parameter, shard, 0, local.numel(), rank, 2))
             assert torch.equal(found, local.flatten()), parameter
 
 
@@ -85,12 +86,12 @@ def test_a_folder_of_peft_is_read(tmp_path: Path) -> None:
         folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         adapted.save_pretrained(folder)
         config = read(name, folder)
-        start = PeftStart(folder, config)
+        start = PeftSource(folder, config)
         tensors = load_file(folder / "adapter_model.safetensors")
         assert sum("lora_" in key for key in tensors) == sum("lora_" in each for each in start.parameters)
         assert config.lora.lora_dropout == options.get("lora_dropout", 0.0)
         for parameter, shard in start.parameters.items():
-            found = start.read(parameter, "weight", shard, 0, 1, 0, _numel(shard.shape))
+            found = start.read(Slice(parameter, shard, 0, _numel(shard.shape)))
             full = AdaptedModel(config).map.assemble(parameter, partial(_rows, tensors))
             assert torch.equal(found, full.flatten()), parameter
 
@@ -193,7 +194,7 @@ def test_a_folder_that_is_not_whole_is_refused(
             raise AssertionError(faults[0])
         return
     with pytest.raises(CheckpointError, match=fault):
-        PeftStart(tmp_path / "changed", read(name, tmp_path / "changed"))
+        PeftSource(tmp_path / "changed", read(name, tmp_path / "changed"))
 
 
 def test_a_pickle_passes_the_trust_check_only(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -201,9 +202,9 @@ def test_a_pickle_passes_the_trust_check_only(folders: dict[str, Path], tmp_path
     tensors = load_file(tmp_path / "pickled/adapter_model.safetensors")
     (tmp_path / "pickled/adapter_model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pickled/adapter_model.bin")
-    start = PeftStart(tmp_path / "pickled", read("llama", tmp_path / "pickled"))
+    start = PeftSource(tmp_path / "pickled", read("llama", tmp_path / "pickled"))
     shard = start.parameters["layers.0.attention.qkv.lora_A_q_proj"]
-    found = start.read("layers.0.attention.qkv.lora_A_q_proj", "weight", shard, 0, 1, 0, _numel(shard.shape))
+    found = start.read(Slice("layers.0.attention.qkv.lora_A_q_proj", shard, 0, _numel(shard.shape)))
     assert torch.equal(found, tensors[Q_A].flatten())
     torch.save({Q_A: print}, tmp_path / "pickled/adapter_model.bin")
     assert "is refused: it names" in faults_of("llama", tmp_path / "pickled")[0]

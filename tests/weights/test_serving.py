@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.cli.convert_checkpoint import served
-from megatron.weights.huggingface import export_huggingface, import_huggingface
+from megatron.weights.huggingface import export_huggingface
+from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.peft.export import AdaptedModel, export_adapter
 from tests.models.outputs import config_of
 from tests.models.test_adapters import lora
@@ -54,7 +55,7 @@ def test_a_model_is_what_vllm_reads(name: str, tmp_path: Path) -> None:
     save(name, tmp_path / "theirs")
     save_tokenizer(tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
-    model, folder = import_huggingface(tmp_path / "theirs"), tmp_path / "export"
+    model, folder = HuggingFaceSource(tmp_path / "theirs"), tmp_path / "export"
     folder.mkdir()
     # as of a run that began here: config.json is all our own
     export_huggingface(

@@ -21,7 +21,7 @@ from megatron.data.index.indexed import DataError
 from megatron.data.index.indexed_builder import BuilderState
 from megatron.data.read.document_blocks import Position
 from megatron.data.read.sources import SourceFile
-from megatron.runtime.files import lock_file, replacing
+from megatron.runtime.files import lock_file, parse_json, replacing
 
 TAIL_BYTES = 1 << 16
 """Length of the input before a position that is compared before resuming there."""
@@ -150,7 +150,7 @@ class UnfinishedWork:
 
     def _read(self) -> dict[str, Any]:
         try:
-            content: dict[str, Any] = json.loads(self._state_path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = parse_json(self._state_path.read_text(encoding="utf-8"))
             Position(**content["position"])
             return content
         except (ValueError, KeyError, TypeError) as error:
@@ -159,7 +159,7 @@ class UnfinishedWork:
     def _saved_sources(self) -> list[list[Any]]:
         path = self.folder / "sources.json"
         try:
-            found: list[list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+            found: list[list[Any]] = parse_json(path.read_text(encoding="utf-8"))
             return found
         except (ValueError, FileNotFoundError) as error:
             raise DataError(f"{path} is damaged ({error}); delete {self.folder} to start over") from error

@@ -32,7 +32,7 @@ from megatron.data.prepare.manifest import read_manifest
 from megatron.launch.instructlab.arguments import DataProcessArgs
 from megatron.launch.plan import FineTuning
 from megatron.options.data import parse_data_path
-from megatron.runtime.files import replacing
+from megatron.runtime.files import parse_json, replacing
 
 BATCH_DOCUMENTS = 1000
 TOKENIZER_NAME = "tokenizer.json"
@@ -346,7 +346,7 @@ def open_samples(folder: Path, *, has_pairs: bool = False) -> Samples:
         )
     record: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # made by tools/preprocess_chat.py
-        record = json.loads((folder / f"{NAME}.json").read_text(encoding="utf-8"))
+        record = parse_json((folder / f"{NAME}.json").read_text(encoding="utf-8"))
     dataset = IndexedDataset(prefix)
     if not len(dataset):
         raise DataError(f"{prefix} holds no samples; check what was left out of it, and why")
@@ -387,7 +387,7 @@ def _once(
         folder.mkdir(parents=True, exist_ok=True)
         with _alone_in(folder):
             with contextlib.suppress(OSError, ValueError):
-                if json.loads(record.read_text(encoding="utf-8"))["made_of"] == made_of:
+                if parse_json(record.read_text(encoding="utf-8"))["made_of"] == made_of:
                     samples = open_samples(folder, has_pairs=has_pairs)
                     logger.info("data_output_dir %s holds these samples already: %s", folder, samples.describe())
                     return samples

@@ -1,9 +1,8 @@
-"""Model options of a Megatron or Megatron-DeepSpeed run, from the arguments that its checkpoints hold."""
+"""Checkpoints of DeepSpeed (universal or sharded) and Megatron-DeepSpeed as a source of weights in our names."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,12 @@ from torch import Tensor
 from megatron.checkpoint.foreign import deepspeed_folder, not_deepspeed
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_known_options, check_model_options
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.registry import family_of
 from megatron.options.config import Config, ConfigError
 from megatron.options.stored import from_dict
-from megatron.parallel.shards import Shard, declared_shards
+from megatron.parallel.shards import declared_shards
+from megatron.runtime.files import parse_json
 from megatron.weights.deepspeed.files import (
     FILE_OF_KIND,
     OPTIMIZER_FILE,
@@ -30,7 +31,7 @@ from megatron.weights.deepspeed.files import (
 )
 from megatron.weights.deepspeed.origins import Origin, is_megatron, megatron_origins, our_origins
 from megatron.weights.foreign_files import Inert
-from megatron.weights.native import matched
+from megatron.weights.model import check_parameters
 
 _NAMES = {
     "num_layers": ("num_layers",),
@@ -70,15 +71,15 @@ def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading checkpoints of DeepSpeed (universal or sharded) and Megatron-DeepSpeed as full tensors in our names.
-#
-# checkpoint = read(Path("run/global_step100_universal")) for name in checkpoint.parameters: checkpoint.read_full(name)
-
 log = logging.getLogger(__name__)
 
 Layout = Literal["universal", "deepspeed", "megatron-deepspeed"]
 
+TITLES: dict[Layout, str] = {
+    "universal": "DeepSpeed universal",
+    "deepspeed": "DeepSpeed",
+    "megatron-deepspeed": "Megatron-DeepSpeed",
+}
 MAX_DRIFT = 2**-6
 """Largest distance of a Megatron rank's copy from the mean of all, as a fraction of the tensor's largest value.
 
@@ -87,14 +88,16 @@ apart do not.
 """
 
 
-class DeepSpeedCheckpoint:
-    """Checkpoint of DeepSpeed or Megatron-DeepSpeed, read as a `reader.Checkpoint` is, in our names and row order.
+class DeepSpeedCheckpoint(WeightSource):
+    """Checkpoint of DeepSpeed or Megatron-DeepSpeed, in our names and row order.
 
-    `parameters` describes each full tensor, without padding. `kinds` are `weight` and the optimizer's `exp_avg`,
-    `exp_avg_sq` or `momentum_buffer`; every parameter has all of them, but those in `frozen` may lack moments. `facts`
-    are, each where the checkpoint has it: `iteration`, `consumed_samples`, `step` (the optimizer's), `args` (Megatron's
-    arguments), `metadata` (ours).
+    `kinds` are `weight` and the optimizer's `exp_avg`, `exp_avg_sq` or `momentum_buffer`; every parameter has all of
+    them, but those in `frozen` may lack moments. `facts` are, each where the checkpoint has it: `iteration`,
+    `consumed_samples`, `step` (the optimizer's), `args` (Megatron's arguments), `metadata` (ours).
     """
+
+    format = "deepspeed"
+    reads_slices = False
 
     def __init__(
         self,
@@ -103,27 +106,29 @@ class DeepSpeedCheckpoint:
         source: RankTensors,
         origins: Mapping[str, Origin],
         facts: dict[str, Any],
-        frozen: Collection[str] = (),
-        max_drift: float = MAX_DRIFT,
+        config: Config | None,
+        frozen: Collection[str],
+        max_drift: float,
     ) -> None:
-        self.folder, self.layout, self.facts = folder, layout, facts
-        self.uncompared: list[str] = []
-        """Options of the given config's model that nothing in the checkpoint settles."""
-        self._max_drift = max_drift
-        self.parameters: Mapping[str, Shard] = {ours: origin.shard for ours, origin in origins.items()}
-        self._source, self._origins = source, origins
+        self.layout, self.facts = layout, facts
+        self.title = TITLES[layout]
+        self._source, self._origins, self._max_drift = source, origins, max_drift
         self._kinds = {ours: source.kinds(origin.theirs[0]) for ours, origin in origins.items()}
-        self.kinds = tuple(kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in self._kinds.values()))
+        parameters = {ours: origin.shard for ours, origin in origins.items()}
+        kinds = [kind for kind in FILE_OF_KIND if any(kind in kinds for kinds in self._kinds.values())]
+        super().__init__(folder, parameters, kinds=kinds, metadata=_metadata(facts), config=config)
+        self._check_kinds(frozen)
+
+    def _check_kinds(self, frozen: Collection[str]) -> None:
         for ours, kinds in self._kinds.items():
             if kinds != self.kinds and not (ours in frozen and kinds == ("weight",)):
                 lacking = next(kind for kind in self.kinds if kind not in kinds)
                 raise CheckpointError(
-                    f"{folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole checkpoint, "
-                    "or freeze the parameter if it was frozen"
+                    f"{self.folder} lacks {lacking} of {ours}, which its other parameters have; copy the whole "
+                    "checkpoint, or freeze the parameter if it was frozen"
                 )
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Kinds of a parameter, `weight` first."""
         return self._kinds[name]
 
     def read_full(self, name: str, kind: str = "weight") -> Tensor:
@@ -200,47 +205,29 @@ class DeepSpeedCheckpoint:
         )
         return mean
 
-    def read(
-        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
-    ) -> Tensor:
-        """Return a stretch of a local tensor, as `reader.Checkpoint.read` does; reads the full tensor for it."""
-        local = shard.take(self.read_full(name, kind), tensor_rank, tensor_size)
-        return local.view(-1)[start : start + numel]
+    def read(self, at: Slice, kind: str = "weight") -> Tensor:
+        """Reads the full tensor for it."""
+        local = at.shard.take(self.read_full(at.name, kind), at.tensor_rank, at.tensor_size)
+        return local.view(-1)[at.start : at.start + at.numel]
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Metadata of a resuming run, as far as the checkpoint has it: see training/checkpoints.py."""
-        facts = self.facts
-        ours = facts.get("metadata") or {}
-        iteration = int(facts.get("iteration") or 0)
-        return {
-            **ours,
-            "progress": {
-                **ours.get("progress", {}),
-                "iteration": iteration,
-                "consumed_samples": int(facts.get("consumed_samples") or 0),
-            },
-            # a bare ZeRO-3 folder lacks the optimizer's steps; there was one per iteration
-            "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
-        }
-
-    def verify(self, share: tuple[int, int] = (0, 1)) -> str:
-        """Compare the checksums of this share of the files, and return what was checked.
-
-        Raises CheckpointError that names the damaged file.
-        """
+    def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
         return self._source.files.verify(self.folder.rglob("*.pt"), share)
 
 
-def recognise(path: Path) -> Layout | None:
-    """Return the layout of a folder, or of the one its `latest_universal` or `latest` names; None: not DeepSpeed's."""
-    folder = deepspeed_folder(path)
-    if folder is None:
-        return None
-    if _is_universal(folder):
-        return "universal"
-    with _as_damage(folder):
-        return "megatron-deepspeed" if is_megatron(_source_of(folder).names) else "deepspeed"
+def _metadata(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a resuming run, as far as the checkpoint has it: see training/checkpoints.py."""
+    ours = facts.get("metadata") or {}
+    iteration = int(facts.get("iteration") or 0)
+    return {
+        **ours,
+        "progress": {
+            **ours.get("progress", {}),
+            "iteration": iteration,
+            "consumed_samples": int(facts.get("consumed_samples") or 0),
+        },
+        # a bare ZeRO-3 folder lacks the optimizer's steps; there was one per iteration
+        "optimizer": {**(ours.get("optimizer") or {}), "step": facts.get("step", iteration)},
+    }
 
 
 def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT) -> DeepSpeedCheckpoint:
@@ -259,17 +246,18 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
         config = config or _saved_config(folder, facts)
         if config is not None:
             facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
-        megatron = is_megatron(source.names)
-        origins = (megatron_origins if megatron else our_origins)(source, config, folder)
+        is_of_megatron = is_megatron(source.names)
+        origins_of = megatron_origins if is_of_megatron else our_origins
+        origins = origins_of(source, config, folder)
         frozen: set[str] = set()
         if config is not None:
-            matched(folder, config, {name: origin.shard for name, origin in origins.items()})
+            check_parameters(folder, config, {name: origin.shard for name, origin in origins.items()})
             declared = declared_shards(family_of(config).layers(config))
             frozen = {name for name, shard in declared.items() if not shard.trained}
-        layout: Layout = "megatron-deepspeed" if megatron else "deepspeed"
+        layout: Layout = "megatron-deepspeed" if is_of_megatron else "deepspeed"
         if isinstance(source, UniversalFolder):
             layout = "universal"
-        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, frozen, max_drift)
+        checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, config, frozen, max_drift)
         checkpoint.uncompared = uncompared
         return checkpoint
 
@@ -325,8 +313,8 @@ def _progress(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again from its source") from None
     return content if isinstance(content, dict) else {}
 
@@ -350,7 +338,7 @@ def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     metadata = client.get("metadata")
     if isinstance(metadata, str):
         try:
-            facts["metadata"] = json.loads(metadata)
+            facts["metadata"] = parse_json(metadata)
         except ValueError as error:
             raise CheckpointError(f"{folder}: the metadata in its model states are damaged ({error})") from None
         if not isinstance(facts["metadata"], dict):

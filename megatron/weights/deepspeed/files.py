@@ -70,7 +70,6 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pa
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Readers of local tensors
 
 
@@ -256,25 +255,29 @@ class ZeroShards:
                 "checkpoint with the version that wrote it, and save it with a newer one"
             )
         for index, weight in enumerate(weights):
-            moments = inner.get("state", {}).get(index, {})
-            flat = {"weight": _checked(weight, path, "float32 weights")}
-            for kind in FILE_OF_KIND:
-                if isinstance(moments.get(kind), Tensor):
-                    flat[kind] = _checked(moments[kind], path, kind)
-            if self._step is None and "step" in moments:
-                self._step = _as_int(moments["step"])
+            flat = self._flat_tensors(weight, inner.get("state", {}).get(index, {}), path)
+            length = min(tensor.numel() for tensor in flat.values())
             spans: Iterable[tuple[str, Any, Any]]
             if places is None:
                 spans = _partitions(groups[index], data, data_size)
             else:
                 spans = [(name, place.get("start"), place.get("numel")) for name, place in places[index].items()]
             for name, start, numel in spans:
-                length = min(tensor.numel() for tensor in flat.values())
                 if not (isinstance(start, int) and isinstance(numel, int) and 0 <= start <= start + numel <= length):
                     raise CheckpointError(
                         f"{path} places {name} at [{start}, {start} + {numel}) of {length} elements; it is damaged"
                     )
                 yield name, _FlatSlice(flat, start, numel, path)
+
+    def _flat_tensors(self, weight: object, moments: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+        """Return the flat tensors of a group by kind, and note the optimizer's step."""
+        flat = {"weight": _checked(weight, path, "float32 weights")}
+        for kind in FILE_OF_KIND:
+            if isinstance(moments.get(kind), Tensor):
+                flat[kind] = _checked(moments[kind], path, kind)
+        if self._step is None and "step" in moments:
+            self._step = _as_int(moments["step"])
+        return flat
 
     def kinds(self, name: str) -> tuple[str, ...]:
         pieces = [piece for parts in self._pieces[name].values() for piece in parts if piece.numel]

@@ -67,7 +67,9 @@ class PipelineNames:
     def ours(self, theirs: str) -> str:
         """Return our name of a parameter; one that belongs to no layer keeps DeepSpeed's."""
         match = re.match(r"\d+|tied_modules\.\w+", theirs)
-        return self._ours[match[0]] + theirs[match.end() :] if match and match[0] in self._ours else theirs
+        if match is None or match[0] not in self._ours:
+            return theirs
+        return self._ours[match[0]] + theirs[match.end() :]
 
 
 def _decoder(num_layers: int, *, is_tied: bool) -> list[str]:
@@ -82,9 +84,7 @@ def current(theirs: str) -> str:
     return re.sub(r"^(?!1\.)(\d+)\.norm\.", r"\1.", theirs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Origins of our parameters in a DeepSpeed or Megatron-DeepSpeed checkpoint: names there, cuts, order of rows.
-#
+# Origins of our parameters in a checkpoint of DeepSpeed's: names there, cuts, order of rows.
 # `theirs` is a name in the foreign checkpoint, `ours` one of this project.
 
 MEGATRON_BLOCK = {
@@ -142,7 +142,6 @@ def _ungrouped(grouped: Tensor, pieces: Sequence[int], num_heads: int) -> Tensor
     return torch.cat([part.reshape(-1, *grouped.shape[1:]) for part in parts])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Our models, saved by DeepSpeed
 
 
@@ -203,7 +202,6 @@ def _our_origin(source: RankTensors, ours: str, theirs: tuple[str, ...], shard: 
     return Origin(theirs, shard, cut)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Megatron-DeepSpeed
 
 
@@ -216,6 +214,28 @@ def megatron_origins(source: RankTensors, config: Config | None, folder: Path) -
     differently.
     """
     facts = _megatron_facts(source.client, config, folder)
+    theirs_of = _megatron_names(source, folder)
+    origins = {}
+    for (block, name), theirs in theirs_of.items():
+        if not name.startswith(("attention.qkv.", "mlp.up.")):
+            origins[block + name] = _plain_origin(source, facts, name, theirs)
+            continue
+        is_attention = name.startswith("attention")
+        row = block, "attention.dense.weight" if is_attention else "mlp.down.weight"
+        if row not in theirs_of:
+            raise CheckpointError(f"{folder} holds no tensor for {''.join(row)}; copy the whole checkpoint")
+        in_size = source.shape(theirs_of[row][0])[1] * source.tensor_size
+        if is_attention:
+            origins[block + name] = _qkv_origin(source, facts, theirs, in_size, folder)
+            continue
+        origin = _up_origin(source, theirs, in_size)
+        is_gated = len(origin.shard.pieces) > 1
+        origins[block + (name.replace("up", "gate_up") if is_gated else name)] = origin
+    return origins
+
+
+def _megatron_names(source: RankTensors, folder: Path) -> dict[tuple[str, str], list[str]]:
+    """Return the names of theirs by (block, name) of ours, checked to be those of whole blocks."""
     parsed: dict[str, tuple[int | None, str]] = {}
     for theirs in source.names:
         match = MEGATRON_NAME.fullmatch(theirs)
@@ -244,21 +264,7 @@ def megatron_origins(source: RankTensors, config: Config | None, folder: Path) -
             )
         theirs_of.setdefault(place, []).append(theirs)
     _check_blocks(theirs_of, len(blocks), folder)
-    origins = {}
-    for (block, name), found in theirs_of.items():
-        if name.startswith(("attention.qkv.", "mlp.up.")):
-            row = block, "attention.dense.weight" if name.startswith("attention") else "mlp.down.weight"
-            if row not in theirs_of:
-                raise CheckpointError(f"{folder} holds no tensor for {''.join(row)}; copy the whole checkpoint")
-            in_size = source.shape(theirs_of[row][0])[1] * source.tensor_size
-            if name.startswith("attention"):
-                origins[block + name] = _qkv_origin(source, facts, found, in_size, folder)
-            else:
-                origin = _up_origin(source, found, in_size)
-                origins[block + (name.replace("up", "gate_up") if len(origin.shard.pieces) > 1 else name)] = origin
-        else:
-            origins[block + name] = _plain_origin(source, facts, name, found)
-    return origins
+    return theirs_of
 
 
 @dataclass(frozen=True)

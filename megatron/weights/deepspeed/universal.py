@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.source import WeightSource
 from megatron.options.config import Config
 from megatron.options.stored import from_dict
 from megatron.parallel.shards import Shard, shard_of
@@ -27,7 +27,7 @@ PARAMETER_GROUPS = 16
 """DeepSpeed restores as many parameter groups as the file lists, and stops at the model's own number."""
 
 
-def write(checkpoint: Checkpoint | DeepSpeedCheckpoint, folder: Path) -> None:
+def write(checkpoint: WeightSource, folder: Path) -> None:
     """Write DeepSpeed's universal folder, which its loader reads with `checkpoint: {load_universal: true}`.
 
     The folder appears when it is complete. One tensor is in memory at a time. Raises CheckpointError if it exists.
@@ -207,7 +207,7 @@ def _pieces_shape(shard: Shard) -> tuple[Any, ...]:
     return tuple(shard.pieces if dim == shard.dim else length for dim, length in enumerate(shard.shape))
 
 
-def _native_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+def _native_facts(checkpoint: WeightSource) -> dict[str, Any]:
     metadata = checkpoint.metadata
     progress, optimizer = metadata.get("progress") or {}, metadata.get("optimizer") or {}
     facts = {name: progress[name] for name in ("iteration", "consumed_samples") if name in progress}

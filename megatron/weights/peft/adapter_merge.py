@@ -1,7 +1,6 @@
-"""Verify a merged model against its base and its adapters, in float64 and without any merged weight in between.
+"""Merge adapters into a Hugging Face folder, file by file: a copy of the base, with the adapted tensors replaced.
 
-A merged weight W' is compared with base and adapters by what they make of random vectors: W' x against W x + s B (A x).
-A wrong row shows in its own output. Tensors that no adapter changes must be equal bit for bit.
+All other bytes are the base's, and of the merged numbers every bit is that of PEFT's `merge_and_unload`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from megatron.weights.huggingface_files import StoredTensor, open_weights, some
 from megatron.weights.peft.folder import CONFIG, INPUTS, OUTPUTS, PeftAdapter, PeftFactors, open_adapter
 from megatron.weights.peft.merged_files import PIECE_BYTES, BiasUpdate, LowRankUpdate, TensorChange, copy_changed, cuts
 
+# Verification, in float64 and without any merged weight in between. A merged weight W' is compared with base and
+# adapters by what they make of random vectors, W' x with W x + s B (A x): a wrong row shows in its own output.
 NUM_VECTORS = 4
 ROUNDINGS = 8
 """Allowed error of an output, in roundings of a row of the weight. Independent ones add up to less than 2 of them."""
@@ -119,10 +120,7 @@ def _outputs(weight: StoredTensor, vectors: Tensor, transposed: bool) -> tuple[T
     return torch.cat(outputs), torch.cat(squares)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Merge adapters into a Hugging Face folder: a copy of the base, in which the adapted tensors are replaced.
-#
-# All other bytes are the base's, and of the merged numbers every bit is that of PEFT's `merge_and_unload`.
+# The merge
 
 PREFIXES = ("transformer.", "model.")
 """Modules that hold the model without its output projection; published files may leave them out of the names."""
@@ -209,7 +207,7 @@ class Merge:
             adapter.path,
             expected,
             str(self.base),
-            BaseIdentity.of_base(self.base, totals),
+            BaseIdentity.of_base(self.base, [totals]),
             option="--base",
             allowed=self._allow_other_base,
             named=adapter.base.name,

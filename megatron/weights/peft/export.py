@@ -23,13 +23,13 @@ from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
-from megatron.weights.base_identity import BaseIdentity, write_identity
+from megatron.weights.base_identity import BaseIdentity, recorded_identity, write_identity
 from megatron.weights.folder_files import Precision
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import MappedTensor, NameMap, copy_tokenizer, parts_of, sync_export, write_tensors
 from megatron.weights.huggingface_config import OUTPUT, form_of
 from megatron.weights.huggingface_files import DTYPES, WeightsWriter, open_safetensors, write_json
-from megatron.weights.native import config_of_run, different
+from megatron.weights.model import config_of_source, different
 from megatron.weights.peft.folder import CONFIG, PREFIX, WEIGHTS
 
 START = "lora_start_"
@@ -260,7 +260,6 @@ def export_adapter(
     return copied
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints of adapters
 
 
@@ -284,7 +283,7 @@ class NativeAdapter:
     @property
     def identity(self) -> BaseIdentity | None:
         """Identity of the base; None in checkpoints from before there was one."""
-        return BaseIdentity.from_json(self.checkpoint.metadata["base"].get("identity"), self.checkpoint.folder)
+        return recorded_identity(self.checkpoint)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full float32 tensor), each trained parameter once."""
@@ -305,7 +304,7 @@ def native_adapter(checkpoint: Checkpoint) -> NativeAdapter:
     """Open the adapters. Raises CheckpointError if the checkpoint does not hold those that its config describes."""
     if checkpoint.metadata.get("base") is None:
         raise CheckpointError(f"{checkpoint.folder} holds a whole model, not adapters; write it as hf")
-    config = config_of_run(checkpoint)
+    config = config_of_source(checkpoint)
     model = AdaptedModel(config)
     if fault := different(checkpoint.parameters, model.held):
         raise CheckpointError(f"{checkpoint.folder} does not hold the adapters that its config describes: {fault}")

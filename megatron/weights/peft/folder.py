@@ -1,7 +1,7 @@
-"""The rule by which PEFT selects what it trains of a model: by the names of modules alone.
+"""Adapter folders of PEFT: adapter_config.json, and the tensors of adapter_model.safetensors or .bin.
 
-Each line follows `peft.tuners.tuners_utils.check_target_module_exists`, and for modules trained whole
-`peft.utils.other._set_trainable`. Names are those of transformers' model.
+LoRA alone is read. Whatever in the config changes what an adapter computes, and is not understood here, is refused by
+name. Nothing is executed, and every tensor of the file is accounted for.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ ALL_LINEAR = "all-linear"
 FIRST_NUMBER = r".*?\.[^.]*\.(\d+)\."
 
 
+# The rule by which PEFT selects what it trains: by names of modules alone. Each line follows its
+# tuners_utils.check_target_module_exists, and for modules trained whole its other._set_trainable.
 @dataclass(frozen=True)
 class Selection:
-    """The fields of adapter_config.json that select modules."""
+    """The fields of adapter_config.json that select modules, by the names of transformers' model."""
 
     targets: list[str] | str
     """target_modules: names, ends of names, or one regular expression."""
@@ -110,12 +112,6 @@ def _ends(names: list[str] | str, module: str) -> bool:
         return bool(names) and re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Adapter folders of PEFT: adapter_config.json, and the tensors of adapter_model.safetensors or .bin.
-#
-# LoRA alone is read. Whatever in the config changes what an adapter computes, and is not understood here, is refused
-# by name. Nothing is executed, and every tensor of the file is accounted for.
 
 WEIGHTS = "adapter_model"
 COPY_AGAIN = "copy the folder again"

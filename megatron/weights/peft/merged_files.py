@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.parallel.low_rank import gain
 from megatron.weights.folder_files import own_file, real_path
 from megatron.weights.huggingface_files import StoredTensor, bytes_of, write_at
 from megatron.weights.peft.folder import PeftFactors
@@ -162,8 +163,7 @@ class _Workers:
                 os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changes that adapters make to one tensor of their base, by blocks of rows, in the order of PEFT's operations.
+# Changes that adapters make to one tensor of their base, in the order of PEFT's operations
 
 LEAST_COLUMNS = 16
 """Columns of which norms are computed at a time: a cache line of float32."""
@@ -220,9 +220,9 @@ class LowRankUpdate:
         """`transposed`: the base holds (in_features, out_features)."""
         self._factors, self._weight, self.transposed = factors, weight, transposed
 
-    def _products(self, base: StoredTensor) -> tuple[_Product, _Product | None]:
+    def _products(self, base: StoredTensor) -> tuple[Product, Product | None]:
         """Return what is added, not yet scaled, and what is subtracted first."""
-        product = _Product(_all(self._factors.b), _all(self._factors.a), self.transposed)
+        product = Product(_all(self._factors.b), _all(self._factors.a), self.transposed)
         if not self._factors.starts_from_svd:
             return product, None
         return product, _principal(_all(base), product, self._factors.scaling(1), self._factors.scaling(self._weight))
@@ -239,48 +239,78 @@ class LowRankUpdate:
     def prepare(self, base: StoredTensor) -> Update:
         """Read the factors, and compute the start of PiSSA and the norms of whole columns."""
         product, start = self._products(base)
-        scaling = self._factors.scaling(self._weight)
-
-        def residual(rows: Tensor, first: int, end: int) -> Tensor:
-            return rows if start is None else (rows.float() - start.rows(first, end)).to(rows.dtype)
-
-        def add(rows: Tensor, base: Tensor, first: int, end: int) -> None:
-            change = product.rows(first, end).mul_(scaling)
-            if start is not None:
-                rows.copy_(residual(rows, first, end))
-            # PEFT rounds an embedding's alone before the sum
-            rows += change.to(rows.dtype) if self._factors.of_embedding else change
-
-        def scale(rows: Tensor, base: Tensor, first: int, end: int) -> None:
-            change = product.rows(first, end).mul_(scaling)
-            if self.transposed:
-                factor = column_factor
-            else:
-                norms = torch.linalg.norm(residual(base, first, end) + change, dim=1)
-                factor = (magnitude[first:end] / norms)[:, None]
-            rows.copy_(factor * (residual(rows, first, end) + change))
-
-        if self._factors.magnitude is None:
-            return add
-        magnitude = _all(self._factors.magnitude)
-        if self.transposed:
-            column_factor = magnitude / _column_norms(residual(_whole(base), 0, base.shape[0]), product, scaling)
-        return scale
+        scaling, magnitude = self._factors.scaling(self._weight), self._factors.magnitude
+        if magnitude is None:
+            return Addition(product, scaling, start, rounds_first=self._factors.of_embedding)
+        whole = _whole(base) if self.transposed else None
+        return Addition(product, scaling, start).scaled(_all(magnitude), whole)
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """`B @ A` of the rows of a weight, which holds (in_features, out_features) if it is transposed."""
 
     b: Tensor
     a: Tensor
     transposed: bool
 
+    @property
+    def num_rows(self) -> int:
+        return self.a.shape[1] if self.transposed else self.b.shape[0]
+
     def rows(self, first: int, end: int) -> Tensor:
         return self.a[:, first:end].T @ self.b.T if self.transposed else self.b[first:end] @ self.a
 
 
-def _principal(weight: Tensor, product: _Product, full_scaling: float, scaling: float) -> _Product:
+@dataclass(frozen=True)
+class Addition:
+    """Addition of `scaling * B @ A` to a weight, some rows at a time, by the operations of PEFT's merge in their order.
+
+    Every bit of the result depends on that order: adapters that are merged on the way into memory (merging.py) and into
+    files take the same.
+    """
+
+    product: Product
+    scaling: float
+    start: Product | None = None
+    """Subtracted first: the start of PiSSA, scaled."""
+    rounds_first: bool = False
+    """Round to the weight's dtype before the sum, as PEFT does with an embedding's alone."""
+    magnitude: Tensor | None = None
+    """DoRA's, of each row, or of each column of a transposed weight."""
+    column_norms: Tensor | None = None
+    """Norms of the whole sum, for a transposed weight."""
+
+    def scaled(self, magnitude: Tensor, whole: Tensor | None) -> Addition:
+        """Return the addition of DoRA. `whole`: the weight, where it is transposed."""
+        norms = None
+        if whole is not None:
+            norms = _column_norms(self._residual(whole, 0, whole.shape[0]), self.product, self.scaling)
+        return replace(self, magnitude=magnitude, column_norms=norms)
+
+    def __call__(self, rows: Tensor, base: Tensor, first: int, end: int) -> None:
+        change = self.product.rows(first, end).mul_(self.scaling)
+        if self.magnitude is not None:
+            factor = self._factor(self.magnitude, base, change, first, end)
+            rows.copy_(factor * (self._residual(rows, first, end) + change))
+            return
+        if self.start is not None:
+            rows.copy_(self._residual(rows, first, end))
+        rows += change.to(rows.dtype) if self.rounds_first else change
+
+    def _factor(self, magnitude: Tensor, base: Tensor, change: Tensor, first: int, end: int) -> Tensor:
+        if self.column_norms is not None:
+            return gain(magnitude, self.column_norms)
+        norms = torch.linalg.norm(self._residual(base, first, end) + change, dim=1)
+        return gain(magnitude[first:end], norms)[:, None]
+
+    def _residual(self, rows: Tensor, first: int, end: int) -> Tensor:
+        if self.start is None:
+            return rows
+        return (rows.float() - self.start.rows(first, end)).to(rows.dtype)
+
+
+def _principal(weight: Tensor, product: Product, full_scaling: float, scaling: float) -> Product:
     """Return what PiSSA took out of a weight in float32, multiplied by `scaling`.
 
     `full_scaling` is that of the whole adapter, by which its factors were divided.
@@ -288,10 +318,10 @@ def _principal(weight: Tensor, product: _Product, full_scaling: float, scaling: 
     rank = product.a.shape[0]
     left, values, right = torch.linalg.svd(weight.T if product.transposed else weight, full_matrices=False)
     root = torch.diag(torch.sqrt(values[:rank] / full_scaling))
-    return _Product(scaling * (left[:, :rank] @ root), root @ right[:rank], product.transposed)
+    return Product(scaling * (left[:, :rank] @ root), root @ right[:rank], product.transposed)
 
 
-def _column_norms(weight: Tensor, product: _Product, scaling: float) -> Tensor:
+def _column_norms(weight: Tensor, product: Product, scaling: float) -> Tensor:
     """Return the length of each column of `weight`, in its own dtype, with the scaled product added."""
     norms = []
     for first, end in cuts(0, weight.shape[1], max(2 * LEAST_COLUMNS, BLOCK_NUMEL // max(1, weight.shape[0]))):

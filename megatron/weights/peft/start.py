@@ -6,14 +6,14 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError, read_metadata
 from megatron.checkpoint.lineage import of_run
 from megatron.checkpoint.reader import checkpoint_folders, own_run
+from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.adapters import Module, modules_of, weight_of, with_adapters
 from megatron.models.registry import family_of
 from megatron.options.config import Config, ConfigError
@@ -22,10 +22,10 @@ from megatron.parallel.shards import Shard
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import is_adapter_folder
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, check_copy, name_map
+from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, name_map
 from megatron.weights.huggingface_config import OUTPUT
 from megatron.weights.huggingface_files import StoredTensor, some
-from megatron.weights.huggingface_start import MappedWeights
+from megatron.weights.huggingface_source import MappedSource, check_copy
 from megatron.weights.peft.export import AdaptedModel, ends_with, shortest_ends
 from megatron.weights.peft.folder import CONFIG, PREFIX, PeftAdapter, open_adapter
 
@@ -45,7 +45,6 @@ OF_THE_FILES = (
 """Options that a folder settles; the others are the run's."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Options
 
 
@@ -96,13 +95,16 @@ def _with_saved_options(config: Config, given: Collection[str]) -> Config:
     if run is None:
         return config
     newest = of_run(run, checkpoint_folders(Path(config.checkpoint.save or "")), with_ancestors=False)[:1]
-    saved = ((read_metadata(newest[0]) if newest else None) or {}).get("config", {}).get("lora", {})
+    metadata = read_metadata(newest[0]) if newest else None
+    saved = (metadata or {}).get("config", {}).get("lora", {})
     names = [name for name in (*OF_THE_FILES, "lora_dropout") if name in saved and name not in given]
     return replace(config, lora=replace(config.lora, **{name: saved[name] for name in names}))
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) or "nothing" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "nothing"
+    return str(value)
 
 
 def _options(adapter: PeftAdapter, config: Config, given: Collection[str]) -> LoraConfig:
@@ -179,25 +181,17 @@ def _without_tied_output(adapter: PeftAdapter, whole: set[str], names: Mapping[s
     return whole - {name for name in tied if names[name].is_tied_output}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Tensors
 
 
-class BaseWeights(Protocol):
-    """The base's weights: reader.Checkpoint and its like."""
-
-    def read(
-        self, name: str, kind: str, shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel: int
-    ) -> Tensor: ...
-
-
-class PeftStart(MappedWeights):
+class PeftSource(MappedSource):
     """The adapters of a folder of PEFT. Raises CheckpointError if they are not all that `config` has, in its shapes."""
 
+    format, title = "peft", "PEFT"
+
     def __init__(self, folder: Path, config: Config) -> None:
-        self._files = ForeignFiles()
-        adapter, model = open_adapter(folder, self._files), AdaptedModel(config)
-        self.parameters = model.shards
+        files = ForeignFiles()
+        adapter, model = open_adapter(folder, files), AdaptedModel(config)
         self.base = adapter.base
         stored, self._copies = _by_key(adapter), _copies(adapter, model)
         mapped = NameMap(model.form, model.shards, {name: _parts(model, name) for name in model.shards})
@@ -221,27 +215,18 @@ class PeftStart(MappedWeights):
                 f"{folder} does not hold the adapters that its {CONFIG} describes for this model: {'; '.join(faults)}. "
                 "Copy the whole folder again, or give the options of its base"
             )
-        super().__init__(folder, mapped, stored)
+        super().__init__(folder, mapped, stored, files, config=config)
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """A run's metadata, of which there is none."""
-        return {}
-
-    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Compare the checksums of a .bin file; safetensors carry none. Raises CheckpointError."""
-        self._files.verify({tensor.file for tensor in self._stored.values()}, share)
-
-    def check_base(self, base: BaseWeights) -> None:
+    def check_base(self, base: WeightSource) -> None:
         """Raise CheckpointError unless the base has the embeddings that PEFT saved with their adapters."""
         for name, copy in self._copies:
             rows, columns = copy.shape
             step = max(1, CHUNK_BYTES // (4 * columns))
             for begin in range(0, rows, step):
                 count = min(step, rows - begin)
-                shard = Shard(copy.shape, 0, (rows,))
-                found = base.read(name, "weight", shard, 0, 1, begin * columns, count * columns).to(copy.dtype)
-                if not torch.equal(found.view(count, columns), copy.rows(begin, begin + count)):
+                at = Slice(name, Shard(copy.shape, 0, (rows,)), begin * columns, count * columns)
+                values = base.read(at).to(copy.dtype).view(count, columns)
+                if not torch.equal(values, copy.rows(begin, begin + count)):
                     raise CheckpointError(
                         f"{self.folder} holds another {name} than its base, which it was saved with; give its own base "
                         "as --lora-base"

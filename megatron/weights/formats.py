@@ -1,0 +1,123 @@
+"""Formats of weights that a folder may hold: how each is recognised and opened. A new format is one more entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.foreign import deepspeed_folder
+from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.source import WeightSource
+from megatron.options.config import Config
+from megatron.weights.deepspeed import deepspeed_checkpoint
+from megatron.weights.folder_files import is_adapter_folder
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface_config import find_base
+from megatron.weights.huggingface_source import HuggingFaceSource, is_huggingface
+from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
+from megatron.weights.peft.folder import open_adapter
+from megatron.weights.peft.start import PeftSource, with_options_of
+
+
+@dataclass(frozen=True)
+class Given:
+    """Facts of a model that are known before its folder is opened."""
+
+    config: Config | None = None
+    """Options that the model must be of, with those of its adapters. None: the folder describes the model."""
+    architecture: str | None = None
+    """Without `config`: a family outside this package that a folder of transformers may be of."""
+    lora_base: str | None = None
+    """Without `config`: folder of the base of adapters, instead of the one that they name."""
+    max_drift: float | None = None
+    """See deepspeed_checkpoint.MAX_DRIFT."""
+
+    @property
+    def base_config(self) -> Config | None:
+        return None if self.config is None else base_config(self.config)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of weights."""
+
+    name: str
+    """`WeightSource.format` of what `open` returns."""
+    title: str
+    """A folder of this format, for messages."""
+    holds: Callable[[Path], bool]
+    """(folder) -> whether it is of this format, by the names of its files. May raise CheckpointError."""
+    open: Callable[[Path, Given], WeightSource]
+    """Checks all but checksums. Raises CheckpointError."""
+
+
+def _open_checkpoint(folder: Path, given: Given) -> WeightSource:
+    checkpoint = open_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder of one, or of a run's")
+    return checkpoint
+
+
+def _open_deepspeed(folder: Path, given: Given) -> WeightSource:
+    drift = deepspeed_checkpoint.MAX_DRIFT if given.max_drift is None else given.max_drift
+    return deepspeed_checkpoint.read(folder, given.base_config, drift)
+
+
+def _open_peft(folder: Path, given: Given) -> WeightSource:
+    return PeftSource(folder, given.config or _adapted_config(folder, given))
+
+
+# a generation has no options of the model: those of the adapters are read on those of their base
+def _adapted_config(folder: Path, given: Given) -> Config:
+    """Return the options of PEFT's adapters on the base that their config or the user names."""
+    named = open_adapter(folder, ForeignFiles()).base
+    base = open_base(find_base(folder, named.name, named.revision, given.lora_base), given)
+    return with_options_of(config_of_source(base), folder, ())
+
+
+NATIVE = Format(
+    Checkpoint.format,
+    "checkpoints of a run",
+    lambda folder: (folder / MANIFEST).exists() or any(folder.glob(f"*/{MANIFEST}")),
+    _open_checkpoint,
+)
+HUGGINGFACE = Format(
+    HuggingFaceSource.format,
+    "a Hugging Face folder",
+    is_huggingface,
+    lambda folder, given: HuggingFaceSource(folder, given.base_config, given.architecture),
+)
+PEFT = Format(PeftSource.format, "a folder of PEFT", is_adapter_folder, _open_peft)
+DEEPSPEED = Format(
+    deepspeed_checkpoint.DeepSpeedCheckpoint.format,
+    "a checkpoint of DeepSpeed",
+    lambda folder: deepspeed_folder(folder) is not None,
+    _open_deepspeed,
+)
+LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT)
+"""Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
+FORMATS = {known.name: known for known in (*LOADED_AS_THEY_ARE, NATIVE, DEEPSPEED)}
+
+
+def recognise(folder: Path) -> Format:
+    """Return the format of what a run, a generation or an evaluation loads. Raises CheckpointError."""
+    return next((known for known in LOADED_AS_THEY_ARE if known.holds(folder)), NATIVE)
+
+
+def open_base(folder: Path, given: Given, recorded: str | None = None) -> WeightSource:
+    """Open the base of adapters. Raises CheckpointError.
+
+    `recorded`: the format that a checkpoint of the adapters names.
+    """
+    if not folder.exists():
+        raise CheckpointError(f"lora_base={folder} is not there; give the folder of the base model")
+    known = DEEPSPEED if recorded == DEEPSPEED.name else recognise(folder)
+    base = None if known is PEFT else known.open(folder, given)
+    if base is None or holds_adapters(base):
+        raise CheckpointError(f"lora_base={folder} holds adapters; give the folder of a whole model")
+    # the other formats were compared as they were opened
+    if isinstance(base, Checkpoint) and given.base_config is not None:
+        check_model(base, given.base_config)
+    return base

@@ -1,0 +1,266 @@
+"""A folder of transformers as a source of weights: each rank reads the rows it needs, on any layout."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import holds_checkpoints
+from megatron.checkpoint.slices import Region, copy_overlap, regions
+from megatron.checkpoint.source import Slice, WeightSource
+from megatron.models.family import HuggingFaceForm
+from megatron.options.config import Config
+from megatron.weights.folder_files import is_model_folder, own_file, read_json
+from megatron.weights.foreign_files import ForeignFiles
+from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, name_map
+from megatron.weights.huggingface_config import OUTPUT, config_of, other_model
+from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, open_weights, some
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Return True if the folder holds a model of transformers. Raises CheckpointError where our checkpoints do too."""
+    if not is_model_folder(folder):
+        return False
+    if holds_checkpoints(folder):
+        raise CheckpointError(
+            f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
+        )
+    return True
+
+
+class MappedSource(WeightSource):
+    """Weights of transformers' form in a folder of others, by the map of their names."""
+
+    holds_run = False
+
+    def __init__(
+        self,
+        folder: Path,
+        mapped: NameMap,
+        stored: Mapping[str, StoredTensor],
+        files: ForeignFiles,
+        *,
+        config: Config,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """`stored`: their tensors, by the names of the map."""
+        super().__init__(folder, mapped.shards, metadata=metadata, config=config)
+        self.map, self.stored, self._files = mapped, stored, files
+
+    def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
+        """Compares those of .bin files; safetensors carry none."""
+        return self._files.verify({tensor.file for tensor in self.stored.values()}, share)
+
+    def read_full(self, name: str, kind: str = "weight") -> Tensor:
+        return self._assembled(name)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each is overwritten by the next."""
+        memory = torch.empty(max(math.prod(shard.shape) for shard in self.parameters.values()))
+        for name in self.parameters:
+            yield name, self._assembled(name, memory)
+
+    def _assembled(self, name: str, memory: Tensor | None = None) -> Tensor:
+        return self.map.assemble(name, lambda theirs, begin, end: self.stored[theirs].rows(begin, end), memory)
+
+    def read(self, at: Slice, kind: str = "weight") -> Tensor:
+        """Reads the rows of theirs that it takes numbers from: of a matrix that ranks cut by columns, all."""
+        if at.name not in self.map.parts or kind not in self.kinds:
+            raise CheckpointError(f"{self.folder} holds no {kind} of {at.name}: it is of another model")
+        target = torch.zeros(at.numel)
+        rows_first = at.shard.dim != 1  # else the matrix of `regions` is the tensor itself
+        inner = math.prod(at.shard.shape[1:])
+        for wanted in regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
+            rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
+            if rows_first:
+                rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
+            for begin, window in self._windows(at.name, rows, columns):
+                count, width = window.shape
+                held = Region(begin, begin + count, *columns, 0, width)
+                if rows_first:
+                    held = Region(0, 1, begin * inner, (begin + count) * inner, 0, count * inner)
+                copy_overlap(window.flatten(), [held], target, [wanted])
+        return target
+
+    def _windows(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+        """(first row, float32 [rows, columns]): that rectangle of our full tensor as a matrix, some rows at a time."""
+        end = 0
+        for part in self.map.parts[name]:
+            end = part.begin + part.length
+            first, last = max(rows[0], part.begin) - part.begin, min(rows[1], end) - part.begin
+            if first >= last:
+                continue
+            for begin, window in self._of_part(part, first, last, columns):
+                yield part.begin + begin, window
+        step = max(1, CHUNK_BYTES // (4 * (columns[1] - columns[0])))
+        for begin in range(max(rows[0], end), rows[1], step):  # tokens that the folder does not have
+            count = min(begin + step, rows[1]) - begin
+            yield begin, self._mean(name)[columns[0] : columns[1]].expand(count, -1)
+
+    def _of_part(
+        self, part: MappedTensor, first: int, last: int, columns: tuple[int, int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows [first, last) of what one tensor of theirs is in ours."""
+        stored = self.stored[part.name]
+        if part.transposed:
+            step = max(1, CHUNK_BYTES // (4 * part.shape[1]))
+            window = torch.empty(last - first, columns[1] - columns[0])
+            for begin in range(*columns, step):
+                end = min(begin + step, columns[1])
+                window[:, begin - columns[0] : end - columns[0]] = stored.rows(begin, end)[:, first:last].t()
+            yield first, window
+            return
+        step = max(1, CHUNK_BYTES // (4 * math.prod(part.shape[1:])))
+        begin = first
+        while begin < last:
+            end, theirs = min(begin + step, last), begin
+            if part.num_heads is not None:
+                theirs = part.row_by_head(begin)
+                end = min(end, begin + part.head_size - begin % part.head_size)
+            window = stored.rows(theirs, theirs + end - begin).float().view(end - begin, -1)
+            yield begin, window[:, columns[0] : columns[1]]
+            begin = end
+
+    def _mean(self, name: str) -> Tensor:
+        """Return the row of a token that the folder does not have."""
+        raise AssertionError(f"{self.folder} has every row of {name}")
+
+
+class HuggingFaceSource(MappedSource):
+    """A folder of transformers, checked whole when it is opened: config.json, every file, the name and shape of each
+    tensor.
+
+    Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
+    embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
+    same on every layout.
+    """
+
+    format, title = "huggingface", "Hugging Face"
+    config: Config
+    """The model, its longest sequence, and the precision that holds each weight exactly; all else at its default."""
+
+    def __init__(self, folder: Path, config: Config | None = None, architecture: str | None = None) -> None:
+        """Raises CheckpointError naming the file, field or tensor at fault, or each option in which `config` differs.
+
+        Args:
+            config: That of the run. None: the folder's own.
+            architecture: Without `config`, a family outside this package that the folder may be of.
+        """
+        if config is not None:
+            architecture = config.model.architecture
+        path = own_file(folder, "config.json")
+        theirs = read_json(path)
+        described = config_of(theirs, path, architecture=architecture)
+        files = ForeignFiles()
+        stored = open_weights(folder, files)
+        if described.model.num_layers > len(stored):
+            raise CheckpointError(f"{path} has {described.model.num_layers} layers, but {folder} lacks most of them")
+        mapped = name_map(described)
+        tensors = _checked_tensors(
+            folder, mapped, stored, is_tied=not described.model.untie_embeddings_and_output_weights
+        )
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
+        described = config_of(theirs, str(path), precision, architecture)
+        if config is not None and (fault := other_model(folder, config, described)) is not None:
+            raise CheckpointError(fault)
+        generation = folder / "generation_config.json"
+        source = {
+            "format": "huggingface",
+            "config": theirs,
+            "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
+        }
+        super().__init__(folder, mapped, tensors, files, config=described, metadata={"source": source})
+        self._means: dict[str, Tensor] = {}
+
+    @property
+    def identified(self) -> Mapping[str, Sequence[MappedTensor]]:
+        """Its tensors by our names, of which sums identify it."""
+        return self.map.parts
+
+    def _mean(self, name: str) -> Tensor:
+        """Return the mean of all rows that the folder has of a tensor: float32 [columns]."""
+        if name not in self._means:
+            (part,) = self.map.parts[name]
+            step, total = max(1, CHUNK_BYTES // (8 * part.shape[1])), torch.zeros(part.shape[1], dtype=torch.float64)
+            for begin in range(0, part.length, step):
+                end = min(begin + step, part.length)
+                total += self.stored[part.name].rows(begin, end).double().sum(dim=0)
+            self._means[name] = (total / part.length).float()
+        return self._means[name]
+
+
+def _checked_tensors(
+    folder: Path, mapped: NameMap, stored: Mapping[str, StoredTensor], *, is_tied: bool
+) -> dict[str, StoredTensor]:
+    """Return the tensors of the map by their full names. Raises CheckpointError with all that are not as they must be.
+
+    `is_tied`: there may be a copy of the word embedding under lm_head.weight.
+    """
+    expected = {part.name: part for parts in mapped.parts.values() for part in parts}
+    tensors, faults = _by_full_name(mapped.form, stored, expected)
+    if missing := sorted(set(expected) - set(tensors)):
+        faults.append(f"missing: {some(missing)}")
+    wrong = [
+        f"{name} in {tensors[name].file.name} is {list(tensors[name].shape)} of {tensors[name].dtype}, config.json "
+        f"makes it {list(part.shape)}"
+        for name, part in expected.items()
+        if name in tensors and not _is_like(tensors[name], part)
+    ]
+    if wrong:
+        faults.append(some(wrong))
+    if faults:
+        raise CheckpointError(f"{folder} is not a whole {mapped.form.class_name}: {'; '.join(faults)}")
+    if is_tied and OUTPUT in tensors:
+        (embedding,) = mapped.parts["embedding.word.weight"]
+        check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
+    return tensors
+
+
+def _by_full_name(
+    form: HuggingFaceForm, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Return the tensors by their full names, which files may shorten, and the faults of the names."""
+    tensors: dict[str, StoredTensor] = {}
+    faults, unknown = [], []
+    for name, tensor in stored.items():
+        has_full_name = name == OUTPUT or name.startswith(form.prefix)
+        full = name if has_full_name else form.prefix + name
+        if re.fullmatch(form.buffers, full):
+            continue
+        if full in tensors:
+            faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
+        elif full in expected or full == OUTPUT:
+            tensors[full] = tensor
+        else:
+            unknown.append(f"{name} in {tensor.file.name}")
+    if unknown:
+        faults.append(f"unknown to a {form.class_name} of this size: {some(unknown)}")
+    return tensors, faults
+
+
+def _is_like(tensor: StoredTensor, part: MappedTensor) -> bool:
+    return tensor.shape == part.shape and tensor.dtype.is_floating_point
+
+
+def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
+    """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
+    same = output.shape == embedding.shape
+    if same:
+        step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
+        for begin in range(0, embedding.shape[0], step):
+            end = min(begin + step, embedding.shape[0])
+            same = same and torch.equal(output.rows(begin, end), embedding.rows(begin, end))
+    if not same:
+        raise CheckpointError(
+            f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
+            "tie_word_embeddings to false if it is a weight of its own"
+        )
