@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.cli.gaudi_spawn import FLAGS, OWN
-from megatron.launch.dialects.spawn_flags import SpawnFlag
+from megatron.launch.dialects.spawn_flags import FINETUNE, MERGING
+from megatron.options.dialect import Entry
 
 HEADER = """# Flags of optimum-habana's scripts
 
@@ -54,7 +55,7 @@ def training_rows() -> Iterator[tuple[str, str, str, str, str]]:
                 yield name, script, entry.outcome, entry.text, _default(entry.default)
 
 
-def _are_alike(ours: SpawnFlag, theirs: SpawnFlag) -> bool:
+def _are_alike(ours: Entry, theirs: Entry) -> bool:
     """Return True if the text of dpo.py's flag is that of sft.py's, but for what it says of dpo.py."""
     more = theirs.text.removeprefix(ours.text)
     return ours.outcome == theirs.outcome and (not more or (more != theirs.text and "dpo.py" in more))
@@ -64,29 +65,21 @@ def _default(default: str | None) -> str:
     return f"`{default}`" if default else ""
 
 
+def cells(rows: Iterable[Entry]) -> list[tuple[str, str, str, str]]:
+    return [(row.name, row.outcome, row.text, _default(row.default)) for row in rows]
+
+
 def document() -> str:
     """Return the whole page."""
     own = [
         (f"{name} {value}".rstrip(), "sets" if value else "honoured", text, "") for name, (value, text) in OWN.items()
     ]
-    generation = [(entry.name, entry.outcome, entry.text, _default(entry.default)) for entry in FLAGS["run_generation"]]
-    merging = [
-        ("--base_model_name", "sets", "folder of the Hugging Face model", ""),
-        ("--adapter_model_name", "sets", "folder of the adapter, or of a run, whose newest export is taken", ""),
-        ("--output_name", "sets", "folder to write, new or empty; nothing is uploaded", ""),
-    ]
-    hydra = [
-        ("--config-name", "sets", "the YAML file, in the folder config beside the script, or beside it", ""),
-        ("--config-path", "sets", "another folder than config, from the script's own", ""),
-        ("--config-dir", "sets", "another folder, from the current one", ""),
-        ("key=value", "refused", "write it into the file", ""),
-    ]
     parts = [HEADER]
     head = ("flag", "outcome", "here", "default")
     parts += ["## gaudi_spawn.py", "", table(head, own), ""]
     parts += ["## sft.py and dpo.py", "", table(("flag", "of", *head[1:]), training_rows()), ""]
-    parts += ["## run_generation.py", "", table(head, generation), ""]
-    parts += ["## merge_peft_adapter.py and finetune.py", "", table(head, [*merging, *hydra]), ""]
+    parts += ["## run_generation.py", "", table(head, cells(FLAGS["run_generation"])), ""]
+    parts += ["## merge_peft_adapter.py and finetune.py", "", table(head, cells([*MERGING, *FINETUNE])), ""]
     parts += ["Keys of the file: [finetune_lora.yaml](../guides/optimum_habana.md#run-a-finetune_lorayaml)."]
     return "\n".join(parts) + "\n"
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.launch.dialects.hl_help import REFUSED
-from megatron.launch.dialects.hl_variables import VARIABLES, Variable
+from megatron.launch.dialects.hl_refused import REFUSED
+from megatron.launch.dialects.hl_variables import VARIABLES
+from megatron.options.dialect import Entry
 
 HEADER = """# HL_* variables
 
@@ -270,9 +271,9 @@ OTHER_NAMES = ("the same, by its later name", "the same, by its earlier name")
 def table(section: str, defaults: dict[str, str | tuple[str, str]]) -> list[str]:
     """Return the lines of a section's table; a variable with two names has one row."""
     variables = {variable.name: variable for variable in VARIABLES}
-    rows: list[tuple[list[str], Variable]] = []
+    rows: list[tuple[list[str], Entry]] = []
     for name in defaults:
-        if variables[name].meaning in OTHER_NAMES:
+        if variables[name].text in OTHER_NAMES:
             rows[-1][0].append(name)
         else:
             rows.append(([name], variables[name]))
@@ -283,7 +284,7 @@ def table(section: str, defaults: dict[str, str | tuple[str, str]]) -> list[str]
         default = defaults[names[0]]
         both = default if isinstance(default, tuple) else (default, default)
         cells = [", ".join(f"`{name}`" for name in names), *(both if is_pretraining else both[:1])]
-        meaning = variable.meaning.replace("|", "&#124;")
+        meaning = variable.text.replace("|", "&#124;")
         lines.append(f"| {' | '.join([*cells, meaning, ' '.join(f'`{flag}`' for flag in variable.flags)])} |")
     return lines
 
@@ -306,7 +307,7 @@ def document() -> str:
         parts += [f"## {section}", "", *text, *table(section, defaults), ""]
     answers: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for entry in REFUSED:
-        answers.setdefault((entry.off, entry.reason), []).extend(f"`{name}`" for name in entry.names)
+        answers.setdefault((entry.accepts, entry.text), []).append(f"`{entry.name}`")
     refused = [
         f"| {', '.join(names)} | {' '.join(f'`{value}`' for value in accepted) or 'unset'} | {reason} |"
         for (accepted, reason), names in answers.items()

@@ -11,7 +11,6 @@ docs/reference/gaudi_spawn_flags.md lists every flag.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -25,11 +24,12 @@ from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
 from megatron.launch.dialects.hl_requests import inference_request, legend
 from megatron.launch.dialects.published_scripts import check_script
-from megatron.launch.dialects.spawn_flags import TABLES
-from megatron.launch.dialects.spawn_generation import GENERATION, generation_request
+from megatron.launch.dialects.spawn_flags import GENERATION, TABLES
+from megatron.launch.dialects.spawn_generation import generation_request
 from megatron.launch.dialects.spawn_requests import Kind, Ranks, finetune_request, named, read_words, script_request
 from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
+from megatron.options.dialect import nearest
 from megatron.runtime.commands import DONE
 from megatron.runtime.devices import detect_device
 from megatron.runtime.terminal import folded, for_stderr
@@ -84,8 +84,8 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
             break
         name = name.replace("-", "_").replace("__", "--", 1)
         if name not in OWN:
-            near = difflib.get_close_matches(name, OWN, n=1)
-            line.faults.append(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+            near = nearest(name, OWN)
+            line.faults.append(f"unknown flag {word}; {f'did you mean {near}?' if near else 'see --help'}")
         elif not OWN[name][0]:
             line.given[name] = "1"
         elif equals or rest:
@@ -104,8 +104,8 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
 def _unknown_script(line: SpawnLine) -> str:
     if line.name in OTHERS:
         return f"{line.script} is not run here; use {OTHERS[line.name]}"
-    near = difflib.get_close_matches(line.name, SCRIPTS, n=1)
-    hint = f"did you mean {near[0]}.py? " if near else ""
+    near = nearest(line.name, SCRIPTS)
+    hint = f"did you mean {near}.py? " if near else ""
     names = ", ".join(f"{name}.py" for name in SCRIPTS)
     return f"{line.script} is not one of the scripts; {hint}they are {names}. For code of your own use torchrun"
 

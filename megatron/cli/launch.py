@@ -26,11 +26,11 @@ from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.dialects.hl_help import script_help
 from megatron.launch.dialects.hl_requests import from_environment, legend
-from megatron.launch.dialects.hl_values import one_of
 from megatron.launch.dialects.hl_variables import ALL, Script
 from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.options.config import ConfigError
+from megatron.options.dialect import one_of
 from megatron.options.flags import flag
 from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe

@@ -19,8 +19,9 @@ from megatron.generation.options import LoadOptions
 from megatron.generation.saved_model import layout_faults
 from megatron.launch import checks
 from megatron.launch.child_processes import threads_per_rank
+from megatron.launch.dialects.hl_help import variable_lines
 from megatron.launch.dialects.hl_requests import inference_request
-from megatron.launch.dialects.hl_variables import VARIABLES, Script, path_of
+from megatron.launch.dialects.hl_variables import Script, path_of, variables_of
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.plan import LaunchPlan, LaunchRequest, check_addresses, find_hosts
 from megatron.launch.preflight import run_id
@@ -79,7 +80,8 @@ class InferenceCommand(Generic[C]):
         if "--help" in arguments or "-h" in arguments:
             print(parser.format_help(), end="")
             if "--variables" in arguments:
-                print(f"\nvariables of {path_of(self.name)}, which flags override:\n{variables_text(self.name)}")
+                print(f"\nvariables of {path_of(self.name)}, which flags override:")
+                print(variable_lines(variables_of(self.name)), end="")
             return DONE
         if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return self._run_here(arguments, ends=argv is None)
@@ -137,13 +139,6 @@ def add_launch_flags(parser: argparse.ArgumentParser, script: Script) -> None:
     group.add_argument("--hostsfile", metavar="STR", help="one `<host> slots=<n>` a line")
     group.add_argument("--master-port", type=int, metavar="INT", help="default: 29500 over several nodes, else free")
     group.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
-
-
-def variables_text(script: Script) -> str:
-    """Return the lines of --help on the variables of a script."""
-    taken = [variable for variable in VARIABLES if script in variable.scripts]
-    width = max(len(variable.name) for variable in taken) + 4
-    return "\n".join(f"  {variable.name}".ljust(width) + variable.meaning for variable in taken)
 
 
 def launch_request(namespace: argparse.Namespace, script: Script, environment: Mapping[str, str]) -> LaunchRequest:

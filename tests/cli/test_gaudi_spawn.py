@@ -419,7 +419,7 @@ def test_every_flag_has_one_row_whose_targets_exist(script: str) -> None:
     flags = set(re.findall(r"`(--[a-z-]+)[` ]", text)) - {"--packing", "--deepspeed", "--"}
     assert flags <= {flag(name) for name in options()} | set(names)
     for entry in TABLES[script]:
-        targets = {target for target, _ in entry.settings(entry.default)} if entry.default is not None else set()
+        targets = {target for target, _ in entry.convert(entry.default)} if entry.default is not None else set()
         named = {target for target in targets if target.startswith("HL_")}
         assert named <= {variable.name for variable in VARIABLES}
         assert {target for target in targets if target.startswith("--")} <= {flag(name) for name in options()}

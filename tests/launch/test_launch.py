@@ -21,7 +21,7 @@ import pytest
 from megatron.cli import launch
 from megatron.launch import checks
 from megatron.launch.agents import agent, hosts, node_ranks
-from megatron.launch.dialects.hl_help import REFUSED
+from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.dialects.hl_variables import VARIABLES, Script
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError, parse_hostsfile
@@ -508,13 +508,13 @@ def test_a_wrong_variable_is_one_fault(variables: dict[str, str], said: str) -> 
     assert said in fault
 
 
-@pytest.mark.parametrize("name", sorted({name for refused in REFUSED for name in refused.names}))
+@pytest.mark.parametrize("name", sorted(refused.name for refused in REFUSED))
 def test_an_unsupported_variable_is_refused_by_name_unless_off(name: str) -> None:
-    entry = next(refused for refused in REFUSED if name in refused.names)
+    entry = next(refused for refused in REFUSED if refused.name == name)
     spelled = name.replace("*", "NUM_EXPERTS")
     (fault,) = translated({spelled: "7"}).faults
-    assert fault == f"{spelled}=7 is not supported: {entry.reason}"
-    for off in (*entry.off, ""):
+    assert fault == f"{spelled}=7 is not supported: {entry.text}"
+    for off in (*entry.accepts, ""):
         assert not translated({spelled: off}).faults
 
 
@@ -622,7 +622,7 @@ def test_gpt2_files_beside_the_data_are_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_every_variable_is_known_once() -> None:
-    names = [variable.name for variable in VARIABLES] + [name for refused in REFUSED for name in refused.names]
+    names = [variable.name for variable in VARIABLES] + [refused.name for refused in REFUSED]
     assert len(names) == len(set(names))
 
 

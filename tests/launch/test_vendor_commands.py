@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
-from megatron.launch.dialects.hl_help import REFUSED
+from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, VARIABLES
 from megatron.settings.command_line import read_command_line
 
@@ -210,7 +210,7 @@ def test_a_published_command_prints_its_plan_or_names_the_variable(
 
 
 def test_every_variable_of_the_newest_script_is_known() -> None:
-    known = {variable.name for variable in VARIABLES} | {name for refused in REFUSED for name in refused.names}
+    known = {variable.name for variable in VARIABLES} | {refused.name for refused in REFUSED}
     names = PRETRAIN_LLAMA.split()
     assert len(names) == 107
     assert [name for name in names if f"HL_{name}" not in known] == []

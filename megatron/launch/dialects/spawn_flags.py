@@ -1,133 +1,84 @@
-"""Flags of optimum-habana's scripts sft.py and dpo.py, and what becomes of each here.
+"""Flags of optimum-habana's scripts, and what becomes of each here: one table for each script.
 
-One table for each script. A flag sets HL_* variables of run_sft.sh and run_dpo.sh or flags of megatron.train, is
-honoured because it always holds here, has no effect and is noted, or is refused with the reason. Where a flag is left
-out, the script's own default counts. spawn_requests.py reads command lines by these tables, and
-docs/reference/gaudi_spawn_flags.md shows them.
+A flag sets HL_* variables of run_sft.sh and run_dpo.sh, flags of megatron.train or megatron.generate, or what the
+request of the script is made of. Where a flag is left out, the script's own default counts. `--help` and
+docs/reference/gaudi_spawn_flags.md show the tables.
 """
 
+# Long: the flags of five scripts, a row each.
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
-from megatron.launch.dialects.hl_variables import WrongValueError, one_of, whole_number
-
-Setting = tuple[str, str]
-"""Name and value: of an HL_* variable, of a flag of megatron.train, or of what spawn_requests.py joins with others."""
-TRUE, FALSE = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
-"""Values of a switch, in any case; a switch alone is true."""
+from megatron.options.dialect import Entry, WrongValueError, honoured, is_true, no_effect, one_in, refused, sets, whole
 
 
-def is_true(text: str) -> bool:
-    """Convert a switch. Raises WrongValueError."""
-    if text.lower() not in (*TRUE, *FALSE):
-        raise WrongValueError("must be True or False")
-    return text.lower() in TRUE
-
-
-@dataclass(frozen=True)
-class SpawnFlag:
-    """A flag of a script."""
-
-    name: str
-    outcome: Literal["sets", "honoured", "no effect", "refused"]
-    text: str
-    """Text of the table, in Markdown: the variable or flag that it sets, or the reason of the outcome."""
-    takes: Literal["value", "switch", "words", "texts"] = "value"
-    """`texts`: words that may hold blanks, quoted as in a shell."""
-    settings: Callable[[str], list[Setting]] = lambda text: []
-    """Returns what a value sets; several words are joined by spaces. Raises WrongValueError."""
-    default: str | None = None
-    """Value of the script where it is left out. None: what is the default here."""
-    accepts: tuple[str, ...] = ()
-    """Values of a refused flag that request nothing."""
-
-
-def _to(name: str, target: str, more: str = "", *, default: str | None = None) -> SpawnFlag:
-    """Flag whose value is that of a variable or flag; `more`: further text of the table."""
+def _to(name: str, target: str, more: str = "", *, default: str | None = None) -> Entry:
+    """Return a flag whose value is that of a variable or flag; `more`: further text of the table."""
     text = f"`{target}`{more}" if target.startswith(("HL_", "--")) else more
-    return SpawnFlag(name, "sets", text, settings=lambda value: [(target, value)], default=default)
+    return sets(name, target, text, default=default)
 
 
-def _switch(name: str, target: str, on: str, off: str | None, more: str = "", default: str | None = None) -> SpawnFlag:
-    """Switch that sets a target to a value; `off` None: nothing is set where it is off."""
+def _switch(name: str, target: str, on: str, off: str | None, text: str, default: str | None = None) -> Entry:
+    """Return a switch that sets a target to a value; `off` None: nothing is set where it is off."""
 
-    def settings(text: str) -> list[Setting]:
-        value = on if is_true(text) else off
-        return [] if value is None else [(target, value)]
+    def convert(value: str) -> list[tuple[str, str]]:
+        setting = on if is_true(value) else off
+        return [] if setting is None else [(target, setting)]
 
-    shown = f"`{target}={on}`" if target.startswith("HL_") else f"`{target} {on}`"
-    return SpawnFlag(name, "sets", shown + more, "switch", settings, default)
+    return Entry(name, "sets", text, convert, (target,), "switch", default)
+
+
+def _variable(name: str, target: str, on: str = "1", off: str | None = "0", more: str = "") -> Entry:
+    """Return a switch of an HL_* variable."""
+    return _switch(name, target, on, off, f"`{target}={on}`{more}")
+
+
+def _on_off(name: str, target: str, text: str, default: str | None = None) -> Entry:
+    return _switch(name, target, "true", "false", text, default)
 
 
 def _choice(
-    name: str, choices: Mapping[str, Sequence[Setting]], text: str, *, no: str = "", default: str | None = None
-) -> SpawnFlag:
-    def settings(value: str) -> list[Setting]:
-        if value not in choices:
-            raise WrongValueError(f"must be {one_of(tuple(choices))}" + (f"; {no}" if no else ""))
-        return list(choices[value])
-
-    return SpawnFlag(name, "sets", text, settings=settings, default=default)
+    name: str, choices: Mapping[str, Sequence[tuple[str, str]]], text: str, *, no: str = "", default: str | None = None
+) -> Entry:
+    check = one_in(choices, f"; {no}" if no else "")
+    return Entry(name, "sets", text, lambda value: choices[check(value)], default=default)
 
 
-def _always(name: str, text: str, takes: Literal["value", "switch", "words"] = "switch") -> SpawnFlag:
-    return SpawnFlag(name, "honoured", text, takes)
+_QUANTISED = "weights that other tools have quantised are not read; use --quantize_with_bnb"
+_DATASETS = "only files are read; write the prompts to a .jsonl file, and use `tools/generate.py --input`"
+_PROFILER = "text is generated without a profiler; leave it out"
+_COMPILED = "text is generated without torch.compile"
 
 
-def _idle(name: str, text: str, takes: Literal["value", "switch", "words"] = "value") -> SpawnFlag:
-    return SpawnFlag(name, "no effect", text, takes)
-
-
-def _refused(
-    name: str, text: str, takes: Literal["value", "switch", "words"] = "value", accepts: tuple[str, ...] = ()
-) -> SpawnFlag:
-    return SpawnFlag(name, "refused", text, takes, accepts=FALSE if takes == "switch" and not accepts else accepts)
-
-
-def _count(name: str, target: str, text: str, *, default: str | None = None) -> SpawnFlag:
-    """Whole number above 0, which a request is computed from."""
-
-    def settings(value: str) -> list[Setting]:
-        return [(target, str(whole_number(value, 1)))]
-
-    return SpawnFlag(name, "sets", text, settings=settings, default=default)
-
-
-def _steps(text: str) -> list[Setting]:
+def _steps(text: str) -> list[tuple[str, str]]:
     try:
         return [("HL_TRAIN_ITERS", text)] if int(text) > 0 else [("by_epochs", "1")]
     except ValueError:
         raise WrongValueError("must be a whole number") from None
 
 
-def _trains(text: str) -> list[Setting]:
+def _trains(text: str) -> list[tuple[str, str]]:
     if not is_true(text):
         raise WrongValueError("leaves nothing to do; leave it out")
     return []
 
 
-def _epochs(text: str) -> list[Setting]:
+def _epochs(text: str) -> str:
     try:
         number = float(text)
     except ValueError:
         number = 0.5
     if number < 1 or number != int(number):
         raise WrongValueError("must be a whole number, 1 or more; --max_steps ends a run within an epoch")
-    return [("HL_NUM_EPOCHS", str(int(number)))]
+    return str(int(number))
 
 
-def _warmup(text: str) -> list[Setting]:
+def _warmup(text: str) -> list[tuple[str, str]]:
     return [("--lr-warmup-fraction", "none"), ("--lr-warmup-iters", text)]  # a preset may have a fraction
 
 
-def _max_length(text: str) -> list[Setting]:
-    return [("HL_SEQ_LEN", str(whole_number(text, 2) - 1))]
-
-
-def _buckets(text: str) -> list[Setting]:
+def _buckets(text: str) -> list[tuple[str, str]]:
     try:
         count = int(text)
     except ValueError:
@@ -135,11 +86,11 @@ def _buckets(text: str) -> list[Setting]:
     return [("HL_BUCKETING", "optimal"), ("--num-buckets", text)] if count > 0 else []
 
 
-def _report(text: str) -> list[Setting]:
+def _report(text: str) -> str:
     known = ("none", "tensorboard", "wandb")
     if unknown := [word for word in text.split() if word not in known]:
-        raise WrongValueError(f"has {unknown[0]}, which is not supported; use {one_of(known)}")
-    return [("report_to", text)]
+        raise WrongValueError(f"has {unknown[0]}, which is not supported; use none, tensorboard or wandb")
+    return text
 
 
 _ADAMW = [("HL_OPTIMIZER", "adamw")]
@@ -162,31 +113,30 @@ _VALIDATION = (
 _DOWNLOAD = "nothing is downloaded or uploaded; use `hf download` or `hf upload`, and leave it out"
 
 
-def _model_flags(model: str) -> tuple[SpawnFlag, ...]:
+def _model_flags(model: str) -> tuple[Entry, ...]:
     return (
         _to("--model_name_or_path", "HL_MODEL", ": a folder, or the hub name of a downloaded model", default=model),
         _to("--lora_r", "HL_LORA_RANK", default="8"),
         _to("--lora_alpha", "HL_LORA_ALPHA", default="16"),
         _to("--lora_dropout", "HL_LORA_DROPOUT", default="0.05"),
-        SpawnFlag(
+        sets(
             "--lora_target_modules",
-            "sets",
+            "HL_LORA_TARGET_MODULES",
             "`HL_LORA_TARGET_MODULES`; a name that the model lacks is named in a warning; left out, PEFT's own: "
             "`q_proj v_proj` for a Llama, `query_key_value` for a BLOOM, `c_attn` for a GPT-2",
-            "words",
-            lambda text: [("HL_LORA_TARGET_MODULES", text)],
+            takes="words",
         ),
-        _refused("--token", _DOWNLOAD),
-        _refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
+        refused("--token", _DOWNLOAD),
+        refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
     )
 
 
-def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[SpawnFlag]:
+def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[Entry]:
     of_decay = "; dpo.py declares 0.05, but never uses it" if optimizer == "paged_adamw_32bit" else ""
     return [
         _to("--learning_rate", "HL_LR", default=rate),
         _choice("--lr_scheduler_type", _SHAPES, "`--lr-decay-style`", default=shape),
-        SpawnFlag("--warmup_steps", "sets", "`--lr-warmup-iters`", settings=_warmup, default=warmup),
+        Entry("--warmup_steps", "sets", "`--lr-warmup-iters`", convert=_warmup, default=warmup),
         _to("--weight_decay", "--weight-decay", of_decay, default=decay),
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
@@ -199,42 +149,44 @@ def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer
     ]
 
 
-def _batch_flags(batch: str, accumulation: str) -> list[SpawnFlag]:
+def _batch_flags(batch: str, accumulation: str) -> list[Entry]:
     return [
-        _count(
+        sets(
             "--per_device_train_batch_size",
             "batch",
             "with `--gradient_accumulation_steps`, the samples of a data-parallel rank in a step; "
             "`HL_MAX_BATCH_LEN`: this many of the longest samples",
+            whole(1),
             default=batch,
         ),
-        _count(
+        sets(
             "--gradient_accumulation_steps",
             "accumulation",
             "a factor of the samples in a step (`HL_GBS`)",
+            whole(1),
             default=accumulation,
         ),
-        _idle("--per_device_eval_batch_size", "a validation takes batches of the training's size"),
+        no_effect("--per_device_eval_batch_size", "a validation takes batches of the training's size"),
     ]
 
 
-def _output_flags(folder: str | None, save: str, logging: str | None) -> list[SpawnFlag]:
+def _output_flags(folder: str | None, save: str, logging: str | None) -> list[Entry]:
     return [
         _to("--output_dir", "HL_RESULTS_DIR", ": in it checkpoints/ and hf_format/, the exports", default=folder),
         _to("--logging_steps", "HL_LOG_INTERVAL", default=logging),
         _to("--save_steps", "HL_SAVE_INTERVAL", default=save),
         _to("--eval_steps", "HL_EVAL_INTERVAL", ", where `HL_EVAL_ITERS` is set"),
-        SpawnFlag(
+        sets(
             "--report_to",
-            "sets",
+            "report_to",
             "`none`; `tensorboard`, which is always written; `wandb`: `--wandb-project`",
-            "words",
             _report,
+            takes="words",
         ),
     ]
 
 
-def _adam_flags(note: str = "") -> list[SpawnFlag]:
+def _adam_flags(note: str = "") -> list[Entry]:
     """Settings of GaudiTrainingArguments; `note`: further text of the table."""
     return [
         _to("--adam_beta1", "--adam-beta1", note, default="0.9"),
@@ -244,12 +196,12 @@ def _adam_flags(note: str = "") -> list[SpawnFlag]:
     ]
 
 
-def _graphs(name: str) -> SpawnFlag:
+def _graphs(name: str) -> Entry:
     text = "`--eval-graphs`, on HPU, where `HL_EVAL_ITERS` is set; else no effect"
-    return SpawnFlag(name, "sets", text, "switch", lambda value: [("graphs", "1" if is_true(value) else "0")])
+    return _switch(name, "graphs", "1", "0", text)
 
 
-def _deepspeed_flag() -> SpawnFlag:
+def _deepspeed_flag() -> Entry:
     return _to(
         "--deepspeed",
         "deepspeed",
@@ -257,55 +209,49 @@ def _deepspeed_flag() -> SpawnFlag:
     )
 
 
-SFT: tuple[SpawnFlag, ...] = (
+SFT: tuple[Entry, ...] = (
     *_model_flags("meta-llama/Llama-2-7b-hf"),
     _to("--dataset_name", "dataset", "`HL_DATA`: a file, or the folder of a downloaded dataset; nothing is downloaded"),
     _to("--subset", "subset", "a folder in that of `--dataset_name`", default="data/finetune"),
     _to("--split", "split", "the files of that split in the folder", default="train"),
-    _always("--streaming", "files of any size are read in blocks, and mapped into memory as tokens"),
-    _idle("--shuffle_buffer", "each epoch shuffles all samples"),
-    _idle("--size_valid_set", "nothing is kept from training unless `-- --split` says so"),
-    _idle("--validation_split_percentage", "nothing is kept from training unless `-- --split` says so"),
-    _idle("--num_workers", "as many workers as cores tokenize"),
-    _idle("--dataset_num_proc", "as many workers as cores tokenize"),
-    SpawnFlag("--num_buckets", "sets", "`HL_BUCKETING=optimal` with `--num-buckets`; -1: `auto`", settings=_buckets),
-    SpawnFlag(
-        "--use_peft",
-        "sets",
-        "False: no `HL_LORA_*`, the whole model is trained",
-        "switch",
-        lambda text: [("use_peft", str(is_true(text)))],
-    ),
+    honoured("--streaming", "files of any size are read in blocks, and mapped into memory as tokens"),
+    no_effect("--shuffle_buffer", "each epoch shuffles all samples"),
+    no_effect("--size_valid_set", "nothing is kept from training unless `-- --split` says so"),
+    no_effect("--validation_split_percentage", "nothing is kept from training unless `-- --split` says so"),
+    no_effect("--num_workers", "as many workers as cores tokenize"),
+    no_effect("--dataset_num_proc", "as many workers as cores tokenize"),
+    Entry("--num_buckets", "sets", "`HL_BUCKETING=optimal` with `--num-buckets`; -1: `auto`", convert=_buckets),
+    _switch("--use_peft", "use_peft", "True", "False", "False: no `HL_LORA_*`, the whole model is trained"),
     _to(
         "--max_seq_length",
         "HL_SEQ_LEN",
         ", the tokens of a sample; longer ones are treated by `--packing`",
         default="1024",
     ),
-    SpawnFlag(
+    Entry(
         "--packing",
         "honoured",
         "True: long samples are split (`HL_TOO_LONG=split`), False: cut (`truncate`). Either way samples are packed, "
         "none attends to another, and a step has as many",
-        "switch",
         lambda text: [("packing", "1" if is_true(text) else "0")],
-        "True",
+        takes="switch",
+        default="True",
     ),
-    _always("--remove_unused_columns", "columns that a form of rows does not name are not read"),
+    honoured("--remove_unused_columns", "columns that a form of rows does not name are not read"),
     *_schedule_flags(rate="5e-5", shape="linear", warmup="0", decay="0.0", optimizer="adamw_torch", seed="42"),
     _to("--warmup_ratio", "--lr-warmup-fraction"),
     *_adam_flags(),
     *_batch_flags("8", "1"),
-    SpawnFlag("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs` counts", settings=_steps),
-    SpawnFlag("--num_train_epochs", "sets", "`HL_NUM_EPOCHS`", settings=_epochs, default="3"),
+    Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs` counts", convert=_steps),
+    sets("--num_train_epochs", "HL_NUM_EPOCHS", "`HL_NUM_EPOCHS`", _epochs, default="3"),
     *_output_flags(None, "500", None),
-    _idle("--overwrite_output_dir", "the same command resumes its run; another run needs another folder", "switch"),
-    _always("--resume_from_checkpoint", "the same command resumes from the newest checkpoint of its folder", "value"),
-    SpawnFlag("--do_train", "honoured", "training is all that sft.py does here", "switch", _trains),
-    _refused("--do_eval", _VALIDATION, "switch"),
-    _refused("--do_predict", "use run_generation.py", "switch"),
-    _refused("--eval_strategy", _VALIDATION, accepts=("no",)),
-    _refused("--evaluation_strategy", _VALIDATION, accepts=("no",)),
+    no_effect("--overwrite_output_dir", "the same command resumes its run; another run needs another folder", "switch"),
+    honoured("--resume_from_checkpoint", "the same command resumes from the newest checkpoint of its folder", "value"),
+    Entry("--do_train", "honoured", "training is all that sft.py does here", _trains, takes="switch"),
+    refused("--do_eval", _VALIDATION, "switch"),
+    refused("--do_predict", "use run_generation.py", "switch"),
+    refused("--eval_strategy", _VALIDATION, accepts="no"),
+    refused("--evaluation_strategy", _VALIDATION, accepts="no"),
     _choice(
         "--save_strategy",
         {"steps": [], "epoch": [("--save-at-epoch", "true")]},
@@ -313,65 +259,65 @@ SFT: tuple[SpawnFlag, ...] = (
         no="the end of a run is always saved, so for fewer checkpoints raise --save_steps",
     ),
     _to("--save_total_limit", "--keep-last"),
-    _always("--save_safetensors", "exports are safetensors"),
-    _idle("--logging_strategy", "`--logging_steps` counts"),
-    _idle("--logging_first_step", "`--logging_steps` counts", "switch"),
+    honoured("--save_safetensors", "exports are safetensors"),
+    no_effect("--logging_strategy", "`--logging_steps` counts"),
+    no_effect("--logging_first_step", "`--logging_steps` counts", "switch"),
     _to("--logging_dir", "HL_TENSORBOARD_DIR"),
     _to("--run_name", "run_name", "`--wandb-exp-name`, where `--report_to` names wandb"),
-    _switch("--bf16", "HL_BF16", "1", "0"),
-    _refused("--fp16", "Gaudi trains in bfloat16; use --bf16", "switch"),
-    _switch("--use_habana", "HL_DEVICE", "hpu", None, "; where `HL_DEVICE` is set, that counts"),
-    _switch("--use_cpu", "HL_DEVICE", "cpu", None),
-    _switch("--use_lazy_mode", "HL_USE_LAZY_MODE", "1", "0"),
-    _idle("--gaudi_config_name", "fused operators are chosen by the device"),
+    _variable("--bf16", "HL_BF16"),
+    refused("--fp16", "Gaudi trains in bfloat16; use --bf16", "switch"),
+    _variable("--use_habana", "HL_DEVICE", "hpu", None, "; where `HL_DEVICE` is set, that counts"),
+    _variable("--use_cpu", "HL_DEVICE", "cpu", None),
+    _variable("--use_lazy_mode", "HL_USE_LAZY_MODE"),
+    no_effect("--gaudi_config_name", "fused operators are chosen by the device"),
     _graphs("--use_hpu_graphs"),
     _graphs("--use_hpu_graphs_for_inference"),
-    _refused(
+    refused(
         "--use_hpu_graphs_for_training",
         "the passes of training are recorded in each step, and no graph of them is kept; leave it out, or use "
         "--use_hpu_graphs_for_inference for validations",
         "switch",
     ),
-    _idle("--throughput_warmup_steps", "each log line has the throughput of its own steps"),
-    _idle("--adjust_throughput", "each log line has the throughput of its own steps", "switch"),
-    _idle("--pipelining_fwd_bwd", "the schedule of the vendor's scripts marks the steps", "switch"),
-    _idle("--non_blocking_data_copy", "batches are always copied ahead", "switch"),
-    _refused("--distribution_strategy", "DeepSpeed sums the gradients; leave it out", accepts=("ddp",)),
-    _refused("--context_parallel_size", "use HL_TP=N and HL_SEQ_PARALLEL=1 instead", accepts=("1",)),
-    _refused("--minimize_memory", "use --gradient_checkpointing, or --deepspeed with stage 3", "switch"),
-    _switch("--torch_compile", "HL_USE_TORCH_COMPILE", "1", "0"),
-    _refused("--torch_compile_backend", "each device has one backend; leave it out", accepts=("hpu_backend",)),
-    _always("--use_regional_compilation", "with `--torch_compile`, layers are compiled one by one"),
-    _refused("--use_compiled_autograd", "compiled autograd is not supported; leave it out", "switch"),
-    _refused("--use_zero3_leaf_promotion", "mixture-of-experts models are not supported; leave it out", "switch"),
-    _switch("--gradient_checkpointing", "HL_CKP_ACT", "1", "0"),
-    _switch("--use_flash_attention", "HL_USE_FUSED_SDPA", "1", "0"),
-    _switch("--flash_attention_recompute", "HL_USE_FUSED_SDPA_WITH_RECOMPUTE", "1", "0", ", on HPU alone"),
-    _switch("--flash_attention_fast_softmax", "HL_USE_FAST_SOFTMAX", "1", "0", ", on HPU alone"),
-    _always("--flash_attention_causal_mask", "causal attention needs no mask tensor"),
-    _switch("--fp8", "HL_FP8", "1", "0", ", on HPU alone"),
+    no_effect("--throughput_warmup_steps", "each log line has the throughput of its own steps"),
+    no_effect("--adjust_throughput", "each log line has the throughput of its own steps", "switch"),
+    no_effect("--pipelining_fwd_bwd", "the schedule of the vendor's scripts marks the steps", "switch"),
+    no_effect("--non_blocking_data_copy", "batches are always copied ahead", "switch"),
+    refused("--distribution_strategy", "DeepSpeed sums the gradients; leave it out", accepts="ddp"),
+    refused("--context_parallel_size", "use HL_TP=N and HL_SEQ_PARALLEL=1 instead", accepts="1"),
+    refused("--minimize_memory", "use --gradient_checkpointing, or --deepspeed with stage 3", "switch"),
+    _variable("--torch_compile", "HL_USE_TORCH_COMPILE"),
+    refused("--torch_compile_backend", "each device has one backend; leave it out", accepts="hpu_backend"),
+    honoured("--use_regional_compilation", "with `--torch_compile`, layers are compiled one by one"),
+    refused("--use_compiled_autograd", "compiled autograd is not supported; leave it out", "switch"),
+    refused("--use_zero3_leaf_promotion", "mixture-of-experts models are not supported; leave it out", "switch"),
+    _variable("--gradient_checkpointing", "HL_CKP_ACT"),
+    _variable("--use_flash_attention", "HL_USE_FUSED_SDPA"),
+    _variable("--flash_attention_recompute", "HL_USE_FUSED_SDPA_WITH_RECOMPUTE", more=", on HPU alone"),
+    _variable("--flash_attention_fast_softmax", "HL_USE_FAST_SOFTMAX", more=", on HPU alone"),
+    honoured("--flash_attention_causal_mask", "causal attention needs no mask tensor"),
+    _variable("--fp8", "HL_FP8", more=", on HPU alone"),
     _to("--dataloader_num_workers", "HL_NUM_WORKERS"),
-    _idle("--dataloader_pin_memory", "batches are always copied ahead", "switch"),
-    _idle("--dataloader_drop_last", "the last step of an epoch takes what is left", "switch"),
-    _idle("--ddp_find_unused_parameters", "DeepSpeed sums the gradients", "switch"),
-    _idle("--ddp_bucket_cap_mb", "`--deepspeed` sets DeepSpeed's buckets"),
-    _idle("--disable_tqdm", "there is no progress bar", "switch"),
-    _idle("--log_level", "the log line is always printed"),
-    _refused("--group_by_length", "samples are packed; leave it out", "switch"),
-    _refused("--load_best_model_at_end", "use HL_KEEP_BEST=1, which exports it", "switch"),
+    no_effect("--dataloader_pin_memory", "batches are always copied ahead", "switch"),
+    no_effect("--dataloader_drop_last", "the last step of an epoch takes what is left", "switch"),
+    no_effect("--ddp_find_unused_parameters", "DeepSpeed sums the gradients", "switch"),
+    no_effect("--ddp_bucket_cap_mb", "`--deepspeed` sets DeepSpeed's buckets"),
+    no_effect("--disable_tqdm", "there is no progress bar", "switch"),
+    no_effect("--log_level", "the log line is always printed"),
+    refused("--group_by_length", "samples are packed; leave it out", "switch"),
+    refused("--load_best_model_at_end", "use HL_KEEP_BEST=1, which exports it", "switch"),
     _to("--label_smoothing_factor", "--label-smoothing-factor", "; validations measure the plain loss"),
-    _refused("--auto_find_batch_size", "HL_DRY_RUN=1 prints the memory of a batch; leave it out", "switch"),
-    _refused("--profiling_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts=("0",)),
-    _refused("--profiling_warmup_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts=("0",)),
-    _refused("--fsdp", "use --deepspeed with stage 3", "words"),
-    _refused("--push_to_hub", _DOWNLOAD, "switch"),
-    _refused("--hub_model_id", _DOWNLOAD),
+    refused("--auto_find_batch_size", "HL_DRY_RUN=1 prints the memory of a batch; leave it out", "switch"),
+    refused("--profiling_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts="0"),
+    refused("--profiling_warmup_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts="0"),
+    refused("--fsdp", "use --deepspeed with stage 3", "words"),
+    refused("--push_to_hub", _DOWNLOAD, "switch"),
+    refused("--hub_model_id", _DOWNLOAD),
     _deepspeed_flag(),
 )
 
-DPO: tuple[SpawnFlag, ...] = (
+DPO: tuple[Entry, ...] = (
     *_model_flags("../sft/results/final_checkpoint"),
-    _always(
+    honoured(
         "--tokenizer_name_or_path", "the tokenizer is the one in the model's folder, where merging puts it", "value"
     ),
     _to(
@@ -382,32 +328,147 @@ DPO: tuple[SpawnFlag, ...] = (
     ),
     _to("--beta", "HL_BETA", default="0.1"),
     _to("--loss_type", "HL_PREFERENCE_LOSS", ", by the same names; aot is not among them"),
-    _always("--force_use_ref_model", "the reference is the model without its adapters; there is no second copy"),
+    honoured("--force_use_ref_model", "the reference is the model without its adapters; there is no second copy"),
     _to("--max_prompt_length", "HL_MAX_PROMPT_LEN", default="512"),
-    SpawnFlag(
+    sets(
         "--max_length",
-        "sets",
+        "HL_SEQ_LEN",
         "`HL_SEQ_LEN`, which is one less; tokens count, where dpo.py counts characters, and long answers are cut",
-        settings=_max_length,
+        lambda text: str(whole(2)(text) - 1),
         default="1024",
     ),
     *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.0", optimizer="paged_adamw_32bit", seed="0"),
     *_adam_flags("; dpo.py has no such flag and always uses the default"),
     *_batch_flags("1", "4"),
-    SpawnFlag("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", settings=_steps, default="1000"),
-    SpawnFlag("--num_train_epochs", "sets", "`HL_NUM_EPOCHS`, with `--max_steps -1`", settings=_epochs),
+    Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", convert=_steps, default="1000"),
+    sets("--num_train_epochs", "HL_NUM_EPOCHS", "`HL_NUM_EPOCHS`, with `--max_steps -1`", _epochs),
     *_output_flags("./results", "100", "10"),
-    _idle("--log_freq", "`--logging_steps` counts"),
-    _switch("--gradient_checkpointing", "HL_CKP_ACT", "1", "0"),
-    _idle("--gradient_checkpointing_use_reentrant", "there is one kind of recomputation", "switch"),
-    _refused(
+    no_effect("--log_freq", "`--logging_steps` counts"),
+    _variable("--gradient_checkpointing", "HL_CKP_ACT"),
+    no_effect("--gradient_checkpointing_use_reentrant", "there is one kind of recomputation", "switch"),
+    refused(
         "--sanity_check",
         "write the first 1000 pairs to a file and give it as --dataset; preprocess_preferences.py --show prints pairs",
         "switch",
     ),
-    _idle("--ignore_bias_buffers", "there is no DDP", "switch"),
-    _idle("--num_workers", "as many workers as cores tokenize"),
+    no_effect("--ignore_bias_buffers", "there is no DDP", "switch"),
+    no_effect("--num_workers", "as many workers as cores tokenize"),
     _deepspeed_flag(),
 )
 
-TABLES: dict[str, tuple[SpawnFlag, ...]] = {"sft": SFT, "dpo": DPO}
+GENERATION: tuple[Entry, ...] = (
+    _to("--model_name_or_path", "--load", ": a folder, or the hub name of a downloaded model"),
+    sets("--peft_model", "adapter", "`--load`, with the model as `--lora-base`"),
+    _to("--device", "--device"),
+    _on_off(
+        "--bf16", "bf16", "`--precision bf16`; left out: float32 on one rank, bfloat16 on several, as there", "False"
+    ),
+    sets("--prompt", "prompts", "`--prompt`; the script's own sentences are not there", takes="texts"),
+    _to("--max_new_tokens", "--max-new-tokens", default="100"),
+    _to(
+        "--batch_size",
+        "--batch-size",
+        "; the script cuts or repeats the prompts to as many, here all count",
+        default="1",
+    ),
+    _on_off("--do_sample", "sample", "draws; without it the most probable token or the beams are taken", "False"),
+    _to("--temperature", "--temperature", ", with `--do_sample`; left out, the model's, else 1"),
+    _to("--top_p", "--top-p", ", with `--do_sample`; left out, the model's, else 1"),
+    _to("--top_k", "--top-k", ", with `--do_sample`; left out: all tokens"),
+    _to("--num_beams", "--num-beams", default="1"),
+    _to("--num_return_sequences", "--num-samples", default="1"),
+    _to("--seed", "--seed", "; what is drawn differs", default="27"),
+    _on_off("--ignore_eos", "--ignore-eos", "`--ignore-eos`; `--no-ignore_eos` stops at the end of a text", "True"),
+    _on_off("--use_hpu_graphs", "--use-graphs", "`--use-graphs`, on HPU; else no effect"),
+    _on_off("--use_chat_template", "--as-chat", "`--as-chat`: each prompt is a chat of its own, which is answered"),
+    _on_off("--quantize_with_bnb", "nf4", "`--quantize-base nf4`"),
+    honoured("--use_kv_cache", "keys and values are always kept"),
+    honoured("--reuse_cache", "the cache is always allocated once and written in place"),
+    honoured("--trim_logits", "the logits of the last token alone are always computed"),
+    honoured("--bucket_internal", "lengths of the cache are always rounded up within a batch"),
+    honoured("--use_flash_attention", "attention never holds a matrix of all positions"),
+    honoured("--flash_attention_recompute", "nothing is kept for a backward pass"),
+    honoured("--flash_attention_causal_mask", "attention is always causal"),
+    honoured("--limit_hpu_graphs", "only the pass of a token is captured"),
+    honoured("--clear_hpu_graphs_cache", "the graphs are freed with the process"),
+    honoured("--reduce_recompile", "shapes are always fixed within a batch"),
+    honoured("--local_rank", "the launcher numbers the ranks", "value"),
+    no_effect("--warmup", "each text is generated once; `tools/generate.py --benchmark` measures"),
+    no_effect("--n_iterations", "each text is generated once; `tools/generate.py --benchmark` measures"),
+    no_effect("--bucket_size", "lengths are rounded up by a rule of this project"),
+    no_effect("--attn_implementation", "the device chooses the kernel of attention"),
+    no_effect("--attn_batch_split", "layers are not split by samples"),
+    no_effect("--decode_attn_batch_split", "layers are not split by samples"),
+    no_effect("--cache_size_limit", _COMPILED),
+    no_effect("--const_serialization_path", "weights are read into the device"),
+    no_effect("--use_flex_attention", "the device chooses the kernel of attention", "switch"),
+    no_effect("--attn_softmax_bf16", "the softmax is computed in float32", "switch"),
+    no_effect("--sdp_on_bf16", "the softmax is computed in float32", "switch"),
+    no_effect("--flash_attention_fast_softmax", "the softmax is computed in float32", "switch"),
+    no_effect("--verbose_workers", "rank 0 prints, and errors name their rank", "switch"),
+    no_effect("--show_graphs_count", "the last line has the number of graphs", "switch"),
+    no_effect("--input_embeds", "embeddings are part of the passes", "switch"),
+    no_effect("--torch_compile", _COMPILED, "switch"),
+    no_effect("--regional_compile", _COMPILED, "switch"),
+    no_effect("--force_static_compile", _COMPILED, "switch"),
+    no_effect("--dynamo_specialize_float", _COMPILED, "switch"),
+    no_effect("--dynamo_allow_unspec_int_on_nn_module", _COMPILED, "switch"),
+    refused("--dataset_name", _DATASETS),
+    refused("--mlcommons_dataset", _DATASETS),
+    refused("--column_name", _DATASETS),
+    refused("--dataset_max_samples", _DATASETS, accepts="-1"),
+    refused("--run_partial_dataset", _DATASETS, "switch"),
+    refused("--book_source", "nothing is downloaded; give the text as --prompt", "switch"),
+    refused("--output_dir", "use `-- --output FILE.jsonl` at the end of the command"),
+    refused("--penalty_alpha", "contrastive search is not part of this project"),
+    refused("--assistant_model", "speculative decoding is not part of this project"),
+    refused("--bad_words", "tokens cannot be forbidden; leave it out", "words"),
+    refused("--force_words", "tokens cannot be required; leave it out", "words"),
+    refused("--simulate_dyn_prompt", "prompts keep their lengths; leave it out", "words"),
+    refused(
+        "--max_input_tokens",
+        "prompts are read whole; shorten them",
+        accepts="0 -1",
+    ),
+    refused(
+        "--parallel_strategy",
+        "ranks share each layer; leave it out",
+        accepts="none tp",
+    ),
+    refused("--token", "nothing is downloaded; use `hf download`"),
+    refused("--model_revision", "nothing is downloaded; use `hf download --revision`", accepts="main"),
+    refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
+    refused("--trust_remote_code_tokenizer", "code that comes with a model is never run; leave it out", "switch"),
+    refused("--profiling_steps", _PROFILER, accepts="0"),
+    refused("--profiling_warmup_steps", _PROFILER, accepts="0"),
+    refused("--profiling_record_shapes", _PROFILER, "switch"),
+    refused("--profile_whole_sequences", _PROFILER, "switch"),
+    refused("--disk_offload", "weights are kept in the device's memory; use more ranks", "switch"),
+    refused("--load_quantized_model_with_autogptq", _QUANTISED, "switch"),
+    refused("--load_quantized_model_with_autoawq", _QUANTISED, "switch"),
+    refused("--load_quantized_model_with_inc", _QUANTISED, "switch"),
+    refused("--save_quantized_model_with_inc", _QUANTISED, "switch"),
+    refused("--pt2e_save", _QUANTISED, "switch"),
+    refused("--local_quantized_inc_model_path", _QUANTISED),
+    refused("--saved_model_path", _QUANTISED, accepts="inc_quantized_model"),
+    refused("--pt2e_path", _QUANTISED),
+    refused("--pt2e_quant_dtype", _QUANTISED, accepts="fp8_143"),
+)
+
+MERGING: tuple[Entry, ...] = (
+    sets("--base_model_name", "", "folder of the Hugging Face model"),
+    sets("--adapter_model_name", "", "folder of the adapter, or of a run, whose newest export is taken"),
+    sets("--output_name", "", "folder to write, new or empty; nothing is uploaded"),
+)
+"""Flags of merge_peft_adapter.py, which cli/merge_peft_adapter.py reads itself."""
+
+FINETUNE: tuple[Entry, ...] = (
+    sets("--config-name", "name", "the YAML file, in the folder config beside the script, or beside it"),
+    sets("--config-path", "path", "another folder than config, from the script's own"),
+    sets("--config-dir", "dir", "another folder, from the current one"),
+    refused("key=value", "write it into the file"),
+)
+"""Hydra's words of finetune.py."""
+
+TABLES: dict[str, tuple[Entry, ...]] = {"sft": SFT, "dpo": DPO}
+"""Scripts that train by flags."""

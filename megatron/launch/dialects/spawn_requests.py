@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.data.index.indexed import DataError
 from megatron.data.read.input_shards import of_split
 from megatron.data.read.sources import find_sources
 from megatron.launch.dialects.finetune_file import deepspeed_flags
-from megatron.launch.dialects.hl_requests import from_environment
-from megatron.launch.dialects.hl_variables import WrongValueError
-from megatron.launch.dialects.spawn_flags import FALSE, TABLES, TRUE, SpawnFlag
+from megatron.launch.dialects.hl_requests import from_environment, hl_variables
+from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
 from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
+from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest
 from megatron.runtime.devices import detect_device
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface_config import find_hub_folder, find_model
@@ -39,11 +38,8 @@ GAUDI_ADAM = ("--adam-beta2", "0.999", "--adam-eps", "1e-6")
 """Settings of GaudiTrainingArguments, which a finetune_lora.yaml has no keys for."""
 PEFT_MODULES = {"llama": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
 """Modules that PEFT adapts by default, by the model_type of a config.json."""
-CONFIG_FLAGS = {
-    "-cn": "--config-name", "--config-name": "--config-name", "-cp": "--config-path", "--config-path": "--config-path",
-    "-cd": "--config-dir", "--config-dir": "--config-dir",
-}  # fmt: skip
-"""Hydra's flags that name a file, under their long names."""
+SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+"""Hydra's short flags."""
 
 
 @dataclass
@@ -69,20 +65,14 @@ class Ranks:
 
 
 @dataclass
-class SpawnCommand:
-    """Settings of a script's command line."""
+class SpawnCommand(Translation):
+    """Settings of a script's command line, and below them the script's own defaults."""
 
-    settings: dict[str, str] = field(default_factory=dict)
-    """Value by name of a setting, those of defaults left out."""
-    defaults: dict[str, str] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    """Flag of the script by name of the setting."""
+    defaults: dict[str, Any] = field(default_factory=dict)
     train_flags: list[str] = field(default_factory=list)
     """Flags of megatron.train behind `--`."""
-    faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
-    def get(self, name: str) -> str | None:
+    def get(self, name: str) -> Any:
         """Return the value that is given, else the script's default."""
         return self.settings.get(name, self.defaults.get(name))
 
@@ -92,28 +82,22 @@ def script_request(
 ) -> tuple[LaunchRequest, dict[str, str]]:
     """Return the request of a command, with every fault in it, and the flags by the variables that they set."""
     command = read_words(kind, TABLES[kind], words)
-    hl_variables = {name: value for name, value in environment.items() if name.startswith("HL_") and value}
-    if "HL_DEVICE" in hl_variables:
+    variables = hl_variables(environment)
+    if "HL_DEVICE" in variables:
         command.settings.pop("HL_DEVICE", None)
-    _join_lengths(command, hl_variables)
-    _name_modules(command, hl_variables)
+    _join_lengths(command, variables)
+    _name_modules(command, variables)
     _without_adapters(command)
-    _name_data(kind, command, hl_variables)
+    _name_batch(kind, command)
+    _name_rows(kind, command, variables)
+    _name_data(kind, command, variables)
     _report(command)
-    own = {name: value for name, value in command.defaults.items() if name.startswith("HL_")}
-    given = {name: value for name, value in command.settings.items() if name.startswith("HL_")}
-    flags = [
-        word
-        for group in (command.defaults, command.settings)
-        for name, value in group.items()
-        if name.startswith("--") and (group is command.settings or name not in command.settings)
-        for word in (name, value)
-    ]
-    flags += _graph_flags(command, hl_variables)
+    flags = flag_words(command.defaults | command.settings) + _graph_flags(command, variables)
     if (file := command.get("deepspeed")) is not None:
         flags += deepspeed_flags(Path(file))
-    request = from_environment(own | ranks.variables | hl_variables | given, kind, [*flags, *command.train_flags])
-    _set_batch(request, command, hl_variables)
+    given = hl_variables(command.defaults) | ranks.variables | variables | hl_variables(command.settings)
+    request = from_environment(given, kind, [*flags, *command.train_flags])
+    _set_batch(request, command, variables)
     request.faults[:0] = [*_refused_model(command), *command.faults]
     request.faults = [named(fault, command.sources) for fault in request.faults]
     request.notes[:0] = command.notes
@@ -121,12 +105,12 @@ def script_request(
     return request, command.sources
 
 
-def _graph_flags(command: SpawnCommand, hl_variables: Mapping[str, str]) -> list[str]:
+def _graph_flags(command: SpawnCommand, variables: Mapping[str, str]) -> list[str]:
     """Return the flags of validations by HPU graphs, with a note where they have no effect."""
     if command.settings.get("graphs") != "1":
         return []
-    device = hl_variables.get("HL_DEVICE") or command.settings.get("HL_DEVICE") or detect_device()
-    evaluates = hl_variables.get("HL_EVAL_ITERS", "0") != "0" or any(
+    device = variables.get("HL_DEVICE") or command.settings.get("HL_DEVICE") or detect_device()
+    evaluates = variables.get("HL_EVAL_ITERS", "0") != "0" or any(
         re.match(r"--eval[-_]iters", word) for word in command.train_flags
     )
     if device == "hpu" and evaluates:
@@ -136,89 +120,68 @@ def _graph_flags(command: SpawnCommand, hl_variables: Mapping[str, str]) -> list
     return []
 
 
-def read_words(script: str, flags: Sequence[SpawnFlag], words: Sequence[str]) -> SpawnCommand:
+def read_words(script: str, rows: tuple[Entry, ...], words: Sequence[str]) -> SpawnCommand:
     """Read the flags of a script as transformers' parser does: --flag VALUE, --flag=VALUE, a switch alone or not."""
-    table = {entry.name: entry for entry in flags}
-    command = SpawnCommand()
-    own, _, command.train_flags = _cut(list(words))
-    rest = iter(_grouped(own, table, command))
-    for name, values in rest:
-        entry, values = _negated(name, values, table)
-        if entry is None:
-            # without the dashes, which would make any short name near to any other
-            near = difflib.get_close_matches(name[2:], [known[2:] for known in table], n=1)
-            hint = f"did you mean --{near[0]}?" if near else f"`{script}.py --help` lists the flags"
-            command.faults.append(f"unknown flag {name} of {script}.py; {hint}")
-        else:
-            _read(entry, values, command)
-    for entry in table.values():
-        if entry.default is not None:
-            command.defaults |= dict(entry.settings(entry.default))
-            for target, _ in entry.settings(entry.default):
-                command.sources.setdefault(target, entry.name)
+
+    def unknown(name: str, value: str, near: str | None) -> str:
+        hint = f"did you mean {near}?" if near else f"`{script}.py --help` lists the flags"
+        return f"unknown flag {name} of {script}.py; {hint}"
+
+    own, train_flags = _cut(words)
+    faults: list[str] = []
+    dialect = Dialect(rows, unknown, prefix="--", no_effect="{name} {value} has no effect: {reason}")
+    result = dialect.translate(_values(own, {row.name: row for row in rows}, faults))
+    command = SpawnCommand(**vars(result), train_flags=train_flags)
+    command.faults[:0] = faults
+    for row, (target, value) in dialect.defaults():
+        command.defaults[target] = value
+        command.sources.setdefault(target, row.name)
     return command
 
 
-def _cut(words: list[str]) -> tuple[list[str], str, list[str]]:
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], "--", words[place + 1 :]
+def _cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the script's own words, and those behind `--`."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
 
 
-def _grouped(
-    words: list[str], table: Mapping[str, SpawnFlag], command: SpawnCommand
-) -> Iterator[tuple[str, list[str]]]:
+def _values(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each flag, and its value as one text; --no_X is X=False where X is a switch."""
+    for name, values in _grouped(words, table, faults):
+        positive = "--" + name.removeprefix("--no_")
+        if name not in table and positive in table and table[positive].takes == "switch":
+            yield positive, "False"
+            continue
+        takes = table[name].takes if name in table else "value"
+        text = shlex.join(values) if takes == "texts" else " ".join(values)
+        if takes == "switch" and not values:
+            text = "True"
+        if name in table and not text:
+            faults.append(f"{name} needs a value")
+        else:
+            yield name, text
+
+
+def _grouped(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag, with underscores, and the words that follow it."""
     name, values = "", list[str]()
     for word in words:
-        if not word.startswith("--"):
-            entry = table.get(name)
-            if not name or (entry is not None and entry.takes not in ("words", "texts") and values):
-                command.faults.append(f"{word!r} does not follow a flag; write --FLAG {word}")
-            else:
-                values.append(word)
+        if word.startswith("--"):
+            if name:
+                yield name, values
+            name, equals, value = word.partition("=")
+            name, values = "--" + name[2:].replace("-", "_"), [value] if equals else []
             continue
-        if name:
-            yield name, values
-        name, equals, value = word.partition("=")
-        name, values = "--" + name[2:].replace("-", "_"), [value] if equals else []
+        takes_one = name in table and table[name].takes in ("value", "switch")
+        if not name or (takes_one and values):
+            faults.append(f"{word!r} does not follow a flag; write --FLAG {word}")
+        else:
+            values.append(word)
     if name:
         yield name, values
 
 
-def _negated(name: str, values: list[str], table: Mapping[str, SpawnFlag]) -> tuple[SpawnFlag | None, list[str]]:
-    """Return the entry of a flag; --no_X is X=False where X is a switch."""
-    positive = table.get("--" + name.removeprefix("--no_"))
-    if name.startswith("--no_") and name not in table and positive is not None and positive.takes == "switch":
-        return positive, ["False"]
-    return table.get(name), values
-
-
-def _read(entry: SpawnFlag, values: list[str], command: SpawnCommand) -> None:
-    """Add what one flag sets, or its fault or note."""
-    text = shlex.join(values) if entry.takes == "texts" else " ".join(values)
-    if not values and entry.takes == "switch":
-        text = "True"
-    if not text:
-        command.faults.append(f"{entry.name} needs a value")
-        return
-    if entry.takes == "switch" and text.lower() not in (*TRUE, *FALSE):
-        command.faults.append(f"{entry.name}={text!r} must be True or False")
-        return
-    if entry.outcome == "refused" and text.lower() not in entry.accepts:
-        command.faults.append(f"{entry.name}={text} is not supported: {entry.text}".replace("`", ""))
-    elif entry.outcome == "no effect" and text.lower() not in FALSE:
-        command.notes.append(f"{entry.name} {text} has no effect: {entry.text}".replace("`", ""))
-    try:
-        settings = entry.settings(text)
-    except WrongValueError as why:
-        command.faults.append(f"{entry.name}={text!r} {why}")
-        return
-    for target, value in settings:
-        command.settings[target] = value
-        command.sources[target] = entry.name
-
-
-def _join_lengths(command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
+def _join_lengths(command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Let the flag or variable of the run's length that is given replace the default of the other."""
     steps, epochs = "HL_TRAIN_ITERS", "HL_NUM_EPOCHS"
     if "by_epochs" in command.settings:
@@ -227,16 +190,16 @@ def _join_lengths(command: SpawnCommand, hl_variables: Mapping[str, str]) -> Non
     if steps in command.settings and epochs in command.settings:
         command.notes.append(f"--max_steps {command.settings[steps]} counts, --num_train_epochs does not")
         del command.settings[epochs]
-    if {steps, epochs} & {*command.settings, *hl_variables}:
+    if {steps, epochs} & {*command.settings, *variables}:
         for name in (steps, epochs):
             command.defaults.pop(name, None)
     elif steps in command.defaults:
         command.defaults.pop(epochs, None)
 
 
-def _name_modules(command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
+def _name_modules(command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Set the modules with adapters where none are named, as PEFT does by the kind of the model."""
-    model = {**command.defaults, **hl_variables, **command.settings}.get("HL_MODEL", "")
+    model = {**command.defaults, **variables, **command.settings}.get("HL_MODEL", "")
     with contextlib.suppress(CheckpointError, ConfigError):  # preflight names the fault of a model that cannot be read
         config = read_json(own_file(find_model(model, "HL_MODEL"), "config.json"))
         if (modules := PEFT_MODULES.get(str(config.get("model_type")))) is not None:
@@ -252,10 +215,10 @@ def _without_adapters(command: SpawnCommand) -> None:
             command.faults.append(f"--use_peft False trains no adapters; leave {command.sources[given[0]]} out")
 
 
-def _set_batch(request: LaunchRequest, command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
+def _set_batch(request: LaunchRequest, command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Set the samples in a step of a data-parallel rank, unless HL_GBS or a flag behind `--` gives the global batch."""
     is_given = {"batch", "accumulation"} & set(command.settings)
-    given_otherwise = "HL_GBS" in hl_variables or any(
+    given_otherwise = "HL_GBS" in variables or any(
         re.match(r"--global[-_]batch[-_]size", word) for word in command.train_flags
     )
     if given_otherwise and not is_given:
@@ -267,7 +230,7 @@ def _set_batch(request: LaunchRequest, command: SpawnCommand, hl_variables: Mapp
             "out"
         )
     elif batch is not None and accumulation is not None:
-        request.samples_per_rank = int(batch) * int(accumulation)
+        request.samples_per_rank = batch * accumulation
         if command.get("packing") == "1":
             command.notes.append(
                 f"a step has {request.samples_per_rank} samples for each data-parallel rank; sft.py --packing, its "
@@ -276,16 +239,25 @@ def _set_batch(request: LaunchRequest, command: SpawnCommand, hl_variables: Mapp
             )
 
 
-def _name_data(kind: Kind, command: SpawnCommand, hl_variables: Mapping[str, str]) -> None:
-    """Set the files of the dataset, the chat template that goes with them, and the longest microbatch."""
+def _name_batch(kind: Kind, command: SpawnCommand) -> None:
+    """Set the longest microbatch: as many tokens as the samples of a device may have."""
     batch, length = command.get("batch"), command.get("HL_SEQ_LEN")
     if batch is not None and length is not None and length.isdecimal():
         answers = 2 if kind == "dpo" else 1
-        command.defaults["HL_MAX_BATCH_LEN"] = str(int(batch) * int(length) * answers)
-    if kind == "sft" and ("HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" not in hl_variables):
+        command.defaults["HL_MAX_BATCH_LEN"] = str(batch * int(length) * answers)
+
+
+def _name_rows(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) -> None:
+    """Set what sft.py does with rows, unless they were processed before."""
+    is_processed = "HL_DATA_OUTPUT_DIR" in variables and "HL_DATA" not in variables
+    if kind == "sft" and not is_processed:
         command.defaults["HL_TRAIN_ON"] = "all"
         command.defaults["HL_TOO_LONG"] = "split" if command.get("packing") == "1" else "truncate"
-    if "HL_DATA" in hl_variables or "HL_DATA_OUTPUT_DIR" in hl_variables:
+
+
+def _name_data(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) -> None:
+    """Set the files of the dataset, and the chat template that goes with them."""
+    if "HL_DATA" in variables or "HL_DATA_OUTPUT_DIR" in variables:
         if "dataset" in command.settings:
             command.faults.append(f"{command.sources['dataset']} and HL_DATA both name the data; give one of them")
         return
@@ -362,50 +334,56 @@ def named(text: str, sources: Mapping[str, str]) -> str:
 
 def finetune_request(script: str, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks) -> LaunchRequest:
     """Return the request of `finetune.py --config-name=FILE`, whose file is found as Hydra does."""
-    own, _, train_flags = _cut(list(words))
-    given, faults = _hydra_words(own)
-    folder = Path(script).parent
-    places = [folder / "config", folder]
-    if "--config-dir" in given:
-        places = [Path(given["--config-dir"])]
-    elif "--config-path" in given:
-        places = [folder / given["--config-path"]]
-    name = given.get("--config-name", "")
-    if not name.endswith((".yaml", ".yml")):
-        name += ".yaml"
-    candidates = [place / name for place in places]
-    found = next((path for path in candidates if path.is_file()), None)
-    if "--config-name" not in given:
+    own, train_flags = _cut(words)
+    result = Dialect(FINETUNE, _unknown_word, prefix="--").translate(_hydra_words(own))
+    faults, folders = result.faults, _config_folders(Path(script).parent, result.settings)
+    name = result.settings.get("name")
+    file = None
+    if name is None:
         faults.append("--config-name is not given; give the YAML file, such as --config-name=finetune_lora.yaml")
-    elif found is None:
-        faults.append(
-            f"--config-name={given['--config-name']}: there is no file {' or '.join(map(str, candidates))}; give its "
-            "name in the folder config beside the script, or --config-dir"
-        )
-    config = [] if found is None else ["--config", str(found)]
+    else:
+        ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
+        candidates = [folder / f"{name}{ending}" for folder in folders]
+        file = next((path for path in candidates if path.is_file()), None)
+        if file is None:
+            faults.append(
+                f"--config-name={name}: there is no file {' or '.join(map(str, candidates))}; give its name in the "
+                "folder config beside the script, or --config-dir"
+            )
+    config = [] if file is None else ["--config", str(file)]
     request = from_environment({**ranks.variables, **environment}, "sft", [*config, *GAUDI_ADAM, *train_flags])
-    if found is None:  # the rest would follow from the missing file
+    if file is None:  # the rest would follow from the missing file
         request.faults, request.unread = [], request.unread | {"config"}
     request.faults[:0] = faults
     ranks.apply(request)
     return request
 
 
-def _hydra_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of Hydra's flags that name a file, and the faults of all other words."""
-    given, faults, rest = dict[str, str](), list[str](), iter(words)
+def _config_folders(folder: Path, settings: Mapping[str, str]) -> list[Path]:
+    if "dir" in settings:
+        return [Path(settings["dir"])]
+    if "path" in settings:
+        return [folder / settings["path"]]
+    return [folder / "config", folder]
+
+
+def _hydra_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield Hydra's flags, by their long names, with their values, and all other words with none."""
+    rest = iter(words)
+    names = [row.name for row in FINETUNE]
     for word in rest:
         name, equals, value = word.partition("=")
-        if name in CONFIG_FLAGS:
-            given[CONFIG_FLAGS[name]] = value if equals else next(rest, "")
-        elif equals and not name.startswith("-"):
-            faults.append(
-                f"{word!r}: values of the file are not overridden on the command line; write it into the file"
-            )
+        name = SHORT.get(name, name)
+        if name not in names:
+            yield word, ""
         else:
-            near = difflib.get_close_matches(name, CONFIG_FLAGS, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else "finetune.py has --config-name, --config-path and --config-dir"
-            )
-            faults.append(f"unknown flag {name} of finetune.py; {hint}")
-    return given, faults
+            yield name, value if equals else next(rest, "")
+
+
+def _unknown_word(word: str, value: str, near: str | None) -> str:
+    if "=" in word and not word.startswith("-"):
+        return f"{word!r}: values of the file are not overridden on the command line; write it into the file"
+    name = word.partition("=")[0]
+    near = nearest(name, (row.name for row in FINETUNE if row.outcome == "sets"))
+    hint = f"did you mean {near}?" if near else "finetune.py has --config-name, --config-path and --config-dir"
+    return f"unknown flag {name} of finetune.py; {hint}"
