@@ -126,10 +126,6 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Idle time
-
-
 def idle_shares(trace: Mapping[str, Any]) -> list[float]:
     """Return the share of time in which each stage computed nothing, mean over its ranks and the steps.
 

@@ -14,7 +14,6 @@ from megatron.runtime.accelerator import HOST_AVAILABLE, MAX_ALLOCATED, TOTAL
 TIMER_SUFFIX = "-time"
 """End of a timer's name in rows and tags, as in Megatron's."""
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Full lines
 
 
@@ -80,7 +79,6 @@ def timer_lines(timers: Mapping[str, RankStats]) -> str:
     return "\n".join(["(min, max) time across ranks (ms):", *rows])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rows of a terminal
 
 GAP = "  "

@@ -65,10 +65,6 @@ def _row_until(line: bytes, iteration: int) -> dict[str, Any] | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TensorBoard's events, written by torch.utils.tensorboard.
-
-
 class TensorBoardLog:
     """One event file, which holds all the scalars of a step as one event.
 
@@ -127,9 +123,6 @@ class TensorBoardLog:
             self._excepthook(arguments)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights & Biases log, if wandb_project is set: the values of TensorBoard under the same tags.
-#
 # wandb is optional and imported only here. It takes its account from `wandb login` or WANDB_API_KEY;
 # WANDB_MODE=offline needs no account, and `wandb sync` uploads the run later.
 

@@ -61,7 +61,6 @@ def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, R
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Times of the ranks' own work, measured by straggler.py, and the search for the rank that holds up the others.
 #
 # A rank is compared with the other ranks of its pipeline stage, which have the same work; where it is its stage alone,

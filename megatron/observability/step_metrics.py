@@ -80,10 +80,6 @@ class RunTotals:
         return None if tflops is None or not self._peak_tflops else tflops / self._peak_tflops
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values of one logged step, as a row of metrics.jsonl and as scalars of TensorBoard and wandb.
-
-
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
     """Values that the training loop passes after the last step of a log interval."""

@@ -321,10 +321,6 @@ def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
     return replace(batch, inputs=inputs, targets=targets, beside=beside)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed's plain engine behind the face of an engine: the layers in sequence, for ZeRO-2, ZeRO-3 and offload.
-
-
 class SequentialEngine(Engine):
     """One microbatch after the other through the whole model, for ZeRO-2, ZeRO-3 and offload."""
 

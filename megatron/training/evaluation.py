@@ -60,60 +60,71 @@ class Evaluator:
         self.watchdog.phase("evaluation", self.progress.iteration)
         graphs_before = self.engine.num_graphs
         sets = dataset if isinstance(dataset, SeparateSets) else SeparateSets([""], [dataset], None)
-        found = dict[str, Evaluated]()
+        evaluations = dict[str, Evaluated]()
         with self.engine.timers.on_host("evaluate"):
             for name, each in zip(sets.names, sets.datasets, strict=True):
                 evaluated = evaluate(self.engine, num_batches, self.task, each, stops)
                 if evaluated is None:
                     return None
-                found[name] = evaluated
-        whole = mean_of(list(found.values()), sets.weights, self.task.objective.metric_table)
-        losses = {f"lm_loss/{name}": each.loss for name, each in found.items()} if sets is dataset else {}
+                evaluations[name] = evaluated
+        whole = mean_of(list(evaluations.values()), sets.weights, self.task.objective.metric_table)
+        losses = {}
         if sets is dataset:
-            for name, each in found.items():
+            for name, each in evaluations.items():
+                losses[f"lm_loss/{name}"] = each.loss
                 self._log(split, each, name)
         self._log(split, whole)
         if (count := self.engine.num_graphs) > graphs_before:
             self.log.message(f"{count} HPU graphs captured for evaluations, one a shape")
         return whole.loss, int(whole.normaliser), {**whole.metrics, **losses}
 
-    def _log(self, split: Literal["valid", "test"], found: Evaluated, name: str | None = None) -> None:
+    def _log(self, split: Literal["valid", "test"], evaluated: Evaluated, name: str | None = None) -> None:
         iteration, consumed_samples = self.progress.iteration, self.progress.consumed_samples
-        loss, normaliser, metrics = found
+        loss, normaliser, metrics = evaluated
         self.log.log_validation(iteration, consumed_samples, loss, int(normaliser), split, metrics, name)
 
 
-def mean_of(found: Sequence[Evaluated], weights: Sequence[float] | None, table: MetricTable | None = None) -> Evaluated:
+def mean_of(
+    evaluations: Sequence[Evaluated], weights: Sequence[float] | None, table: MetricTable | None = None
+) -> Evaluated:
     """Return the mean of evaluations by their weights, or else by their normalisers; of those that count something.
 
     A metric that has nothing to count in one of them, which is NaN there, is the mean over the others. One that `table`
     reduces to a sum or a maximum is that of all.
     """
-    normaliser = sum(each.normaliser for each in found)
-    if len(found) == 1 or normaliser == 0:
-        return found[0]._replace(normaliser=normaliser)
-    shares = [
-        each.normaliser if weights is None else weights[i] * (each.normaliser > 0) for i, each in enumerate(found)
-    ]
-
-    def mean(values: Sequence[float | None]) -> float:
-        kept = [(share, value) for share, value in zip(shares, values, strict=True) if share and value is not None]
-        return sum(share * value for share, value in kept) / sum(share for share, _ in kept) if kept else math.nan
-
-    metrics = {name: mean([_counted(each, name) for each in found]) for name in found[0].metrics}
-    for name, reduction in zip(table.names, table.reductions, strict=True) if table is not None else ():
-        values = [value for each in found if (value := _counted(each, name)) is not None]
+    normaliser = sum(each.normaliser for each in evaluations)
+    if len(evaluations) == 1 or normaliser == 0:
+        return evaluations[0]._replace(normaliser=normaliser)
+    shares = [each.normaliser for each in evaluations]
+    if weights is not None:
+        shares = [weight * (each.normaliser > 0) for weight, each in zip(weights, evaluations, strict=True)]
+    reductions = {} if table is None else dict(zip(table.names, table.reductions, strict=True))
+    metrics = {}
+    for name in evaluations[0].metrics:
+        values = [_counted(each, name) for each in evaluations]
+        counted = [value for value in values if value is not None]
+        reduction = reductions.get(name)
         if reduction == "sum":
-            metrics[name] = sum(values)
+            metrics[name] = sum(counted)
         elif reduction == "max":
-            metrics[name] = max(values, default=math.nan)
-    return Evaluated(mean([each.loss for each in found]), normaliser, metrics)
+            metrics[name] = max(counted, default=math.nan)
+        else:
+            metrics[name] = _mean(shares, values)
+    return Evaluated(_mean(shares, [each.loss for each in evaluations]), normaliser, metrics)
 
 
-def _counted(found: Evaluated, name: str) -> float | None:
+def _mean(shares: Sequence[float], values: Sequence[float | None]) -> float:
+    """Return the mean of the values that there are; NaN without one."""
+    kept = [(share, value) for share, value in zip(shares, values, strict=True) if share and value is not None]
+    if not kept:
+        return math.nan
+    return sum(share * value for share, value in kept) / sum(share for share, _ in kept)
+
+
+def _counted(evaluation: Evaluated, name: str) -> float | None:
     """Return a metric, or None if it has nothing to count: it is NaN though the loss is finite."""
-    value = found.metrics[name]
-    return None if math.isnan(value) and math.isfinite(found.loss) else value
+    value = evaluation.metrics[name]
+    return None if math.isnan(value) and math.isfinite(evaluation.loss) else value
 
 
 def evaluate(

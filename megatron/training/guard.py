@@ -88,12 +88,13 @@ class Guard:
             "first_sample": begin,
             "reason": reason,
             "loss": result.loss,
-            "origin": None if origin is None else origin.kind,
-            "origin_ranks": None if origin is None else list(origin.ranks),
-            "suspect_samples": None if suspect is None else suspect.samples,
-            "suspect_loss": None if suspect is None else suspect.loss,
+            **dict.fromkeys(("origin", "origin_ranks", "suspect_samples", "suspect_loss")),
             "suspect_documents": documents,
         }
+        if origin is not None:
+            row |= {"origin": origin.kind, "origin_ranks": list(origin.ranks)}
+        if suspect is not None:
+            row |= {"suspect_samples": suspect.samples, "suspect_loss": suspect.loss}
         warning = f"WARNING: {where}: {reason}. {_suspect_text(suspect, documents)}"
         if spikes and self._config.guard.spike_action == "rollback" and self._roll_back(begin, warning, row):
             return True
@@ -141,11 +142,11 @@ class Guard:
         worst, record = max(mine, key=_badness, default=None), None
         if not result.is_finite:
             record = step_record(self._engine.module, ctx, self._place, self._task.objective.label)
-        found = ctx.gather_objects((worst, record))
-        suspect = max((suspect for suspect, _ in found if suspect is not None), key=_badness, default=None)
+        gathered = ctx.gather_objects((worst, record))
+        suspect = max((suspect for suspect, _ in gathered if suspect is not None), key=_badness, default=None)
         if result.is_finite:
             return suspect, None
-        origin = find_origin([record for _, record in found], ctx.num_stages)
+        origin = find_origin([record for _, record in gathered], ctx.num_stages)
         if ctx.rank in origin.ranks:
             self._note(f"in step {self._progress.iteration} {origin.what}")
         return (None if suspect is None or math.isfinite(suspect.loss) else suspect), origin

@@ -89,15 +89,11 @@ def origin_of_run(folder: Path | None) -> ModelOrigin | None:
     return ModelOrigin(folder, tokenizer=folder, generation_config=content)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers generated while a run trains, with its weights of now (`generate_prompts`).
-#
-# Rank 0 reads the prompts and writes the texts; all ranks generate. Tokens are chosen greedily, so nothing is drawn,
-# and the training goes on as it would without.
-
-
 class Answers(Interlude):
     """Generates for the prompts of a file and logs the answers. Collective in construction and use.
+
+    Rank 0 reads the prompts and writes the texts; all ranks generate. Tokens are chosen greedily, so nothing is drawn,
+    and the training goes on as it would without.
 
     Raises DataError for a file that cannot be read, a prompt that is wrong, or a run without a tokenizer.
     """
@@ -171,10 +167,6 @@ def _rows(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         yield from rows_of(str(path))
     except OSError as error:
         raise DataError(f"generate_prompts={path} cannot be read: {error.strerror}") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# lm-eval's tasks while a run trains, with its weights of now (`lm_eval_tasks`).
 
 
 class TaskEvaluation(Interlude):

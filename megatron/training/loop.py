@@ -430,15 +430,7 @@ class Loop:
                 f"Training is complete, iteration={progress.iteration}, {progress.consumed_samples} samples"
             )
         if self.checkpoints is not None:
-            self.watchdog.phase("save", progress.iteration)
-            unsaved = self._saved_at != progress.iteration or self._best.save_is_due
-            if unsaved or not self.checkpoints.can_export(progress):
-                self._save(and_export=True)
-            else:
-                self._export()
-            if self.engine.config.checkpoint.keep_best and self._is_over():
-                self.checkpoints.export_best(progress, self.log.message, self.watchdog.beat)
-            self.checkpoints.finish(self.log.message)
+            self._end_saves(self.checkpoints)
         if self.shutdown.reason is None:
             self._evaluator.run("test")
             for interlude in self._interludes:
@@ -449,6 +441,23 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.finish_exports()
         if self.shutdown.is_error:
-            is_save = self.checkpoints is not None and self.checkpoints.fault is not None
-            # a restart may find a file system that works again
-            raise (SaveError if self.engine.ctx.largest(is_save) else TrainingAborted)(self.shutdown.reason)
+            self._raise_error()
+
+    def _end_saves(self, checkpoints: Checkpoints) -> None:
+        """Save and export what is not yet."""
+        progress = self.progress
+        self.watchdog.phase("save", progress.iteration)
+        unsaved = self._saved_at != progress.iteration or self._best.save_is_due
+        if unsaved or not checkpoints.can_export(progress):
+            self._save(and_export=True)
+        else:
+            self._export()
+        if self.engine.config.checkpoint.keep_best and self._is_over():
+            checkpoints.export_best(progress, self.log.message, self.watchdog.beat)
+        checkpoints.finish(self.log.message)
+
+    def _raise_error(self) -> None:
+        is_save = self.checkpoints is not None and self.checkpoints.fault is not None
+        if self.engine.ctx.largest(is_save):
+            raise SaveError(self.shutdown.reason)  # a restart may find a file system that works again
+        raise TrainingAborted(self.shutdown.reason)

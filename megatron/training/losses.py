@@ -53,10 +53,6 @@ class SpikeDetector:
         return tuple(spikes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses and metrics of the microbatches of one step, as the task's loss function returns them.
-
-
 class StepLosses:
     """The loss function that an engine calls for each microbatch; it keeps the losses and adds up the metrics.
 

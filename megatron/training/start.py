@@ -1,4 +1,4 @@
-"""Check of a user's loss function on one microbatch, before training."""
+"""Checks before training: of a user's loss on one microbatch, of a resumed schedule; and what a task computes then."""
 
 from __future__ import annotations
 
@@ -136,10 +136,6 @@ def _call_without_gradients(
         raise LossError(f"{error}. This call was without gradients, as those of validations are") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparison of a run's learning rate and weight decay with those of the checkpoint that it resumes.
-
-
 def resumed_schedule(
     schedule: Schedule, saved: Mapping[str, Any] | None, where: str, options: OptimizerConfig
 ) -> tuple[Schedule, str | None]:
@@ -180,10 +176,6 @@ def _said(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{value[-1][0]:g}" + (f" in {len(value)} slopes" if len(value) > 1 else "") if value else "0"
     return "unused" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Identity of the weights that a run started from, and what a task computes with them before training.
 
 
 def prepare_task(

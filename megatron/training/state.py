@@ -34,6 +34,9 @@ from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 
+SHOWN_NAMES = 4
+"""Parameters that an error names."""
+
 
 @dataclass(frozen=True)
 class OwnedSlice:
@@ -103,31 +106,44 @@ class EngineState:
 
     def check_model(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Raise CheckpointError, with every difference, if the checkpoint is not of this rank's model."""
-        wrong, frozen, is_base = [], [], checkpoint.metadata.get("base") is None
-        with_optimizer &= not (self._has_adapters and is_base)
-        trained = {name for name, parameter in named_parameters(self._module) if parameter.requires_grad}
-        shards = {name: shard_of(parameter) for name, parameter in named_parameters(self._module)}
-        shards |= {name: weight.shard for name, weight in quantized_weights(self._module)}
+        is_base = checkpoint.metadata.get("base") is None
+        shards = self._shards_in(is_base=is_base)
+        wrong = []
         for name, shard in shards.items():
-            if self._has_adapters and (shard.added if is_base else not (shard.trained or shard.added)):
-                continue
             saved = checkpoint.parameters.get(name)
             if saved is None:
                 wrong.append(f"{name} is not in it")
             elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
                 wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
-            elif name in trained and checkpoint.kinds_of(name) != checkpoint.kinds:
-                frozen.append(name)
         if wrong:
-            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            more = f"; and {len(wrong) - SHOWN_NAMES} more" if len(wrong) > SHOWN_NAMES else ""
             raise CheckpointError(
-                f"{checkpoint.folder} is of another model: {'; '.join(wrong[:4])}{more}. Give the model's own options, "
-                "or another checkpoint"
+                f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN_NAMES])}{more}. Give the model's "
+                "own options, or another checkpoint"
             )
-        if frozen and with_optimizer:
+        # new adapters on a base have no state to restore
+        if with_optimizer and not (self._has_adapters and is_base):
+            self._check_moments(checkpoint, shards)
+
+    def _shards_in(self, *, is_base: bool) -> dict[str, Shard]:
+        """Return the shards of this rank's weights that a checkpoint holds: with adapters the base's, or the others."""
+        shards = {name: shard_of(parameter) for name, parameter in named_parameters(self._module)}
+        shards |= {name: weight.shard for name, weight in quantized_weights(self._module)}
+        if not self._has_adapters:
+            return shards
+        if is_base:
+            return {name: shard for name, shard in shards.items() if not shard.added}
+        return {name: shard for name, shard in shards.items() if shard.trained or shard.added}
+
+    def _check_moments(self, checkpoint: Checkpoint, shards: Mapping[str, Shard]) -> None:
+        trained = [name for name, parameter in named_parameters(self._module) if parameter.requires_grad]
+        held = [name for name in trained if name in shards]
+        frozen = [name for name in held if checkpoint.kinds_of(name) != checkpoint.kinds]
+        if frozen:
+            more = " ..." if len(frozen) > SHOWN_NAMES else ""
             raise CheckpointError(
-                f"{checkpoint.folder} has no optimizer state of {', '.join(frozen[:4])}{' ...' if frozen[4:] else ''}, "
-                "frozen when it was saved; freeze the same parameters, or pass --no-load-optim"
+                f"{checkpoint.folder} has no optimizer state of {', '.join(frozen[:SHOWN_NAMES])}{more}, frozen when "
+                "it was saved; freeze the same parameters, or pass --no-load-optim"
             )
 
     def restore(self, checkpoint: WeightSource, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
@@ -341,10 +357,6 @@ def _flat_partitions(optimizer: Any) -> list[Tensor]:
 
 def _numbers(scaler: Any) -> dict[str, float | int | bool]:
     return {name: value for name, value in vars(scaler).items() if isinstance(value, float | int | bool)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Start of the adapters' parameters that follow from the base model's weights.
 
 
 def start_from_base(module: nn.Module, state: EngineState, config: Config) -> None:

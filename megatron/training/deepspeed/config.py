@@ -227,7 +227,8 @@ def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[st
 
 def _contradictions(settings: Mapping[str, Any], agreed: Mapping[str, Agreed]) -> Iterator[str]:
     for name, value in _leaves(settings):
-        if name not in agreed or value in (allowed := agreed[name]).values:
+        allowed = agreed.get(name)
+        if allowed is None or value in allowed.values:
             continue
         change = f", or change --{allowed.option.replace('_', '-')}" if allowed.option else ""
         yield f"{name}={value!r} contradicts this run, which has {allowed.values[0]!r}; remove it{change}"
@@ -236,22 +237,29 @@ def _contradictions(settings: Mapping[str, Any], agreed: Mapping[str, Agreed]) -
 def _unknown(settings: Mapping[str, Any], section: str) -> Iterator[str]:
     """Yield keys that DeepSpeed does not read, sections that are none, and requests that have no effect."""
     prefix = f"{section}." if section else ""
-    known = dict.fromkeys(KEYS[section].split()) if section else dict.fromkeys([*KEYS[""].split(), *UNUSED])
+    known = dict.fromkeys(KEYS[section].split())
+    if not section:
+        known |= dict.fromkeys(UNUSED)
     known |= {path.removeprefix(prefix): None for path in KEYS if path and path.rpartition(".")[0] == section}
     for name, value in settings.items():
         path = prefix + name
         if name not in known:
             yield f"{path} is not a key that DeepSpeed reads{_remedy(name, list(known), section)}"
-        elif path in KEYS and isinstance(value, dict):
+        elif path not in KEYS:
+            yield from _wrong_value(path, value)
+        elif isinstance(value, dict):
             yield from _unknown(value, path)
-        elif path in KEYS and value:
+        elif value:
             yield f'{path}={value!r} must be an object, "{name}": {{...}}'
-        elif path in NUMBERS and (type(value) not in (int, float) or value <= 0):
-            yield f"{path}={value!r} must be a number above 0"
-        elif path in SWITCHES and not isinstance(value, bool):
-            yield f"{path}={value!r} must be true or false"
-        elif path in UNUSED and not _is_off(value):
-            yield f"{path} has no effect here: {UNUSED[path]}; remove it"
+
+
+def _wrong_value(path: str, value: Any) -> Iterator[str]:
+    if path in NUMBERS and (type(value) not in (int, float) or value <= 0):
+        yield f"{path}={value!r} must be a number above 0"
+    elif path in SWITCHES and not isinstance(value, bool):
+        yield f"{path}={value!r} must be true or false"
+    elif path in UNUSED and not _is_off(value):
+        yield f"{path} has no effect here: {UNUSED[path]}; remove it"
 
 
 def _remedy(name: str, known: list[str], section: str) -> str:
@@ -279,14 +287,11 @@ def check_values(settings: Mapping[str, Any], where: str) -> None:
             # alone, a process counts as the only rank
             DeepSpeedConfig({**settings, "train_batch_size": settings["train_micro_batch_size_per_gpu"]})
     except ValidationError as error:
-        found = [(".".join(map(str, fault["loc"])), fault["input"], fault["msg"]) for fault in error.errors()]
-        raise ConfigError([f"{where}: {name}={value!r}: {text}" for name, value, text in found]) from None
+        faults = [(".".join(map(str, fault["loc"])), fault["input"], fault["msg"]) for fault in error.errors()]
+        raise ConfigError([f"{where}: {name}={value!r}: {text}" for name, value, text in faults]) from None
     except (DeepSpeedConfigError, AssertionError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError([f"{where}: DeepSpeed refuses it: {error}"]) from None
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The DeepSpeed JSON of a run. Nothing else in the project writes one.
 
 GATED_BF16 = {"immediate_grad_update": True, "check_grad_overflow": False}
 """Gradients leave their 16-bit form as soon as they exist, and the update gate alone examines the norm."""

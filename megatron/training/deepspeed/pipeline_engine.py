@@ -34,9 +34,6 @@ from megatron.training.deepspeed.releases import prints_steps
 from megatron.training.engine import Engine, to_device
 from megatron.training.losses import StepLosses
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward passes of evaluations, replayed as graphs of the device, one for each shape of a microbatch.
-
 MOST_GRAPHS = 64
 """Largest number of graphs of a stage, more than the lengths of rows of a fine-tuning run."""
 
@@ -84,10 +81,6 @@ class EvaluationGraphs:
         taken = output.detach()
         vars(taken).update(vars(output))
         return taken
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed's pipeline engine behind the face of an engine, and the stage of the model that it runs.
 
 
 class PipelineEngine(Engine):

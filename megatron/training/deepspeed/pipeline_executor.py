@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine with several chunks a stage, and with the schedules of planning/pipeline_schedules.py.
+"""DeepSpeed's pipeline engine with several chunks a stage, and with the schedules of plan/pipeline_schedules.py.
 
 It replaces what DeepSpeed does within a step, microbatch by microbatch. Its optimizer, the reductions of gradients and
 losses, and the table of instructions around which we time and trace, stay.
@@ -198,8 +198,9 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         key = chunk, microbatch
         if name == "RecvGrad":
             return self._grads[key]
-        found = tensors_of((self._outputs if name == "SendActivation" else self._inputs)[key])[0]
-        return found.grad if name == "SendGrad" else found  # type: ignore[return-value]
+        streams = self._outputs if name == "SendActivation" else self._inputs
+        hidden = tensors_of(streams[key])[0]
+        return hidden.grad if name == "SendGrad" else hidden  # type: ignore[return-value]
 
     def _neighbour(self, chunk: int, step: int) -> tuple[int, int]:
         """Return the rank and the chunk `step` virtual stages further."""
@@ -305,9 +306,9 @@ class Headers:
         header = torch.empty(HEADER_SIZE, dtype=torch.int64)
         receive(header, rank, group=self._group, tag=HEADER_TAG)
         is_tuple, count, *rest = header.tolist()
-        found = []
+        shapes = []
         for _ in range(count):
             kind, dim, *rest = rest
-            found.append((PipelineEngine.ID_TO_DTYPE[kind], rest[:dim]))
+            shapes.append((PipelineEngine.ID_TO_DTYPE[kind], rest[:dim]))
             rest = rest[dim:]
-        return bool(is_tuple), found
+        return bool(is_tuple), shapes

@@ -314,21 +314,22 @@ class BufferedSum(GradientSum):
         self._buffers, self._index = buffers, index
 
     def open(self) -> tuple[Tensor, bool]:
-        return self._found().open(self._index)
+        return self._resolve().open(self._index)
 
     def close(self) -> None:
-        self._found().close(self._index)
+        self._resolve().close(self._index)
 
-    def _found(self) -> GradientBuffers:
-        found = self._buffers()
-        assert found is not None, "the engine is gone"
-        return found
+    def _resolve(self) -> GradientBuffers:
+        buffers = self._buffers()
+        assert buffers is not None, "the engine is gone"
+        return buffers
 
 
 def _add(buffers: weakref.ref[GradientBuffers], index: int, parameter: nn.Parameter) -> None:
     # the engine holds its buffers, not the hook: a cycle through autograd is never collected
-    if (found := buffers()) is not None:
-        found.add(index, parameter)
+    held = buffers()
+    if held is not None:
+        held.add(index, parameter)
 
 
 def _tied_weights(module: Any) -> Iterator[tuple[int, dist.ProcessGroup]]:
