@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron.cli.command import command
-from megatron.cli.text_flags import add_tokenizer_flags, tokenizer_of
+from megatron.cli.data_commands import TOKENIZER, add_flags, tokenizer_of
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.verification import (
@@ -67,12 +67,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     shown.add_argument("--head", type=int, default=0, metavar="N", help="print the first N documents")
     check = parser.add_argument_group("verification")
     check.add_argument("--verify", action="store_true", help="verify everything; exit status 1 if anything is wrong")
-    check.add_argument("--append-eod", action="store_true", help="every document must end with the end-of-document id")
-    add_tokenizer_flags(
-        parser,
-        required=False,
-        description="to print text; --verify takes the rules for ids from it, or from the notes in PREFIX.sha256",
-    )
+    add_flags(check, "--append-eod", help="every document must end with the end-of-document id")
+    description = "to print text; --verify takes the rules for ids from it, or from the notes in PREFIX.sha256"
+    add_flags(parser.add_argument_group("tokenizer", description), *TOKENIZER)
     arguments = parser.parse_args(argv)
     if arguments.head < 0:
         parser.error(f"--head {arguments.head} must not be negative")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import add_overwrite_flag
+from megatron.cli.data_commands import add_flags
 from megatron.data.index.checksums import ReportBytes
 from megatron.data.index.indexed import DataError
 from megatron.data.index.merge import merge, open_inputs
@@ -31,17 +31,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Join indexed datasets end to end into one.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="folders of datasets, and datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx",
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX.bin, .idx, .sha256, .manifest.json"
-    )
-    add_overwrite_flag(parser)
+    datasets = "folders of datasets, and datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx"
+    add_flags(parser, "--input", help=datasets)
+    files = "files are PREFIX.bin, .idx, .sha256, .manifest.json"
+    add_flags(parser, "--output-prefix", required=True, help=files)
+    add_flags(parser, "--overwrite")
     return parser.parse_args(argv)
 
 

@@ -10,26 +10,18 @@ has all formats. All that is left out is counted, and the files get their names 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import (
-    add_column_flag,
-    add_file_flags,
-    add_sample_flags,
-    add_share_flags,
-    check_sample_flags,
-    name_unshown,
-    shard_given,
-)
+from megatron.cli import data_commands
+from megatron.cli.command import command
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.preference.encoder import PairCounts
     from megatron.data.preference.preprocessing import PreferenceJob, PreferenceTotals
+    from megatron.data.prepare.block_encoder import JobInput
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,129 +31,71 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     source = parser.add_argument_group("input")
-    add_file_flags(
-        source,
+    files = (
         "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files, "
-        "all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow",
+        "all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow"
     )
-    source.add_argument(
-        "--split", metavar="NAME", help="read the files of this split of a downloaded dataset, such as train_prefs"
+    data_commands.add_flags(source, "--input", help=files)
+    data_commands.add_flags(source, *data_commands.FILES[1:])
+    data_commands.add_flags(
+        source, "--split", help="read the files of this split of a downloaded dataset, such as train_prefs"
     )
-    add_column_flag(source)
-    add_share_flags(source)
-    source.add_argument(
-        "--bad-rows",
-        choices=("error", "skip"),
-        default="error",
-        help="what to do with a row that cannot be used: skipped rows are counted by reason (default: error)",
-    )
+    data_commands.add_flags(source, "--ignore-columns", *data_commands.SHARE, "--bad-rows")
     text = parser.add_argument_group("tokenizer and template")
-    text.add_argument("--tokenizer-model", required=True, metavar="PATH", help="tokenizer.json, or its folder")
-    text.add_argument(
-        "--chat-template",
-        metavar="NAME",
-        help="for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the "
-        "tokenizer's)",
+    data_commands.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
+    template = (
+        "for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the tokenizer's)"
     )
-    text.add_argument(
-        "--as-chat",
-        action="store_true",
-        help="make messages of user and assistant of rows of texts, which the template then writes (default: texts "
-        "stay as they are)",
+    data_commands.add_flags(text, "--chat-template", help=template)
+    data_commands.add_flags(text, "--as-chat")
+    append = (
+        "do not append EOS to texts, and to conversations that the template leaves without an end (default: append it)"
     )
-    text.add_argument(
-        "--no-append-eos",
-        dest="append_eos",
-        action="store_false",
-        help="do not append EOS to texts, and to conversations that the template leaves without an end (default: "
-        "append it)",
-    )
-    add_sample_flags(parser, files="PREFIX.bin and PREFIX.idx", shown="pairs as they are tokenized")
-    arguments = parser.parse_args(argv)
-    check_sample_flags(parser, arguments)
-    arguments.shard = shard_given(parser, arguments)
-    return arguments
+    data_commands.add_flags(text, "--no-append-eos", help=append)
+    output = parser.add_argument_group("output")
+    data_commands.add_flags(output, "--output-prefix", help="files are PREFIX.bin and PREFIX.idx")
+    data_commands.add_flags(output, "--overwrite", "--workers", *data_commands.RESUME)
+    shown = "print the first N pairs as they are tokenized; without --output-prefix do nothing else"
+    data_commands.add_flags(output, "--show", help=shown)
+    return data_commands.parse(parser, argv)
 
 
-def job_of(arguments: argparse.Namespace) -> PreferenceJob:
-    from megatron.data.preference.preprocessing import PreferenceJob
-
-    return PreferenceJob(
-        inputs=tuple(arguments.input),
-        output_prefix=arguments.output_prefix or "",
-        tokenizer=arguments.tokenizer_model,
-        chat_template=arguments.chat_template,
-        as_chat=arguments.as_chat,
-        append_eos=arguments.append_eos,
-        bad_rows=arguments.bad_rows,
-        ignore_columns=tuple(arguments.ignore_columns),
-        split=arguments.split,
-        workers=arguments.workers,
-        exclude=tuple(arguments.exclude),
-        stdin_filename=arguments.stdin_filename,
-        shard=arguments.shard,
-        max_documents=arguments.max_documents,
-        overwrite=arguments.overwrite,
-    )
-
-
-def show_pairs(job: PreferenceJob, count: int) -> None:
-    """Print the first pairs of the input, without bad rows: named if pairs run short. Raises DataError."""
-    from dataclasses import replace
-
-    from megatron.data.chat.job import SHOWN_FAULTS
-    from megatron.data.preference.preprocessing import encode_pairs, find_pairs, prepare_preferences
-    from megatron.data.read.archives import read_blocks
-
-    setup, number, faults = prepare_preferences(job), 0, list[str]()
-    for block in read_blocks(find_pairs(job).sources, job.reading(1 << 16)):
-        encoded = encode_pairs(setup.encoder, replace(job, bad_rows="skip"), [block])
-        faults += encoded.faults
-        for pair in encoded.pairs():
-            if number == count:
-                return
-            number += 1
-            print(f"--- pair {number} ---")
-            for name, ids in zip(("prompt", "chosen", "rejected"), pair.parts, strict=True):
-                print(f"[{name}: {len(ids)} tokens]\n{setup.tokenizer.decode(ids.tolist())}")
-            print()
-    if number < count:
-        name_unshown(faults[:SHOWN_FAULTS], number)
+def show_pairs(job: PreferenceJob, files: JobInput, count: int) -> None:
+    """Print the first pairs of the input. Raises DataError."""
+    rows, pairs = data_commands.samples_to_show(job, files, count)
+    for number, pair in enumerate(pairs, start=1):
+        print(f"--- pair {number} ---")
+        for name, ids in zip(("prompt", "chosen", "rejected"), pair.parts, strict=True):
+            print(f"[{name}: {len(ids)} tokens]\n{rows.tokenizer.decode(ids.tolist())}")
+        print()
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. Raises DataError or OSError, with no final file written."""
-    from megatron.data.preference.preprocessing import preprocess_preferences
+    """Run the command. Raises DataError or OSError, with no final file written, and Finished."""
+    from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
+    from megatron.data.prepare.block_encoder import find_input
 
-    job = job_of(arguments)
+    job = data_commands.job_of(PreferenceJob, arguments)
+    files = find_input(job)
     if arguments.show:
-        show_pairs(job, arguments.show)
-    if not job.output_prefix:
-        return
-    started_s = time.monotonic()
-    summarize(job, preprocess_preferences(job), time.monotonic() - started_s)
+        show_pairs(job, files, arguments.show)
+    if job.output_prefix:
+        started_s = time.monotonic()
+        totals = preprocess_preferences(job, data_commands.ProgressReport(), files)
+        summarize(job, totals, time.monotonic() - started_s)
 
 
 def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) -> None:
-    for fault in totals.faults:
-        print(f"skipped {fault}", file=sys.stderr)
     counts = totals.counts
     rows = [
         ("rows read", f"{counts.num_rows:,}"),
         *((f"format: {form}", _of_form(counts, form)) for form in counts.forms),
         ("pairs", f"{totals.num_pairs - counts.num_unpaired:,}"),
         ("tokens", ", ".join(f"{name}: {count:,}" for name, count in totals.num_tokens.items())),
-        *(
-            (f"lengths, {name}", ", ".join(f"{percent} %: {length}" for percent, length in levels.items()))
-            for name, levels in totals.length_percentiles.items()
-        ),
+        *((f"lengths, {name}", data_commands.spread(levels)) for name, levels in totals.length_percentiles.items()),
         ("vocabulary", f"{totals.vocab_size:,}"),
     ]
-    counted = {"blank lines": totals.num_blank, **counts.outcomes()}
-    rows += [(name, f"{count:,}") for name, count in counted.items() if count]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    data_commands.print_table(rows, {"blank lines": counts.num_blank, **counts.outcomes()})
     print(f"written in {elapsed_s:.1f} s: {job.output_prefix}.bin, {job.output_prefix}.idx")
 
 
@@ -173,6 +107,4 @@ def _of_form(counts: PairCounts, form: str) -> str:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.index.indexed import DataError
-
-    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix or "")
+    return data_commands.run_preparation(lambda: run(arguments), arguments.output_prefix)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command, run_command
-from megatron.cli.text_flags import add_input_flags, check_input_flags, find_input, name_rules, separator
+from megatron.cli.data_commands import add_flags, add_text_flags, check, separator_of
 from megatron.runtime.commands import command_name
 
 NUM_BYTE_SYMBOLS = 256
@@ -27,14 +27,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.",
         allow_abbrev=False,
     )
-    add_input_flags(parser, "keys of the text to learn from (default: text)")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, <|endoftext|> included")
+    add_text_flags(parser, "keys of the text to learn from (default: text)")
+    add_flags(parser, "--vocab-size", required=True, help="entries, <|endoftext|> included")
     parser.add_argument(
         "--min-frequency", type=int, default=2, metavar="N", help="merge no pairs that are rarer (default: 2)"
     )
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the tokenizer's files")
     arguments = parser.parse_args(argv)
-    check_input_flags(parser, arguments)
+    check(parser, arguments)
     if arguments.vocab_size <= NUM_BYTE_SYMBOLS:
         parser.error(f"--vocab-size {arguments.vocab_size} must be at least 257: 256 bytes and <|endoftext|>")
     return arguments
@@ -42,13 +42,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written."""
+    from megatron.data.prepare.block_encoder import find_files
     from megatron.data.read.document_blocks import ReadingRules
     from megatron.data.read.document_parser import read_texts
+    from megatron.data.read.sources import InputRules
     from megatron.data.tokenizers.base import END_OF_TEXT
     from megatron.data.tokenizers.training import train_tokenizer, write_tokenizer
 
-    rules = ReadingRules(tuple(arguments.json_keys), separator(arguments), names=name_rules(arguments))
-    listing = find_input(arguments)
+    names = InputRules(arguments.text_files, tuple(arguments.exclude), arguments.stdin_filename)
+    rules = ReadingRules(tuple(arguments.json_keys), separator_of(arguments), names=names)
+    listing = find_files(arguments.input, rules)
     print(listing.describe(), file=sys.stderr)
     texts = read_texts(listing.sources, rules, arguments.on_bad_line)
     files = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)

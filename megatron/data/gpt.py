@@ -282,12 +282,7 @@ def build_datasets(
         if split == 0:
             check_training_size(members, data, seq_length)
         by_size = blended and members[0].weight is None
-        kept = [member for member in members if member.num_tokens > (seq_length if by_size else 0)]
-        if len(kept) < len(members):
-            absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))
-            what = "samples" if by_size else "documents"
-            effect = "left out" if kept else f"the run has no {SPLIT_WORDS[split]} loss"
-            logger.warning("no %s %s in %s%s; %s", SPLIT_WORDS[split], what, absent, said_split(data), effect)
+        kept = _members_with_samples(members, split, data, seq_length if by_size else 0)
         if not kept:
             return None
 
@@ -314,6 +309,17 @@ def build_datasets(
         return blend_by_weight(weights, num_samples[split], build, cache_dir)
 
     return build_split(0), build_split(1), build_split(2)
+
+
+def _members_with_samples(members: Sequence[Member], split: int, data: DataConfig, least: int) -> list[Member]:
+    """Return the members of more than `least` tokens, and warn of the others."""
+    kept = [member for member in members if member.num_tokens > least]
+    if len(kept) < len(members):
+        absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))
+        what = "samples" if least else "documents"
+        effect = "left out" if kept else f"the run has no {SPLIT_WORDS[split]} loss"
+        logger.warning("no %s %s in %s%s; %s", SPLIT_WORDS[split], what, absent, said_split(data), effect)
+    return kept
 
 
 def split_members(

@@ -355,28 +355,34 @@ def open_splits(
     samples of a split, `build(files, weights, said)` the dataset of several; `said` names them in an error. `noun`: the
     word for several samples. Raises DataError.
     """
-    parsed = [parse_data_path(words) if words else ([], None) for _, words in config.data.paths]
+    parsed: list[tuple[Sequence[str], Sequence[float] | None]] = []
+    for _, words in config.data.paths:
+        parsed.append(parse_data_path(words) if words else ([], None))
     files = [[open_file(prefix, split) for prefix in prefixes] for split, (prefixes, _) in enumerate(parsed)]
     for split in (1, 2):
         earlier = [file for before in files[:split] for file in before]
         files[split] = [_without_repeats(file, earlier, config, split, noun) for file in files[split]]
-    found: list[Any] = []
-    for split, (option, words) in enumerate(config.data.paths):
-        said = f"{option}={' '.join(words)}" + ("" if config.data.per_split else f", split={config.data.split}")
+
+    def dataset_of(split: int) -> Any:
+        option, words = config.data.paths[split]
+        said = f"{option}={' '.join(words)}"
+        if not config.data.per_split:
+            said += f", split={config.data.split}"
         kept = [number for number, file in enumerate(files[split]) if len(file.rows)]
         if len(kept) < len(files[split]) or (not kept and split == 0):
             _report_empty(config, split, noun, said, files[split])
+        if not kept:
+            return None
         weights = parsed[split][1]
         shares = None if weights is None else [weights[number] for number in kept]
         chosen = [files[split][number] for number in kept]
-        if split > 0 and config.data.multiple_validation_sets and len(kept) > 1:
-            names = [file.tokens.prefix for file in chosen]
-            apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in chosen]
-            found.append(SeparateSets(names, apart, shares))
-        else:
-            found.append(build(chosen, shares, said) if chosen else None)
-    train, valid, test = found
-    return train, valid, test
+        if split == 0 or not config.data.multiple_validation_sets or len(kept) == 1:
+            return build(chosen, shares, said)
+        names = [file.tokens.prefix for file in chosen]
+        apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in chosen]
+        return SeparateSets(names, apart, shares)
+
+    return dataset_of(0), dataset_of(1), dataset_of(2)
 
 
 def _report_empty(config: Config, split: int, noun: str, said: str, files: Sequence[SampleFile]) -> None:

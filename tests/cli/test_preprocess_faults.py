@@ -22,7 +22,7 @@ import pytest
 from megatron.cli import preprocess_data
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import IndexedDataset
-from megatron.data.prepare import preprocess
+from megatron.data.prepare import text as text_preparation
 from megatron.data.read import document_blocks
 from tests.ranks import HANG_S
 
@@ -74,7 +74,7 @@ class Killed(BaseException):
     """Not caught by anything: the process ends where it is raised."""
 
 
-def run_and_die_at(call: int, arguments: list[str]) -> bool:
+def run_and_die_at(call: int, arguments: list[str], main: Callable[[list[str]], int] = preprocess_data.main) -> bool:
     """The command in a child that ends, as by SIGKILL, right before its nth change of the file system. False: it ended
     by itself."""
     child = os.fork()
@@ -95,7 +95,7 @@ def run_and_die_at(call: int, arguments: list[str]) -> bool:
             for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync", "ftruncate"):
                 setattr(os, name, counted(getattr(os, name)))
             sys.stdout = sys.stderr = io.StringIO()
-            os._exit(preprocess_data.main(arguments))
+            os._exit(main(arguments))
         finally:
             os._exit(99)
     _, status = os.waitpid(child, 0)
@@ -362,7 +362,7 @@ def test_a_late_difference_restarts_with_the_reference(
             found: list[int] = self.encode_batch([text]).ids.tolist()
             return found
 
-    monkeypatch.setattr(preprocess, "accelerate", Liar)
+    monkeypatch.setattr(text_preparation, "accelerate", Liar)
     arguments = [part.replace("NullTokenizer", "nulltokenizer") for part in command(tmp_path)]
     from megatron.data.tokenizers import build as tokenizers
 

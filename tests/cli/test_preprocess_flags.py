@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import preprocess_data
-from megatron.cli.text_flags import REFUSED
+from megatron.cli.data_commands import REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "preprocess_flags.md"
 MEGATRONS = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.data.chat.job import ChatJob, prepare_chats
+from megatron.data.chat.job import ChatJob
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate
 from megatron.data.tokenizers.build import build_tokenizer
@@ -147,7 +147,7 @@ def test_any_value_in_a_tokenizers_files_is_read_or_named(tmp_path: Path) -> Non
                 lambda: accelerate(build_tokenizer("HFTokenizer", str(tmp_path))).encode("the sum"),
                 lambda: check_tokenizer(tmp_path, 1000),
                 lambda: _tokens_by_name(tmp_path),
-                lambda: prepare_chats(job),
+                lambda: job.encoder(),
             ):
                 assert len(said_of(read)) < 1000
         (tmp_path / name).write_text(original, encoding="utf-8")

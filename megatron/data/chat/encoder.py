@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 
 from megatron.data.chat.conversation import BadRow, Chat, exchanges_of
 from megatron.data.chat.marks import Span
+from megatron.data.chat.row_forms import MIXED
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
 from megatron.data.chat.tokenizer import ChatTokenizer, EncodedText
 from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.index.indexed import DataError
+from megatron.data.prepare.block_encoder import Counts
+from megatron.data.prepare.rows import RowCounts
 
 TrainOn = Literal["assistant", "all_but_system", "all"]
 Turns = Literal["together", "as_prompted"]
@@ -58,27 +61,21 @@ class ChatRules:
 
 
 @dataclass
-class ChatCounts:
+class ChatCounts(RowCounts):
     """Numbers of rows and samples by outcome. Counters are by reason."""
 
-    num_rows: int = 0
-    num_appended_eos: int = 0
+    num_loss_tokens: int = 0
+    """Trained tokens."""
     num_truncated: int = 0
     num_split: int = 0
     """Rows that became several samples."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Samples left out."""
-    bad: Counter[str] = field(default_factory=Counter)
-    """Rows that cannot be used."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Texts of messages, and options, that the template leaves out of conversations that are used."""
-    unread: Counter[str] = field(default_factory=Counter)
-    """Rows in which a column is not read, by its name."""
     num_unanswered: int = 0
     """Conversations whose last message is not trained, nor the assistant's."""
-    forms: dict[str, dict[str, str]] = field(default_factory=dict)
-    """File -> form of rows (row_forms.py) -> place of its first row there."""
-    num_of_forms: Counter[str] = field(default_factory=Counter)
+    first_forms: dict[str, dict[str, str]] = field(default_factory=dict)
+    """File -> form of rows (row_forms.py) -> place of its first row there. Between batches, of the last file alone."""
+    forms: Counter[str] = field(default_factory=Counter)
     """Rows of each form."""
     num_too_long: int = 0
     """Rows that may be neither cut nor left out (too_long=error)."""
@@ -87,26 +84,37 @@ class ChatCounts:
     longest: int = 0
     """Tokens of the longest of them."""
 
-    def add(self, other: ChatCounts) -> None:
-        self.num_rows += other.num_rows
-        self.num_appended_eos += other.num_appended_eos
-        self.num_truncated += other.num_truncated
-        self.num_split += other.num_split
-        self.dropped.update(other.dropped)
-        self.bad.update(other.bad)
-        self.left_out.update(other.left_out)
-        self.unread.update(other.unread)
-        self.num_unanswered += other.num_unanswered
-        self.num_of_forms.update(other.num_of_forms)
-        self.num_too_long += other.num_too_long
-        self.first_too_long = self.first_too_long or other.first_too_long
-        self.longest = max(self.longest, other.longest)
-        for name, places in other.forms.items():
-            self.forms[name] = {**places, **self.forms.get(name, {})}
+    def check_next(self, other: Counts) -> None:
+        """Raise DataError for a file whose rows are of several forms."""
+        assert isinstance(other, ChatCounts)
+        for name, places in other.first_forms.items():
+            forms = dict(self.first_forms.get(name, {}))
+            for form, place in places.items():
+                forms.setdefault(form, place)
+            if len(forms) > 1:
+                (first, _), (second, place), *_ = forms.items()
+                raise DataError(
+                    f"{place}: the row is of the form {second}, and the file began with {first}; separate them, or "
+                    f"pass --row-format {MIXED}"
+                )
+
+    def add(self, other: Counts) -> None:
+        assert isinstance(other, ChatCounts)
+        longest = max(self.longest, other.longest)
+        last_file = dict(list({**self.first_forms, **other.first_forms}.items())[-1:])
+        super().add(other)
+        self.longest, self.first_forms = longest, last_file
+
+    def counts_apart(self, row: BadRow, place: str) -> bool:
+        if row.kind != TOO_LONG:
+            return False
+        self.num_too_long += 1
+        self.first_too_long = self.first_too_long or f"{place}, {row}"
+        return True
 
     def outcomes(self) -> dict[str, int]:
         """Return how many rows or samples were changed or left out, by what happened to them."""
-        found = {
+        counts = {
             "EOS appended": self.num_appended_eos,
             "truncated": self.num_truncated,
             "split": self.num_split,
@@ -116,7 +124,7 @@ class ChatCounts:
             "conversations that end without an answer": self.num_unanswered,
             **{f"column not read, {name}": count for name, count in self.unread.items()},
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
 
 class ChatEncoder:

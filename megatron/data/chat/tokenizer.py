@@ -164,8 +164,9 @@ def load_tokenizer(
     inner = reference._inner
     tokens = named_tokens(read_config(file.parent))
     if "eos_token" not in tokens:
-        known = next((token for token in KNOWN_EOD_TOKENS if inner.token_to_id(token) is not None), None)
-        tokens |= {"eos_token": known} if known else {}
+        known = [token for token in KNOWN_EOD_TOKENS if inner.token_to_id(token) is not None]
+        if known:
+            tokens["eos_token"] = known[0]
     tokens |= source_tokens or {}
     added = {token.content for token in inner.get_added_tokens_decoder().values()}
     new = [token for token in dict.fromkeys(wanted) if token not in added]
@@ -173,12 +174,12 @@ def load_tokenizer(
     eos = tokens.get("eos_token")
     if eos is not None and eos not in added and eos not in new and inner.token_to_id(eos) is not None:
         new.append(eos)  # in the vocabulary, but not parsed in text
-    for name in ("bos_token", "eos_token"):
-        token = tokens.get(name)
-        if token is not None and token not in new and inner.token_to_id(token) is None:
+    absent = [name for name in ("bos_token", "eos_token") if name in tokens and tokens[name] not in new]
+    for name in absent:
+        if inner.token_to_id(tokens[name]) is None:
             raise DataError(
-                f"{name} {token!r} is not in the vocabulary of {file}; add it with --add-special-tokens, or name "
-                f"another in {CONFIG_NAME}"
+                f"{name} {tokens[name]!r} is not in the vocabulary of {file}; add it with --add-special-tokens, or "
+                f"name another in {CONFIG_NAME}"
             )
     if new:
         inner.add_special_tokens(new)

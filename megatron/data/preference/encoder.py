@@ -20,6 +20,7 @@ from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text
 from megatron.data.chat.turns import TurnFinder
 from megatron.data.index.indexed import DataError
 from megatron.data.preference.formats import Preference
+from megatron.data.prepare.rows import RowCounts
 
 Ids = NDArray[np.int32]
 Templates = tuple[ChatTemplate, ChatTemplate | None]
@@ -40,18 +41,13 @@ class Pair:
 
 
 @dataclass
-class PairCounts:
+class PairCounts(RowCounts):
     """Numbers of rows by outcome. Counters are by reason."""
 
-    num_rows: int = 0
     num_unpaired: int = 0
     """Rows with one answer."""
-    num_appended_eos: int = 0
-    """Answers to whose end EOS was added."""
     num_shortened_prompts: int = 0
     """Pairs whose last tokens of the prompt belong to the answers, with which they merge."""
-    bad: Counter[str] = field(default_factory=Counter)
-    """Rows that cannot be used."""
     forms: Counter[str] = field(default_factory=Counter)
     """Rows by their format."""
     first_rows: dict[str, str] = field(default_factory=dict)
@@ -60,10 +56,6 @@ class PairCounts:
     """Pairs in use whose answers have the same score."""
     num_reversed_scores: int = 0
     """Pairs in use whose rejected answer has the higher score."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Texts and options that the template leaves out of rows that are used."""
-    unread: Counter[str] = field(default_factory=Counter)
-    """Rows in which a column is not read, by its name."""
     num_other_turns: int = 0
     """Rows whose answers hold turns of others than the assistant."""
     num_repeated_prompts: int = 0
@@ -71,25 +63,9 @@ class PairCounts:
     num_passed_over: int = 0
     """Answers of ranked lists between the best and the worst."""
 
-    def add(self, other: PairCounts) -> None:
-        self.num_rows += other.num_rows
-        self.num_unpaired += other.num_unpaired
-        self.num_appended_eos += other.num_appended_eos
-        self.num_shortened_prompts += other.num_shortened_prompts
-        self.bad.update(other.bad)
-        self.forms.update(other.forms)
-        self.first_rows = {**other.first_rows, **self.first_rows}
-        self.num_equal_scores += other.num_equal_scores
-        self.num_reversed_scores += other.num_reversed_scores
-        self.left_out.update(other.left_out)
-        self.unread.update(other.unread)
-        self.num_other_turns += other.num_other_turns
-        self.num_repeated_prompts += other.num_repeated_prompts
-        self.num_passed_over += other.num_passed_over
-
     def outcomes(self) -> dict[str, int]:
         """Return how many rows were changed, left out or are doubtful, by what was found."""
-        found = {
+        counts = {
             "rows with one answer": self.num_unpaired,
             "EOS appended to answers": self.num_appended_eos,
             "prompts whose end merges with an answer": self.num_shortened_prompts,
@@ -102,7 +78,7 @@ class PairCounts:
             "answers between the best and the worst, not used": self.num_passed_over,
             **{f"column not read, {name}": count for name, count in self.unread.items()},
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
 
 @dataclass(frozen=True)

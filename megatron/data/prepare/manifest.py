@@ -371,36 +371,50 @@ def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
         return None
 
     def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
-        lines: list[dict[str, Any]] = []
-        passed_over: set[Any] = set()
-        for data, manifest in inputs:
-            num_bytes = data.num_tokens * data.dtype.itemsize
-            stands_for = {"name": str(data.prefix), "bytes": num_bytes, "documents": data.num_documents}
-            for line in manifest.files if manifest else [{**stands_for, "is_dataset": True}]:
-                if "passed_over" in line:
-                    # the shards of one input have all passed over the same files
-                    if line["name"] in passed_over:
-                        continue
-                    passed_over.add(line["name"])
-                lines.append(line)
+        lines = _joined_lines(inputs)
         counts: Counter[str] = Counter()
         for line in lines:
             _count(counts, line)
-        headers = [manifest.header if manifest else {"tokenizer": None, "options": {}} for _, manifest in inputs]
-        first = headers[0]
-        header = {
-            "tokenizer": first["tokenizer"] if all(h["tokenizer"] == first["tokenizer"] for h in headers) else None,
-            "options": {
-                name: value
-                for name, value in first["options"].items()
-                if all(h["options"].get(name, ...) == value for h in headers)
-            },
-            "shard": None,
-            "outcomes": dict(sum((Counter(h.get("outcomes", {})) for h in headers), Counter[str]())),
-        }
-        _write(file, dataset, header, counts, [(_json(line) for line in lines)])
+        none: dict[str, Any] = {"tokenizer": None, "options": {}}
+        headers = [none if manifest is None else manifest.header for _, manifest in inputs]
+        _write(file, dataset, _joined_header(headers), counts, [(_json(line) for line in lines)])
 
     return write
+
+
+def _joined_lines(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    passed_over: set[Any] = set()
+    for data, manifest in inputs:
+        if manifest is None:
+            num_bytes = data.num_tokens * data.dtype.itemsize
+            stands_for = {"name": str(data.prefix), "bytes": num_bytes, "documents": data.num_documents}
+            lines.append({**stands_for, "is_dataset": True})
+            continue
+        for line in manifest.files:
+            # the shards of one input have all passed over the same files
+            if "passed_over" in line and line["name"] in passed_over:
+                continue
+            if "passed_over" in line:
+                passed_over.add(line["name"])
+            lines.append(line)
+    return lines
+
+
+def _joined_header(headers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all manifests say, and the sums of what happened to rows."""
+    first, outcomes = headers[0], Counter[str]()
+    options = dict(first["options"])
+    for header in headers:
+        options = {name: value for name, value in options.items() if header["options"].get(name, ...) == value}
+        outcomes.update(header.get("outcomes", {}))
+    has_one_tokenizer = all(header["tokenizer"] == first["tokenizer"] for header in headers)
+    return {
+        "tokenizer": first["tokenizer"] if has_one_tokenizer else None,
+        "options": options,
+        "shard": None,
+        "outcomes": dict(outcomes),
+    }
 
 
 def check_shards(inputs: Sequence[tuple[str, DatasetManifest | None]]) -> None:
@@ -421,17 +435,22 @@ def check_shards(inputs: Sequence[tuple[str, DatasetManifest | None]]) -> None:
                 f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {prefix} is shard "
                 f"{shard['number']}/{shard['count']} of another; merge the shards of each input by themselves"
             )
+    fault = _order_fault(shards, first["count"])
+    if fault is not None:
+        raise DataError(f"{fault}: merged, the datasets would not be what one machine had made of the whole input")
+
+
+def _order_fault(shards: Sequence[tuple[str, dict[str, Any]]], count: int) -> str | None:
+    """Return what is wrong with the numbers of shards; None if each is there once and in order."""
     numbers = [shard["number"] for _, shard in shards]
-    expected = list(range(1, first["count"] + 1))
+    expected = list(range(1, count + 1))
     if numbers == expected:
-        return
+        return None
     missing = sorted(set(expected) - set(numbers))
-    twice = [number for number, count in Counter(numbers).items() if count > 1]
+    twice = [number for number, times in Counter(numbers).items() if times > 1]
     if missing:
-        fault = f"shard {', '.join(map(str, missing))} of {first['count']} is missing"
-    elif twice:
-        fault = f"shard {twice[0]} of {first['count']} is given twice"
-    else:
-        right = " ".join(prefix for prefix, _ in sorted(shards, key=lambda pair: pair[1]["number"]))
-        fault = f"the shards are not in order; give --input {right}"
-    raise DataError(f"{fault}: merged, the datasets would not be what one machine had made of the whole input")
+        return f"shard {', '.join(map(str, missing))} of {count} is missing"
+    if twice:
+        return f"shard {twice[0]} of {count} is given twice"
+    right = " ".join(prefix for prefix, _ in sorted(shards, key=lambda pair: pair[1]["number"]))
+    return f"the shards are not in order; give --input {right}"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,11 +46,15 @@ class State:
 class UnfinishedWork:
     """Folder of the unfinished work of an output prefix, locked while the context manager is active.
 
-    `identity` holds everything that decides the output, except the content of the input, as JSON values.
+    `identity` holds everything that decides the output, except the content of the input, as JSON values. Without
+    `is_kept` nothing is saved to resume from, and the folder is of this process alone: on a file system without locks,
+    two nodes that make the same datasets do not share it.
     """
 
-    def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[SourceFile]):
-        self.folder = Path(f"{output_prefix}.unfinished")
+    def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[SourceFile], is_kept: bool):
+        ending = "unfinished" if is_kept else f"partial-{uuid.uuid4().hex[:12]}"
+        self.folder = Path(f"{output_prefix}.{ending}")
+        self.is_kept = is_kept
         self._identity = json.loads(json.dumps(identity))
         self._sources = sources
         self._has_saved_sources = False
@@ -199,3 +204,9 @@ def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
     with open(sources[position.source].name, "rb") as file:
         file.seek(begin)
         return hashlib.sha256(file.read(position.offset - begin)).hexdigest()
+
+
+def kept_work(output_prefix: str) -> str:
+    """Return the end of an error message that names the work to resume from; "" if there is none."""
+    folder = Path(f"{output_prefix}.unfinished")
+    return f"\nthe work so far is kept in {folder}: --resume continues from there" if folder.exists() else ""

@@ -1,6 +1,7 @@
 """Reader of the documents in tar files, which are streamed: nothing is extracted, and no name in them is a path here.
 
-Python's tarfile ends in silence at a damaged or missing header. Here an archive ends with its end mark, or is damaged.
+Here an archive ends with its end mark, or is damaged. Python's tarfile ends in silence at a damaged or missing header,
+and so does fsspec's tar://, which also lists an archive before it reads it, and so cannot read a pipe.
 """
 
 from __future__ import annotations

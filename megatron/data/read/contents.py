@@ -1,7 +1,8 @@
 """Content of a source file: opened where it lies, and decompressed, with damage named.
 
-Python's readers of xz and bzip2 ignore what follows the first stream if it is damaged, and so lose it in silence. Here
-each file is a sequence of whole streams, or it is damaged.
+Here each file is a sequence of whole streams, or it is damaged. The readers behind fsspec's `compression` lose data in
+silence: those of xz and bzip2 what follows the first stream if it is damaged, that of zstd all of a file that is cut
+off; and none bounds the expansion.
 """
 
 from __future__ import annotations

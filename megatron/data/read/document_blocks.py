@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isal import isal_zlib
 
@@ -44,6 +44,8 @@ class Position:
     """The same in all sources together."""
     crc32: int = 0
     """CRC-32 of the content of the source, or of its part, up to here. Tables: 0."""
+    array: Literal["", "open", "ended"] = ""
+    """The source is a JSON array, in which this place is, or which has ended."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,7 @@ class _DelimitedFile:
     def _chunks(self) -> Iterator[bytes]:
         """Yield the content; of a part, the lines that begin in it."""
         if self._source.part is None:
-            chunks = self._reader.chunks(self._at.offset)
-            first = next(chunks, b"")
-            chunks = itertools.chain([first], chunks)
-            if self._takes_arrays and not self._at.offset and begins_array(first):
-                self._source = self._source._replace(kind="array")
-                chunks = lines_of_array(chunks)
-            yield from chunks
+            yield from self._whole_chunks()
             return
         begin, end = self._source.part
         place = self._at.offset
@@ -203,6 +199,21 @@ class _DelimitedFile:
             if last:
                 return
             place += len(chunk)
+
+    def _whole_chunks(self) -> Iterator[bytes]:
+        at = self._at
+        if at.array == "ended":
+            return
+        chunks = self._reader.chunks(at.offset)
+        first = next(chunks, b"")
+        chunks = itertools.chain([first], chunks)
+        if at.array == "open" or (self._takes_arrays and not at.offset and begins_array(first)):
+            self._source = self._source._replace(kind="array")
+            self._at = replace(at, array="open")
+            yield from lines_of_array(chunks, at.documents_of_source)
+            self._at = replace(self._at, array="ended")
+        else:
+            yield from chunks
 
     def _read(self, goes_on: bool) -> Iterator[Block]:
         held, delimiter = self._held, self._delimiter
@@ -231,11 +242,18 @@ class _DelimitedFile:
                     break
                 self._drop(searched if delimiter else len(held))
                 searched = 0
-        if held or self._is_too_long:
-            yield self._take(len(held), 1, self._too_long if self._is_too_long else None)
+        if self._is_too_long:
+            yield self._take(len(held), 1, self._too_long)
+        elif held:
+            yield self._take(len(held), 1)
+        if is_whole:
+            self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Raise Damage if a plain file has not the size that was read."""
         source = self._source
         is_plain = source.transport == "file" and not source.compression and source.part is None
-        if is_plain and is_whole and self._at.offset != source.num_bytes:
+        if is_plain and self._at.offset != source.num_bytes:
             raise Damage(
                 f"the file had {source.num_bytes} bytes when it was found, and {self._at.offset} were read: it was "
                 "changed meanwhile; start again when nothing writes to it"
@@ -306,4 +324,5 @@ def advanced(position: Position, content: bytes | memoryview, documents: int) ->
         position.documents_of_source + documents,
         position.documents + documents,
         isal_zlib.crc32(content, position.crc32),
+        position.array,
     )

@@ -50,11 +50,17 @@ def parse(block: Block, keys: Sequence[str]) -> Parsed:
         return _parse_rows(block, block.rows, keys)
     if block.end.documents == block.begin.documents:
         return Parsed(columns=[[] for _ in keys])
-    raw_documents = block.raw.split(block.delimiter) if block.delimiter else [block.raw]
+    raw_documents = [block.raw]
+    if block.delimiter:
+        raw_documents = block.raw.split(block.delimiter)
     if block.source.kind == "jsonl" and len(keys) == 1:
         texts = _texts_of_clean_lines(raw_documents, keys[0])
         if texts is not None:
             return Parsed(list(range(len(texts))), [texts])
+    return _parse_each(block, raw_documents, keys)
+
+
+def _parse_each(block: Block, raw_documents: Sequence[bytes], keys: Sequence[str]) -> Parsed:
     parsed = Parsed(columns=[[] for _ in keys])
     for number, raw in enumerate(raw_documents):
         if not raw.strip():

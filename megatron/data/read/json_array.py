@@ -1,7 +1,7 @@
 """JSON arrays of objects, as Alpaca's and ShareGPT's files are, read as lines.
 
 The content keeps its length: line ends become spaces, and the commas between objects line ends. So readers of lines
-read arrays too, in bounded memory, and row n is line n.
+read arrays too, in bounded memory, and row n is line n. pyarrow's reader of JSON takes lines only, orjson a whole file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ _TOKEN = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|["\[\]{}]')
 """A text, a quote that begins one without an end, or a bracket."""
 _BEGIN, _FIRST, _NEXT, _AFTER, _END = "[", "an object", "an object after the comma", "a comma or ]", "nothing"
 """Marks that may come next outside of the objects."""
+_AFTER_MARK = {
+    (_BEGIN, b"["): _FIRST,
+    (_FIRST, b"{"): _AFTER,
+    (_FIRST, b"]"): _END,
+    (_NEXT, b"{"): _AFTER,
+    (_AFTER, b","): _NEXT,
+    (_AFTER, b"]"): _END,
+}
+"""Expectation, and the mark that came -> the next expectation."""
+_REPLACED = {b"[": b" ", b"]": b" ", b",": b"\n"}
+"""Marks outside of the objects, and what stands for them."""
 
 
 def begins_array(content: bytes) -> bool:
@@ -33,11 +44,14 @@ def holds_array(source: SourceFile) -> bool:
         return begins_array(file.read(_LOOKED_AT_BYTES))
 
 
-def lines_of_array(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the content of an array with every object on a line of its own. Raises Damage where it is not one."""
-    array = _Array()
+def lines_of_array(chunks: Iterator[bytes], num_rows: int = 0) -> Iterator[bytes]:
+    """Yield the content of an array with every object on a line of its own. Raises Damage where it is not one.
+
+    With `num_rows` the content begins after the comma that follows so many rows.
+    """
+    array = _Array(num_rows)
     for number, chunk in enumerate(chunks):
-        mark = codecs.BOM_UTF8 if number == 0 and chunk.startswith(codecs.BOM_UTF8) else b""
+        mark = codecs.BOM_UTF8 if number == num_rows == 0 and chunk.startswith(codecs.BOM_UTF8) else b""
         if mark:
             yield mark
         yield from array.lines(chunk[len(mark) :])
@@ -47,43 +61,47 @@ def lines_of_array(chunks: Iterator[bytes]) -> Iterator[bytes]:
 class _Array:
     """The place in an array between two pieces of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
         self._held = b""  # begins with a text whose end is not known
         self._depth = 0  # brackets that are open in an object
-        self._expected = _BEGIN
-        self._num_rows = 0
+        self._expected = _NEXT if num_rows else _BEGIN
+        self._num_rows = num_rows
 
     def lines(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the next piece. Raises Damage, after what is before it."""
         text = bytearray(self._held + chunk)
-        commas: list[int] = []
-        blanks: list[int] = []
-        at, damage = 0, None
-        while damage is None and at < len(text):
-            if self._depth:
-                end = self._through_object(text, at)
-                if end == at:
-                    break
-                at = end
-                continue
-            found = _VISIBLE.search(text, at)
-            at = len(text) if found is None else found.end()
-            if found is not None:
-                damage = self._step(found[0])
-                if damage is None and found[0] != b"{":
-                    (commas if found[0] == b"," else blanks).append(found.start())
-                elif damage is not None:
-                    at = found.start()
-        if damage is None and b"\n" in text[at:]:
+        marks: dict[int, bytes] = {}
+        end, damage = self._through(text, marks)
+        if damage is None and b"\n" in text[end:]:
             damage = self._damage(f"a text {self._place} goes on after the end of its line")
-        self._held = bytes(text[at:])
-        done = text[:at].replace(b"\n", b" ")
-        for places, mark in ((blanks, b" "), (commas, b"\n")):
-            for place in places:
-                done[place : place + 1] = mark
+        self._held = bytes(text[end:])
+        done = text[:end].replace(b"\n", b" ")
+        for offset, mark in marks.items():
+            done[offset : offset + 1] = _REPLACED[mark]
         yield bytes(done)
         if damage is not None:
             raise damage
+
+    def _through(self, text: bytearray, marks: dict[int, bytes]) -> tuple[int, Damage | None]:
+        """Return the end of what is known of the content, and the damage there. Adds the marks before it by offset."""
+        at = 0
+        while at < len(text):
+            if self._depth:
+                end = self._through_object(text, at)
+                if end == at:  # a text whose end is not in this piece
+                    break
+                at = end
+                continue
+            match = _VISIBLE.search(text, at)
+            if match is None:
+                return len(text), None
+            damage = self._step(match[0])
+            if damage is not None:
+                return match.start(), damage
+            at = match.end()
+            if match[0] in _REPLACED:
+                marks[match.start()] = match[0]
+        return at, None
 
     def _through_object(self, text: bytearray, at: int) -> int:
         """Return the end of the object that `at` is in, or of what is known of it."""
@@ -101,19 +119,14 @@ class _Array:
 
     def _step(self, mark: bytes) -> Damage | None:
         """Note a mark outside of the objects."""
-        expected = self._expected
-        if mark == b"[" and expected == _BEGIN:
-            self._expected = _FIRST
-        elif mark == b"{" and expected in (_FIRST, _NEXT):
-            self._expected, self._depth = _AFTER, 1
-            self._num_rows += 1
-        elif mark == b"," and expected == _AFTER:
-            self._expected = _NEXT
-        elif mark == b"]" and expected in (_FIRST, _AFTER):
-            self._expected = _END
-        else:
+        expected = _AFTER_MARK.get((self._expected, mark))
+        if expected is None:
             shown = mark.decode("ascii", "backslashreplace")
-            return self._damage(f"{expected} must come {self._place}, not {shown}")
+            return self._damage(f"{self._expected} must come {self._place}, not {shown}")
+        self._expected = expected
+        if mark == b"{":
+            self._depth = 1
+            self._num_rows += 1
         return None
 
     def finish(self) -> None:

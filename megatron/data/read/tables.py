@@ -1,4 +1,8 @@
-"""Reader of Parquet and Arrow files, a document a row."""
+"""Reader of Parquet and Arrow files, a document a row.
+
+Not by pyarrow.dataset, which refuses Arrow streams, the form of Hugging Face's datasets, and whose batches have neither
+a row from which reading could resume nor a size in bytes.
+"""
 
 from __future__ import annotations
 

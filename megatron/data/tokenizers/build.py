@@ -108,38 +108,51 @@ def build_tokenizer(
     if tokenizer_type not in TOKENIZER_TYPES:
         raise DataError(f"tokenizer_type={tokenizer_type} is unknown; use one of {', '.join(TOKENIZER_TYPES)}")
     kind, prepends, parses = TOKENIZER_TYPES[tokenizer_type]
-    parses = parses if parse_special_tokens is None else parse_special_tokens
-    for name, value in {
-        "tiktoken_pattern": tiktoken_pattern,
-        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-    }.items():
+    if prepend_bos is not None:
+        prepends = prepend_bos
+    if parse_special_tokens is not None:
+        parses = parse_special_tokens
+    for name, value in (
+        ("tiktoken_pattern", tiktoken_pattern),
+        ("tiktoken_num_special_tokens", tiktoken_num_special_tokens),
+    ):
         if value is not None and kind != "TikTokenizer":
             raise DataError(f"{name}={value} is for TikTokenizer, not for {tokenizer_type}; leave it out")
-    tokenizer: AnyTokenizer
-    if kind == "GPT2BPETokenizer":
-        if not (vocab_file and merge_file):
-            raise DataError("GPT2BPETokenizer needs --vocab-file and --merge-file: vocab.json and merges.txt")
-        tokenizer = GPT2BPETokenizer(vocab_file, merge_file, parses)
-    elif kind == "NullTokenizer":
-        if not vocab_size or not 1 <= vocab_size < 2**31:
-            raise DataError("NullTokenizer needs --vocab-size: one more than the largest id of a text, below 2^31")
-        if parses:
-            raise DataError("parse_special_tokens is not for NullTokenizer, which has no special tokens; leave it out")
-        tokenizer = NullTokenizer(vocab_size)
-    elif not tokenizer_model:
+    if kind in MODEL_FILES and not tokenizer_model:
         raise DataError(f"{tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
-    elif kind == "HFTokenizer":
-        tokenizer = HFTokenizer(tokenizer_model, parses)
-    elif kind == "SentencePieceTokenizer":
-        tokenizer = SentencePieceTokenizer(tokenizer_model, parses)
-    else:
-        tokenizer = TikTokenizer(tokenizer_model, tiktoken_pattern, parses, vocab_size, tiktoken_num_special_tokens)
+    model = tokenizer_model or ""
+    tokenizer: AnyTokenizer
+    match kind:
+        case "GPT2BPETokenizer":
+            tokenizer = _gpt2(vocab_file, merge_file, parses)
+        case "NullTokenizer":
+            tokenizer = _null(vocab_size, parses)
+        case "HFTokenizer":
+            tokenizer = HFTokenizer(model, parses)
+        case "SentencePieceTokenizer":
+            tokenizer = SentencePieceTokenizer(model, parses)
+        case "TikTokenizer":
+            tokenizer = TikTokenizer(model, tiktoken_pattern, parses, vocab_size, tiktoken_num_special_tokens)
     if eod_token is not None:
         tokenizer.eod = tokenizer.token_id(eod_token)
         if tokenizer.eod is None:
             raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
-    tokenizer.added = _added(tokenizer, tokenizer_type, prepends if prepend_bos is None else prepend_bos)
+    tokenizer.added = _added(tokenizer, tokenizer_type, prepends)
     return tokenizer
+
+
+def _gpt2(vocab_file: str | None, merge_file: str | None, parses: bool) -> GPT2BPETokenizer:
+    if not vocab_file or not merge_file:
+        raise DataError("GPT2BPETokenizer needs --vocab-file and --merge-file: vocab.json and merges.txt")
+    return GPT2BPETokenizer(vocab_file, merge_file, parses)
+
+
+def _null(vocab_size: int | None, parses: bool) -> NullTokenizer:
+    if not vocab_size or not 1 <= vocab_size < 2**31:
+        raise DataError("NullTokenizer needs --vocab-size: one more than the largest id of a text, below 2^31")
+    if parses:
+        raise DataError("parse_special_tokens is not for NullTokenizer, which has no special tokens; leave it out")
+    return NullTokenizer(vocab_size)
 
 
 def tokenizer_of_run(config: Config, *, prepend_bos: bool | None = None) -> Tokenizer:

@@ -27,7 +27,7 @@ from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.index.checksums import file_sha256
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.data.preference.preprocessing import SEQUENCES, PreferenceJob, prepare_preferences, preprocess_preferences
+from megatron.data.preference.preprocessing import SEQUENCES, PreferenceJob, preprocess_preferences
 from megatron.data.prepare.manifest import read_manifest
 from megatron.launch.instructlab.arguments import DataProcessArgs
 from megatron.launch.plan import FineTuning
@@ -248,13 +248,14 @@ def process_data(
 
 
 def _summary(totals: ChatTotals) -> str:
-    text = f"{totals.num_samples:,} samples of {totals.num_rows:,} rows, {totals.num_tokens:,} tokens"
-    text += f", {totals.num_loss_tokens:,} of them trained; format: {', '.join(totals.forms)}"
-    left_out = [f"{count:,} {reason}" for reason, count in {**totals.dropped, **totals.bad}.items()]
+    counts = totals.counts
+    text = f"{totals.num_samples:,} samples of {counts.num_rows:,} rows, {totals.num_tokens:,} tokens"
+    text += f", {counts.num_loss_tokens:,} of them trained; format: {', '.join(counts.forms)}"
+    left_out = [f"{count:,} {reason}" for reason, count in {**counts.dropped, **counts.bad}.items()]
     if totals.added_tokens:
         text += f"; added to the tokenizer: {' '.join(totals.added_tokens)}"
-    if totals.left_out:
-        unwritten = [f"{count:,} {kind}" for kind, count in totals.left_out.items()]
+    if counts.left_out:
+        unwritten = [f"{count:,} {kind}" for kind, count in counts.left_out.items()]
         text += f"; not written by the template: {', '.join(unwritten)}"
     return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
@@ -287,7 +288,7 @@ def process_pairs(
         totals = preprocess_preferences(job)
         if chat_tmpl_path is not None:  # for the exports
             source = find_template(chat_tmpl_path, model)
-            write_tokenizer(str(folder / "tokenizer"), prepare_preferences(job).tokenizer, model_path, source)
+            write_tokenizer(str(folder / "tokenizer"), job.encoder().tokenizer, model_path, source)
         num_unpaired = totals.counts.num_unpaired
         found = f"{totals.num_pairs - num_unpaired} pairs, {num_unpaired} rows with one answer"
         logger.info("processed %s: %s", data_path, found)

@@ -28,8 +28,7 @@ import contextlib, io, sys
 from pathlib import Path
 from megatron.cli import preprocess_chat, preprocess_preferences
 from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import BLOCK_BYTES, find_chats
-from megatron.data.read.document_blocks import ReadingRules
+from megatron.data.prepare.block_encoder import find_input
 from megatron.data.read.archives import read_batches
 
 folder, tokenizer, how = sys.argv[1:]
@@ -40,8 +39,7 @@ def peak():
 
 def read(path):
     job = ChatJob((str(path),), "none", tokenizer)
-    rules = ReadingRules(job.reader.keys, block_bytes=BLOCK_BYTES, names=job.names, as_rows=True)
-    for batch in read_batches(find_chats(job).listing.sources, rules):
+    for batch in read_batches(find_input(job).sources, job.reading_rules()):
         pass
 
 def preprocess(path):

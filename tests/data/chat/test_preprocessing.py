@@ -17,14 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.data.chat import preprocessing
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.data.prepare import block_workers
+from megatron.data.prepare import rows as row_preparation
+from megatron.data.prepare import workers
+from megatron.data.prepare.block_encoder import Counts
+from megatron.data.prepare.pipeline import Silence
 from tests.data.chat.test_conversation import bytes_json, turn
 from tests.ranks import HANG_S
 
@@ -102,9 +104,9 @@ def test_chats_become_tokens_and_a_mask_of_the_same_lengths(tmp_path: Path, toke
         ("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n", "cd<|im_end|>"),
     ]
     found = samples(job)
-    assert totals.num_rows == totals.num_samples == 2
+    assert totals.counts.num_rows == totals.num_samples == 2
     assert totals.num_tokens == sum(len(ids) for ids, _ in found)
-    assert totals.num_loss_tokens == sum(sum(mask) for _, mask in found) == 5
+    assert totals.counts.num_loss_tokens == sum(sum(mask) for _, mask in found) == 5
     assert totals.vocab_size == 260
     assert totals.length_percentiles[100] == max(len(ids) for ids, _ in found)
     assert IndexedDataset(job.output_prefix).dtype == np.uint16
@@ -141,13 +143,13 @@ def test_compressed_files_are_read(name: str, tmp_path: Path, tokenizer: Path) -
 
 
 def test_processes_give_the_same_as_one(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
-    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(row_preparation, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * (i % 50), f"answer {i}") for i in range(400)]
     rows[7] = {"messages": []}
     started: list[None] = []
-    start = block_workers._WorkerProcess.start
-    monkeypatch.setattr(block_workers._WorkerProcess, "start", lambda self: started.append(start(self)))
+    start = workers._WorkerProcess.start
+    monkeypatch.setattr(workers._WorkerProcess, "start", lambda self: started.append(start(self)))
     source = rows_of(tmp_path / "in.jsonl", *rows)
     expected = preprocess_chats(alone := job_of(source, tokenizer, bad_rows="skip"))
     assert not started
@@ -161,8 +163,8 @@ def test_processes_give_the_same_as_one(tmp_path: Path, tokenizer: Path, monkeyp
 def test_a_bad_row_stops_all_processes_and_leaves_nothing(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
-    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(row_preparation, "BLOCK_BYTES", 1 << 12)
     rows = [chat(f"question {i} " + "x" * 30, f"answer {i}") for i in range(300)]
     rows[250] = {"messages": []}
     job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, workers=2)
@@ -174,31 +176,36 @@ def test_a_bad_row_stops_all_processes_and_leaves_nothing(
 def test_a_killed_worker_is_an_error_that_names_the_place(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocessing, "BYTES_WORTH_A_PROCESS", 1 << 10)
-    monkeypatch.setattr(preprocessing, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(workers, "BYTES_WORTH_A_PROCESS", 1 << 10)
+    monkeypatch.setattr(row_preparation, "BLOCK_BYTES", 1 << 10)
     rows = [chat(f"question {i} " + "x" * 30, f"answer {i}") for i in range(2000)]
     job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, workers=2)
     others = set(multiprocessing.active_children())  # such as the session's pools of ranks
 
-    def kill(num_bytes: int) -> None:  # the first block is done, by the worker
-        for child in set(multiprocessing.active_children()) - others:
-            child.kill()
+    class Killer(Silence):
+        def show(self, counts: Counts) -> None:  # the first block is done, by the worker
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
 
     with pytest.raises(DataError, match=r"a worker process died at .*in.jsonl:\d+ or after it; .*fewer --workers"):
-        preprocess_chats(job, kill)
+        preprocess_chats(job, Killer())
     assert names(tmp_path / "out") == []
 
 
 UNGUARDED = """
 import sys
-from megatron.data.chat import preprocessing
 from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import preprocess_chats
+from megatron.data.prepare import rows, workers
+from megatron.data.prepare.pipeline import Silence
 
 print("started", flush=True)
-preprocessing.BYTES_WORTH_A_PROCESS = preprocessing.BLOCK_BYTES = 1 << 10
+workers.BYTES_WORTH_A_PROCESS = rows.BLOCK_BYTES = 1 << 10
 job = ChatJob((sys.argv[1],), sys.argv[2], sys.argv[3], chat_template="chatml", workers=2)
-progress = (lambda num_bytes: sys.stdin.read()) if len(sys.argv) > 4 else None
-print(preprocessing.preprocess_chats(job, progress).num_samples)
+report = Silence()
+if len(sys.argv) > 4:
+    report.show = lambda counts: sys.stdin.read()
+print(preprocess_chats(job, report).num_samples)
 """
 
 
@@ -247,15 +254,15 @@ def test_skipped_rows_are_counted_by_reason_and_listed(tmp_path: Path, tokenizer
         file.write(b'\n\xff{"messages"\n{"messages": [{"role": "user", "content": "half wri')
     job = job_of(source, tokenizer, bad_rows="skip")
     totals = preprocess_chats(job)
-    assert (totals.num_rows, totals.num_samples, totals.num_blank) == (7, 1, 1)
-    assert totals.bad == {
+    assert (totals.counts.num_rows, totals.num_samples, totals.counts.num_blank) == (7, 1, 1)
+    assert totals.counts.bad == {
         "no messages": 1,
         "nothing trained": 1,
         "unknown role": 1,
         "missing content": 1,
         "not JSON": 2,
     }
-    lines = [fault.split(": ")[0].rpartition(":")[2] for fault in totals.faults]
+    lines = [fault.split(": ")[0].rpartition(":")[2] for fault in totals.counts.faults]
     assert lines == ["2", "3", "4", "5", "7", "8"]
 
 
@@ -376,7 +383,7 @@ def test_a_python_file_is_read_but_not_run_and_its_tokens_are_added(tmp_path: Pa
     assert not lacking
     assert texts(job, new) == [("<|user|>a<|end|><|assistant|>b<|end|>", "<|assistant|>b<|end|>")]
     again = job_of(source, copy, chat_template=None, output_prefix=str(tmp_path / "again" / "chats"))
-    assert preprocess_chats(again).num_loss_tokens == totals.num_loss_tokens
+    assert preprocess_chats(again).counts.num_loss_tokens == totals.counts.num_loss_tokens
     assert samples(again) == samples(job)
 
 
@@ -498,7 +505,9 @@ def test_tool_calls_without_a_template_for_them_are_counted_and_reported(tmp_pat
     job = job_of(rows_of(tmp_path / "in.jsonl", *rows), tokenizer, bad_rows="skip")
     totals = preprocess_chats(job)
     assert totals.num_samples == 2
-    assert totals.bad == {"left out by the template": 2}
-    assert totals.left_out == {"reasoning": 1}
-    assert "in.jsonl:2: chat template preset chatml does not write the tool calls of message 2" in totals.faults[0]
-    assert "in.jsonl:3: chat template preset chatml does not write the tool look_up" in totals.faults[1]
+    assert totals.counts.bad == {"left out by the template": 2}
+    assert totals.counts.left_out == {"reasoning": 1}
+    assert (
+        "in.jsonl:2: chat template preset chatml does not write the tool calls of message 2" in totals.counts.faults[0]
+    )
+    assert "in.jsonl:3: chat template preset chatml does not write the tool look_up" in totals.counts.faults[1]

@@ -95,7 +95,7 @@ FORMS["sharegpt"] = (FORMS["sharegpt"][0], chatml("system: S") + FORMS["sharegpt
 def test_a_row_is_known_by_its_keys(tmp_path: Path, tokenizer: Path, name: str) -> None:
     row, text, trained = FORMS[name]
     job = job_of(rows_of(tmp_path / "in.jsonl", row), tokenizer)
-    assert preprocess_chats(job).forms == {name.split()[0]: 1}
+    assert preprocess_chats(job).counts.forms == {name.split()[0]: 1}
     assert texts(job) == [(text, trained)]
 
 
@@ -134,7 +134,7 @@ def test_real_chats_have_the_same_tokens_in_a_table(
         (tmp_path / name / "dataset_infos.json").write_text("{}")
         (tmp_path / name / "README.md").write_text("# A dataset")
         job = job_of(tmp_path / name, tokenizer, output_prefix=str(tmp_path / f"{name}_out"), split="train")
-        assert preprocess_chats(job).forms == {name: len(rows)}
+        assert preprocess_chats(job).counts.forms == {name: len(rows)}
         assert samples(job) == samples(expected)
 
 
@@ -142,7 +142,7 @@ def test_nulls_of_a_table_are_absent(tmp_path: Path, tokenizer: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "b"}]
     write_parquet(tmp_path / "in", [{**dict.fromkeys(rows[1 - i]), **row} for i, row in enumerate(rows)])
     job = job_of(tmp_path / "in.parquet", tokenizer, row_format="mixed")
-    assert preprocess_chats(job).forms == {"prompt_completion": 1, "alpaca": 1}
+    assert preprocess_chats(job).counts.forms == {"prompt_completion": 1, "alpaca": 1}
     first, second = samples(job)
     assert first == second
 
@@ -262,7 +262,7 @@ def test_splits_are_not_read_as_one(tmp_path: Path, tokenizer: Path) -> None:
     preprocess_chats(job)
     assert [text for text, _ in texts(job)] == [chatml("user: test", "assistant: b")]
     both = tuple(str(folder / f"{split}.jsonl") for split in ("train", "test"))
-    assert preprocess_chats(replace(job, inputs=both, split=None, overwrite=True)).num_rows == 2
+    assert preprocess_chats(replace(job, inputs=both, split=None, overwrite=True)).counts.num_rows == 2
 
 
 def test_the_command_says_which_forms_it_found(
