@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from megatron.options.config import Config
 from megatron.options.model import LoraConfig
 from megatron.parallel.block_sizes import Adapter
+from megatron.parallel.costs import Attention, MatrixProduct, PassSizes
 from megatron.parallel.shards import LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
@@ -107,6 +108,27 @@ class LowRank:
                 found[f"lora_magnitude_vector{adapter.suffix}"] = dataclasses.replace(up, shape=up.shape[:1], value=1.0)
         return found
 
+    @property
+    def scales_weight(self) -> bool:
+        return self.use_dora
+
+    def kept_bytes(self, weight: Shard, sizes: PassSizes) -> int:
+        """The products with A, B by its scale, fused A, DoRA's output before it is scaled, and what dropout makes."""
+        rank, number = sum(adapter.rank for adapter in self.adapters), sizes.number_size
+        rows, columns = weight.local_shape(sizes.tensor_size)
+        kept = (sizes.tokens + rows) * rank * number
+        if len(self.adapters) > 1:
+            kept += columns * rank * number
+        if self.use_dora:  # the factors' gradients need it
+            kept += sizes.tokens * rows * number
+        if self.dropout > 0:
+            tokens = sizes.own_tokens if weight.dim == 0 else sizes.tokens
+            kept += columns * tokens * sizes.mask_size
+            # the dropped input instead of the input, which the core of the attention keeps too
+            if isinstance(weight.cost, MatrixProduct) and isinstance(weight.cost.reads, Attention):
+                kept += columns * tokens * number
+        return kept
+
     def linear_method(self) -> Any:
         from megatron.parallel.low_rank import LowRankMethod
 
@@ -138,6 +160,16 @@ class VocabularyLowRank:
         if self.output is None:
             return found
         return found | LowRank((self.output,), self.dropout, self.use_dora).shards(weight)
+
+    @property
+    def scales_weight(self) -> bool:
+        return self.output is not None and self.use_dora
+
+    def kept_bytes(self, weight: Shard, sizes: PassSizes) -> int:
+        """DoRA's rows before they are scaled; what the output's adapter keeps is part of the loss."""
+        if self.embedding is None or not self.use_dora:
+            return 0
+        return sizes.tokens * weight.shape[1] * sizes.number_size
 
     def linear_method(self) -> Any:
         from megatron.parallel.low_rank_vocabulary import VocabularyAdapters

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.options.config import Config, ModelConfig
+from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Table
 from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
 
 
@@ -35,35 +36,60 @@ def below(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
     return {f"{prefix}.{name}": shard for name, shard in shards.items()}
 
 
-def norm_shards(model: ModelConfig, *, bias: bool) -> dict[str, Shard]:
-    """A norm over the residual stream."""
-    shards = {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream")}
-    return shards | ({"bias": Shard((model.hidden_size,), used_on="stream")} if bias else {})
+def rms_norm_shards(model: ModelConfig) -> dict[str, Shard]:
+    """An RMSNorm over the residual stream."""
+    cost = Norm(model.hidden_size, is_rms=True)
+    return {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream", cost=cost)}
+
+
+def layer_norm_shards(model: ModelConfig, *, bias: bool = True) -> dict[str, Shard]:
+    """A LayerNorm over the residual stream."""
+    cost = Norm(model.hidden_size, is_rms=False)
+    shards = {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream", cost=cost)}
+    if bias:
+        shards["bias"] = Shard((model.hidden_size,), used_on="stream")
+    return shards
 
 
 def attention_shards(model: ModelConfig, *, bias: bool) -> dict[str, Shard]:
     """The fused projection [q; k; v], and the output projection, `dense`."""
     q_size, kv_size = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
-    return _column("qkv", model, (q_size, kv_size, kv_size), bias) | _row("dense", model, q_size, bias)
+    core = Attention(model.num_attention_heads, model.num_kv_heads, model.head_size)
+    qkv = column_shards("qkv", model, (q_size, kv_size, kv_size), bias=bias, cost=MatrixProduct("attention"))
+    return qkv | row_shards("dense", model, q_size, bias=bias, cost=MatrixProduct("attention", core))
 
 
 def mlp_shards(model: ModelConfig, *, gated: bool, bias: bool) -> dict[str, Shard]:
     """`up` or the fused [gate; up], and `down`."""
     f = model.ffn_size
-    up = _column("gate_up", model, (f, f), bias) if gated else _column("up", model, (f,), bias)
-    return up | _row("down", model, f, bias)
+    if gated:
+        # the plain form of SwiGLU keeps silu(gate) too
+        activation = Activation(is_gated=True, kept=f if model.kernels == "plain" else 0)
+        up = column_shards("gate_up", model, (f, f), bias=bias, cost=MatrixProduct("mlp"))
+    else:
+        activation = Activation()
+        up = column_shards("up", model, (f,), bias=bias, cost=MatrixProduct("mlp"))
+    return up | row_shards("down", model, f, bias=bias, cost=MatrixProduct("mlp", activation))
 
 
-def _column(name: str, model: ModelConfig, pieces: tuple[int, ...], bias: bool) -> dict[str, Shard]:
+def column_shards(
+    name: str, model: ModelConfig, pieces: tuple[int, ...], *, bias: bool, cost: MatrixProduct
+) -> dict[str, Shard]:
+    """A column-parallel layer from the residual stream to these fused outputs."""
     rows, std = sum(pieces), model.init_method_std
-    shards = {f"{name}.weight": Shard((rows, model.hidden_size), dim=0, pieces=pieces, std=std)}
-    return shards | ({f"{name}.bias": Shard((rows,), dim=0, pieces=pieces)} if bias else {})
+    shards = {f"{name}.weight": Shard((rows, model.hidden_size), dim=0, pieces=pieces, std=std, cost=cost)}
+    if bias:
+        shards[f"{name}.bias"] = Shard((rows,), dim=0, pieces=pieces)
+    return shards
 
 
-def _row(name: str, model: ModelConfig, in_size: int, bias: bool) -> dict[str, Shard]:
+def row_shards(name: str, model: ModelConfig, in_size: int, *, bias: bool, cost: MatrixProduct) -> dict[str, Shard]:
+    """A row-parallel layer back to the residual stream, which starts smaller with the depth of the model."""
     std = model.init_method_std / (2 * model.num_layers) ** 0.5
-    shards = {f"{name}.weight": Shard((model.hidden_size, in_size), dim=1, pieces=(in_size,), std=std)}
-    return shards | ({f"{name}.bias": Shard((model.hidden_size,), used_on="stream")} if bias else {})
+    shards = {f"{name}.weight": Shard((model.hidden_size, in_size), dim=1, pieces=(in_size,), std=std, cost=cost)}
+    if bias:
+        shards[f"{name}.bias"] = Shard((model.hidden_size,), used_on="stream")
+    return shards
 
 
 def decoder_layers(
@@ -73,11 +99,10 @@ def decoder_layers(
     build_block: BuildModule,
     norm: Mapping[str, Shard],
     build_final_norm: BuildModule,
-    kept_per_token: int = 0,
 ) -> list[LayerDeclaration]:
     """The list of layers: word embedding, its output, the transformer layers, final norm, output projection.
 
-    `block` are the shards of a transformer layer, `norm` those of the final norm; `kept_per_token` is the block's.
+    `block` are the shards of a transformer layer with two residual branches, `norm` those of the final norm.
     """
     model = config.model
     padding = model.padded_vocab_size(config.parallel.tensor_model_parallel_size) - model.vocab_size
@@ -88,24 +113,25 @@ def decoder_layers(
         padding=padding,
         std=model.init_method_std,
         vocabulary=True,
+        cost=Table(),
     )
     embedding: dict[str, Shard] = {}
     if model.position_embedding_type == "learned":
         rows = model.max_position_embeddings or config.training.seq_length
-        embedding["position.weight"] = Shard((rows, model.hidden_size), std=model.init_method_std, used_on="stream")
+        embedding["position.weight"] = Shard(
+            (rows, model.hidden_size), std=model.init_method_std, used_on="stream", cost=Table()
+        )
     if model.embed_layernorm:
-        embedding |= below("norm", norm_shards(model, bias=True))
+        embedding |= below("norm", layer_norm_shards(model))
     word = LayerDeclaration("embedding.word", {"weight": vocabulary}, transformer("WordEmbedding"))
-    last = LayerDeclaration("output", {"weight": vocabulary}, transformer("OutputProjection"))
+    head = dataclasses.replace(vocabulary, cost=Projection())
+    last = LayerDeclaration("output", {"weight": head}, transformer("OutputProjection"))
     if not model.untie_embeddings_and_output_weights:
         last = dataclasses.replace(word, project=_project_tied)
     return [
         word,
-        LayerDeclaration("embedding", embedding, transformer("EmbeddingOutput")),
-        *(
-            LayerDeclaration(f"layers.{number}", block, build_block, kept_per_token=kept_per_token)
-            for number in range(model.num_layers)
-        ),
-        LayerDeclaration("final_norm", norm, build_final_norm),
+        LayerDeclaration("embedding", embedding, transformer("EmbeddingOutput"), dropouts=1),
+        *(LayerDeclaration(f"layers.{number}", block, build_block, dropouts=2) for number in range(model.num_layers)),
+        LayerDeclaration("final_norm", norm, build_final_norm, keeps_output=True),
         last,
     ]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron.models import adapters
 from megatron.options.config import Config, ConfigError, ModelConfig
+from megatron.parallel.costs import MatrixProduct
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.operators.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, declared_shards
@@ -86,6 +87,7 @@ class Family:
         Raises ConfigError where the options name nothing of the model.
         """
         layers, patterns, lora = self.declare(config), config.model.freeze, config.lora
+        _check_costs(layers)
         faults = list(_unmatched(patterns, list(declared_shards(layers))))
         if faults := [*faults, *self._adapter_faults(layers, config)]:
             raise ConfigError(faults)
@@ -122,6 +124,15 @@ class Family:
         return self.huggingface.get(model.position_embedding_type) or self.huggingface.get("")
 
 
+def _check_costs(layers: Sequence[LayerDeclaration]) -> None:
+    for name, shard in declared_shards(layers).items():
+        if len(shard.shape) > 1 and shard.cost is None and not shard.added:
+            raise LayoutError(
+                f"{name} is a matrix without a cost, so that neither FLOPs nor memory could be planned; declare "
+                'cost=MatrixProduct("mlp") of megatron/parallel/costs.py, or whatever the layer does with it'
+            )
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -146,8 +157,7 @@ def _quantized(layer: LayerDeclaration, *, trains: bool) -> LayerDeclaration:
     shards = {
         local: dataclasses.replace(shard, quantized=True, trained=False)
         for local, shard in layer.shards.items()
-        if local.endswith(".weight") and len(shard.shape) == 2 and shard.dim is not None
-        if layer.number is not None and not (trains and shard.trained)
+        if isinstance(shard.cost, MatrixProduct) and not (trains and shard.trained)
     }
     return dataclasses.replace(layer, shards={**layer.shards, **shards})
 

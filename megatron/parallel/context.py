@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -157,7 +156,7 @@ class ParallelContext(Layout):
         # one group for both: they part only where several ranks share a sample (context parallelism)
         data_group = grid.get_data_parallel_group() if layout.grad_size > 1 else None
         return cls(
-            **dataclasses.asdict(layout),
+            **vars(layout),
             tensor_group=grid.get_slice_parallel_group() if layout.tensor_size > 1 else None,
             batch_group=data_group,
             grad_group=data_group,

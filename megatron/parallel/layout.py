@@ -6,7 +6,6 @@ Nothing else in the project divides numbers of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -166,7 +165,7 @@ class Layout:
             raise LayoutError(f"{total} cannot be split evenly over {self.tensor_size} tensor-parallel ranks")
         return total // self.tensor_size
 
-    def _coordinate(self, axes: Mapping[str, str], name: str) -> int:
+    def _coordinate(self, axes: dict[str, str], name: str) -> int:
         rank = self.rank
         for axis, size_name in axes.items():
             size: int = getattr(self, size_name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.costs import PassSizes
 from megatron.parallel.mappings import (
     all_gather_into,
     all_gather_rows,
@@ -42,6 +43,8 @@ class LinearMethod(ABC):
 
     starts_from_base = False
     """`start` has values that follow from the base model's weights."""
+    scales_weight = False
+    """An output projection multiplies the rows of its weight by trained factors first."""
 
     def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
         """Return the start of parameters of its own by local name, float32. Collective."""
@@ -53,6 +56,10 @@ class LinearMethod(ABC):
         A replicated one is `used_on="heads"`: each rank multiplies it with its own channels.
         """
         return {}
+
+    def kept_bytes(self, weight: Shard, sizes: PassSizes) -> int:
+        """Return the bytes that the method keeps for the backward pass, beside the layer's input."""
+        return 0
 
     def linear_method(self) -> LinearMethod:
         """Return itself. A declaration that is made without torch returns the method that it stands for."""

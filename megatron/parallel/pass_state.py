@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +57,7 @@ class Fp8Passes:
     """Switch of fp8 in linear layers: on in the forward passes of training, off in evaluation and generation."""
 
     def __init__(self) -> None:
-        self.autocast: Callable[[], AbstractContextManager[Any]] | None = None
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         """The engine's context of one pass; None: no fp8."""
         self.is_on = False
         self.is_first_microbatch = False

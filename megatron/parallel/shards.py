@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron.parallel.costs import Cost, PassSizes, Projection
 from megatron.parallel.layout import LayoutError
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 class DeclaresShards(Protocol):
     """The declaring part of a LinearMethod (parallel/linear.py), which imports this file."""
 
+    @property
+    def scales_weight(self) -> bool: ...
     def shards(self, weight: Shard) -> Mapping[str, Shard]: ...
+    def kept_bytes(self, weight: Shard, sizes: PassSizes) -> int: ...
     def linear_method(self) -> Any: ...
 
 
@@ -45,6 +49,7 @@ class Shard:
     `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
     its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
     to its own heads or channels, so that its gradient is always summed.
+    `cost`, required of every matrix that a family declares: the operation with it, from which FLOPs and memory follow.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +64,7 @@ class Shard:
     quantized: bool = False
     added: bool = False
     used_on: Literal["stream", "heads"] | None = None
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         if self.dim is not None and sum(self.pieces) != self.shape[self.dim]:
@@ -185,8 +191,8 @@ class LayerDeclaration:
     `shards` are by local name, `attention.qkv.weight`, which is the path of the parameter in the module. `build` is
     given their view and what the layers of a model share (models/attention.py: Shared). Layers of one name are one
     module with tied weights; `project` is called in place of the module where a pipeline ends with it.
-    `methods` compute linear layers otherwise than dense, by prefix. `kept_per_token` counts numbers kept for the
-    backward pass beside inputs and outputs of the matrices and norms, cut over the tensor-parallel ranks.
+    `methods` compute linear layers otherwise than dense, by prefix. `dropouts` counts those over the residual stream;
+    `keeps_output`: what the layer returns is kept by the one after it.
     """
 
     name: str
@@ -194,7 +200,8 @@ class LayerDeclaration:
     build: BuildModule
     project: Callable[..., Any] | None = None
     methods: Mapping[str, DeclaresShards] = field(default_factory=dict)
-    kept_per_token: int = 0
+    dropouts: int = 0
+    keeps_output: bool = False
 
     def __post_init__(self) -> None:
         unclear = [name for name, shard in self.shards.items() if shard.dim is None and shard.used_on is None]
@@ -209,6 +216,11 @@ class LayerDeclaration:
         """Number of a transformer layer, `layers.<number>`; None for the others."""
         room, _, number = self.name.partition(".")
         return int(number) if room == "layers" else None
+
+    @property
+    def projects(self) -> bool:
+        """Its weight multiplies the hidden states: it is the last layer."""
+        return self.project is not None or any(isinstance(shard.cost, Projection) for shard in self.shards.values())
 
     def full_name(self, local: str) -> str:
         return f"{self.name}.{local}"

@@ -12,11 +12,13 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import ATTENTION_QUERIES, BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
+from megatron.parallel.block_sizes import BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
+from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, PassSizes, Projection
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
-from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.plan.flops import is_matrix, number_size
-from megatron.runtime.devices import BLOCKWISE_LENGTHS, attends_blockwise, missing_products
+from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
+from megatron.plan.attention_core import AttentionCore, is_blockwise, stores_attention_scores
+from megatron.plan.flops import num_tokens, number_size
+from megatron.runtime.devices import missing_products
 from megatron.tasks.registry import load_task
 
 
@@ -32,15 +34,51 @@ class LayerMemory:
     """More than `kept` when the gradient of a weight is there (less, where much of that is freed), and its numbers."""
 
 
+@dataclass(frozen=True)
+class _Linear:
+    """A declared linear layer: its weight, what is declared of it, and what computes it."""
+
+    weight: Shard
+    cost: MatrixProduct
+    method: DeclaresShards | None
+    keeps_input: bool
+    """For a gradient of the weight or of what the method adds."""
+
+    @property
+    def is_column(self) -> bool:
+        return self.weight.dim == 0
+
+    @property
+    def attention(self) -> Attention | None:
+        """The core of an attention that computes its input; None: another operation does."""
+        return self.cost.reads if isinstance(self.cost.reads, Attention) else None
+
+    @property
+    def activation(self) -> Activation | None:
+        """The activation that computes its input; None: another operation does."""
+        return self.cost.reads if isinstance(self.cost.reads, Activation) else None
+
+
+def _linears(layer: LayerDeclaration) -> list[_Linear]:
+    linears = []
+    for name, shard in layer.shards.items():
+        if isinstance(shard.cost, MatrixProduct):
+            prefix = name.removesuffix("weight")
+            is_adapted = any(other.added for local, other in layer.shards.items() if local.startswith(prefix))
+            method = layer.methods.get(prefix.removesuffix("."))
+            linears.append(_Linear(shard, shard.cost, method, shard.trained or is_adapted))
+    return linears
+
+
 def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
     """Return what the deferred gradients of a layer's trained weights keep: the inputs and the outputs' gradients of
     its matrix products. A column-parallel input is a rank's own rows under sequence parallelism."""
-    if layer.number is None:
-        return 0
-    t, number, cut = config.parallel.tensor_model_parallel_size, number_size(config), _sequence_cut(config)
-    columns = sum(shard.shape[1] // cut + shard.shape[0] // t for shard in _columns(layer) if shard.trained)
-    rows = sum(shard.shape[1] // t + shard.shape[0] for shard in _rows(layer) if shard.trained)
-    return num_tokens(config) * (columns + rows) * number
+    t, cut, numbers = config.parallel.tensor_model_parallel_size, _sequence_cut(config), 0
+    for linear in _linears(layer):
+        outputs, inputs = linear.weight.shape
+        if linear.weight.trained:
+            numbers += inputs // cut + outputs // t if linear.is_column else inputs // t + outputs
+    return num_tokens(config) * numbers * number_size(config)
 
 
 @dataclass(frozen=True)
@@ -53,11 +91,6 @@ class LossMemory:
     """At the peak of the backward pass."""
 
 
-def num_tokens(config: Config) -> int:
-    """Tokens of the largest microbatch."""
-    return config.training.micro_batch_size * load_task(config).data.row_length
-
-
 def stream_bytes(config: Config) -> int:
     """Bytes of the residual stream of one microbatch: of a rank's own rows under sequence parallelism."""
     return num_tokens(config) * config.model.hidden_size * number_size(config) // _sequence_cut(config)
@@ -68,13 +101,12 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     S B H (10 + 24/t) bytes on CUDA, for t tensor-parallel ranks, or S B H 34/t with sequence parallelism.
     """
     memory = _other_layer(layer, config) if layer.number is None else _transformer_layer(layer, config)
-    t, number = config.parallel.tensor_model_parallel_size, number_size(config)
-    work = [
-        max(dequantized_bytes(shard, t, number), math.prod(shard.local_shape(t)) * number + _widened(config, shard))
-        if shard.quantized
-        else _widened(config, shard)
-        for shard in (_columns(layer) + _rows(layer) if layer.number is not None else [])
-    ]
+    t, number, work = config.parallel.tensor_model_parallel_size, number_size(config), []
+    for weight in (linear.weight for linear in _linears(layer)):
+        wide = _widened(config, weight)
+        if weight.quantized:
+            wide = max(dequantized_bytes(weight, t, number), math.prod(weight.local_shape(t)) * number + wide)
+        work.append(wide)
     backward = memory.backward + max(work, default=0)
     own_moment = {numel for _, numel in memory.products}
     sizes = [math.prod(shard.local_shape(t)) for shard in layer.shards.values() if shard.trained]
@@ -82,52 +114,111 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     return replace(memory, backward=backward, products=(*memory.products, (backward, other)))
 
 
+class _Parts:
+    """Bytes of a transformer layer's parts: what its branches keep, and what their backward passes need."""
+
+    def __init__(self, layer: LayerDeclaration, config: Config) -> None:
+        self.config, self.linears, self.stream = config, _linears(layer), stream_bytes(config)
+        self.attention = [linear for linear in self.linears if linear.cost.part == "attention"]
+        self.mlp = [linear for linear in self.linears if linear.cost.part == "mlp"]
+        self.cores = [
+            AttentionCore(linear.attention, config) for linear in self.linears if linear.attention is not None
+        ]
+        self.activations = [linear.activation for linear in self.linears if linear.activation is not None]
+
+        activated = sum(linear.weight.shape[1] for linear in self.linears if linear.activation and linear.keeps_input)
+        numbers = sum(linear.weight.shape[0] for linear in self.mlp if linear.cost.reads is None) + activated
+        numbers += sum(activation.kept for activation in self.activations)
+        self.activated, self.inside_mlp = self._cut(activated), self._cut(numbers)
+        branches = (self.attention, self.mlp)
+        self.normed = self.stream * sum(
+            any(linear.keeps_input for linear in branch if linear.cost.reads is None) for branch in branches
+        )
+        self.in_cores = sum(_attention_bytes(linear, config) for linear in self.linears)
+        widest = max(sum(linear.weight.shape[0] for linear in branch if linear.is_column) for branch in branches)
+        self.inner_gradients = self._cut(widest)
+
+        norms = sum(_norm_bytes(norm, config) for norm in _norms(layer)) * num_tokens(config) // _sequence_cut(config)
+        norms += sum(_head_norm_bytes(norm, config) for norm in _norms(layer, used_on="heads"))
+        beside = layer.dropouts * _dropout_bytes(config) + _method_bytes(layer, config)
+        self.whole = norms + self.normed + self.inside_mlp + self.in_cores + beside
+
+    def _cut(self, numbers: int) -> int:
+        """Bytes of so many numbers a token, cut over the tensor-parallel ranks."""
+        config = self.config
+        return num_tokens(config) * numbers // config.parallel.tensor_model_parallel_size * number_size(config)
+
+    @property
+    def mlp_work(self) -> int:
+        """Gradients of the MLP's inner activations and of the stream, while its own inputs are still kept."""
+        is_gated = any(activation.is_gated for activation in self.activations)
+        if kernels_form(self.config) == "eager" and is_gated:
+            return self.stream + self.inner_gradients * 3 // 2
+        return self.stream + self.inner_gradients
+
+    @property
+    def attention_work(self) -> int:
+        """Gradients of q, k and v, once the MLP's activations are freed."""
+        gradients = self._cut(2 * sum(linear.weight.shape[0] for linear in self.attention if linear.is_column))
+        if stores_attention_scores(self.config):
+            gradients += 8 * sum(core.scores for core in self.cores)
+        blockwise = sum(core.blockwise_backward for core in self.cores)
+        # where the weights' gradients are deferred, the MLP's inputs and the gradients of its outputs wait for them
+        freed = self.inside_mlp if self.config.parallel.schedule != "zero-bubble" else 0
+        return max(gradients, self.stream + blockwise) - freed
+
+    def moments(self, recomputed: int) -> tuple[tuple[int, int], ...]:
+        """Return what is needed when each trained weight's gradient is there, and its numbers."""
+        if self.config.parallel.device != "cpu":
+            return ()  # measured on CUDA at the peak of the whole layer (benchmarks/plan_memory.py on an H100)
+        moments = []
+        for linear in self.linears:
+            if not linear.weight.trained:
+                continue
+            if linear.cost.part == "attention":
+                size = self.attention_work if linear.is_column else 2 * self.stream - self.inside_mlp
+            elif linear.is_column:
+                size = 2 * self.stream + self.inner_gradients - self.inside_mlp
+            else:
+                size = self.stream + self._cut(linear.weight.shape[1])
+            size += recomputed + _widened(self.config, linear.weight, of_weight=True)
+            shape = linear.weight.local_shape(self.config.parallel.tensor_model_parallel_size)
+            moments.append((size, math.prod(shape)))
+        return tuple(moments)
+
+
 def _transformer_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
-    tokens, number, t = num_tokens(config), number_size(config), config.parallel.tensor_model_parallel_size
-    stream = stream_bytes(config)
-    columns, rows = _columns(layer), _rows(layer)
-    norms = sum(_norm_bytes(layer, name, config) for name in _norms(layer)) * tokens // _sequence_cut(config)
-    kept_norms = sum(_keeps_input(layer, shard) for shard in columns) * stream
-    branches = kept_norms + len(rows) * _dropout_bytes(config)
-    activations = sum(shard.shape[1] for shard in rows[1:] if _keeps_input(layer, shard))
-    mlp = sum(shard.shape[0] for shard in columns[1:]) + activations
-    mlp_bytes = tokens * (mlp + layer.kept_per_token) // t * number
-    core, inputs = _attention_core(config) - _context_let_go(layer, config), _attention_inputs(config)
-    adapters = sum(_adapter_bytes(layer, shard, config) for shard in columns + rows) + _unscaled_bytes(layer, config)
-    whole = norms + branches + mlp_bytes + core + adapters
-    # gradients of the MLP's inner activations and of the residual stream, while its own inputs are still kept
-    inner = tokens * max((shard.shape[0] for shard in columns), default=0) // t * number
-    work = stream + (inner * 3 // 2 if kernels_form(config) == "eager" and _is_gated(columns, rows) else inner)
-    # those of q, k and v, once the MLP's activations are freed
-    scores = 8 * _scores(config) if stores_attention_scores(config) else 0
-    gradients = 2 * tokens * sum(columns[0].pieces or columns[0].shape[:1]) // t * number + scores
-    # where the weights' gradients are deferred, the MLP's inputs and the gradients of its outputs wait for them
-    freed = mlp_bytes if config.parallel.schedule != "zero-bubble" else 0
-    attention_work = max(gradients, stream + _blockwise_backward(config)) - freed
-    products = [
-        (attention_work, columns[0]),
-        (2 * stream - mlp_bytes, rows[0]),
-        *((2 * stream + inner - mlp_bytes, shard) for shard in columns[1:]),
-        *((stream + tokens * shard.shape[1] // t * number, shard) for shard in rows[1:]),
-    ]
-    # on CUDA measured at the peak of the whole layer (benchmarks/plan_memory.py on an H100)
-    on_cpu = config.parallel.device == "cpu"
-    trained = [
-        (size + _widened(config, shard, of_weight=True), math.prod(shard.local_shape(t)))
-        for size, shard in products
-        if shard.trained and on_cpu
-    ]
+    parts, recomputed = _Parts(layer, config), config.training.recomputed_modules
     if config.training.recompute_granularity == "full":
-        again = whole - _kept_input(layer, config)
-        return LayerMemory(stream, again + max(work, attention_work), _after(again, trained))
-    parts = config.training.recomputed_modules
-    no_core = core - inputs if "core_attn" in parts else 0
-    activation = tokens * activations // t * number
-    no_mlp = mlp_bytes if "mlp" in parts else activation if "mlp_act" in parts else 0
-    no_norms = kept_norms if "layernorm" in parts else 0
+        again = parts.whole - _kept_input(layer, config)
+        return LayerMemory(
+            parts.stream, again + max(parts.mlp_work, parts.attention_work), parts.moments(recomputed=again)
+        )
+    no_core = no_mlp = no_norms = 0
+    if "core_attn" in recomputed:
+        no_core = parts.in_cores - sum(core.inputs for core in parts.cores)
+    if "mlp" in recomputed:
+        no_mlp = parts.inside_mlp
+    elif "mlp_act" in recomputed:
+        no_mlp = parts.activated
+    if "layernorm" in recomputed:
+        no_norms = parts.normed
     # what is dropped is back during its own backward pass; the norms' outputs after its peak
-    backward = no_mlp + max(work, no_core + attention_work)
-    return LayerMemory(whole - no_core - no_mlp - no_norms, backward, _after(no_mlp, trained))
+    backward = no_mlp + max(parts.mlp_work, no_core + parts.attention_work)
+    return LayerMemory(parts.whole - no_core - no_mlp - no_norms, backward, parts.moments(recomputed=no_mlp))
+
+
+def _method_bytes(layer: LayerDeclaration, config: Config) -> int:
+    """Kept by the methods of the layer's linear layers, or of its embedding: by adapters."""
+    sizes = PassSizes(
+        tokens=num_tokens(config),
+        own_tokens=num_tokens(config) // _sequence_cut(config),
+        number_size=number_size(config),
+        mask_size=number_size(config) if config.parallel.device == "cpu" else 1,
+        tensor_size=config.parallel.tensor_model_parallel_size,
+    )
+    weights = {prefix: layer.shards[f"{prefix}.weight" if prefix else "weight"] for prefix in layer.methods}
+    return sum(method.kept_bytes(weights[prefix], sizes) for prefix, method in layer.methods.items())
 
 
 @functools.cache
@@ -151,46 +242,18 @@ def _widened(config: Config, shard: Shard, *, of_weight: bool = False) -> int:
     return max(block_bytes(tokens, inputs, outputs), block_bytes(tokens, outputs, inputs))
 
 
-def _after(recomputed: int, products: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((recomputed + size, numel) for size, numel in products)
-
-
 def _other_layer(layer: LayerDeclaration, config: Config) -> LayerMemory:
     """Embedding, its output, the final norm; the output projection is in `loss_memory`."""
-    tokens, stream = num_tokens(config), stream_bytes(config)
-    norms = [_norm_bytes(layer, name, config) * tokens // _sequence_cut(config) for name in _norms(layer)]
-    if layer.name == "embedding":
-        return LayerMemory(sum(norms) + _dropout_bytes(config), stream)
-    if not norms:
-        scaled = "lora_embedding_magnitude_vector" in layer.shards
-        found = tokens * config.model.hidden_size * number_size(config) if scaled else 0
-        return LayerMemory(found, stream if layer.name == "embedding.word" else 0)
-    work = 0
-    if _unfused_norm(layer, config):  # float32 gradients and products
+    if any(isinstance(shard.cost, Projection) for shard in layer.shards.values()):
+        return LayerMemory(0, 0)
+    tokens, backward, norms = num_tokens(config), stream_bytes(config), _norms(layer)
+    kept = sum(_norm_bytes(norm, config) * tokens // _sequence_cut(config) for norm in norms)
+    kept += layer.dropouts * _dropout_bytes(config) + _method_bytes(layer, config)
+    kept += stream_bytes(config) if layer.keeps_output else 0
+    if any(_is_unfused(norm, config) for norm in norms):  # float32 gradients and products
         work = {"plain": 20, "eager": 12 if number_size(config) == 2 else 8}[kernels_form(config)]
-    return LayerMemory(sum(norms) + stream, stream + tokens * config.model.hidden_size * work // _sequence_cut(config))
-
-
-def _unscaled_bytes(layer: LayerDeclaration, config: Config) -> int:
-    """Outputs of linear layers that DoRA keeps beside the scaled ones: the factors' gradients need them."""
-    t, rows = config.parallel.tensor_model_parallel_size, 0
-    for name, shard in layer.shards.items():
-        place = f"{name.removesuffix('weight')}lora_magnitude_vector"
-        if is_matrix(shard) and any(other.startswith(place) for other in layer.shards):
-            rows += shard.local_shape(t)[0]
-    return num_tokens(config) * rows * number_size(config)
-
-
-def stores_attention_scores(config: Config) -> bool:
-    """Return True if the attention keeps its S x S probabilities for the backward pass.
-
-    The fused kernels keep none. torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA.
-    """
-    if config.parallel.device == "cpu":
-        return config.model.attention_dropout > 0
-    return config.parallel.device == "hpu" and not (
-        config.model.uses_fused_sdpa("hpu") and config.model.fused_sdpa_recompute
-    )
+        backward += tokens * config.model.hidden_size * work // _sequence_cut(config)
+    return LayerMemory(kept, backward)
 
 
 def mask_bytes(config: Config) -> int:
@@ -220,7 +283,8 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     chunk, on_cpu = chunk_size(tokens, hidden), config.parallel.device == "cpu"
     is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
     is_separate = is_trained and not adds_to_optimizers_sum(config)
-    scales = "lora_magnitude_vector" in output.shards  # the whole weight, before and after DoRA's factors
+    method = output.methods.get("")
+    scales = method is not None and method.scales_weight  # the whole weight, before and after the factors
     is_trained, is_separate = is_trained or scales, is_separate or scales
     scaled = 2 * rows * hidden * number if scales else 0
     # the gradient of the weight is summed over chunks in float32; float16 could not hold even one
@@ -262,109 +326,21 @@ def kernels_form(config: Config) -> str:
     return "eager" if device == "cpu" and model.kernels == "auto" and not config.training.torch_compile else "compiled"
 
 
-def _attention_core(config: Config) -> int:
-    """Kept by the attention core: its inputs, its output, which the output projection keeps too, and its statistics."""
-    model, number, tokens = config.model, number_size(config), num_tokens(config)
-    query, key = _head_channels(config)
-    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    rotary, grouped = model.position_embedding_type == "rope", key < query and _repeats_heads(config)
-    on_cpu = config.parallel.device == "cpu"
-    # v is a view of the fused projection, all of which it keeps; q and k too, unless they are rotated
-    inputs = query + 2 * key + (query + key if rotary else 0)
-    if grouped:  # key and value heads are repeated for their group
-        inputs = (query if rotary else query + 2 * key) + 2 * query
-    kept = tokens * (inputs + query) * number + tokens * heads * 4
-    if load_task(config).data.packs_documents and on_cpu:
-        kept += tokens * query * number  # the outputs of documents, concatenated
-    if config.parallel.device in ("auto", "cuda") and number == 4 and config.training.micro_batch_size > 1:
-        kept += tokens * query * number  # no flash kernel: the output comes by sample, and is copied by position
-    if not stores_attention_scores(config):
-        return kept
-    if on_cpu:  # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice
-        copies = 8 * query + (4 * query if number == 2 else number * (query + 2 * key))
-        return 12 * _scores(config) + tokens * (copies + number * query)
-    return kept + _scores(config) * (number + (1 + number if model.attention_dropout > 0 else 0))
+def _attention_bytes(linear: _Linear, config: Config) -> int:
+    """Kept by the core that computes the input of this linear layer, if one does.
 
-
-def _context_let_go(layer: LayerDeclaration, config: Config) -> int:
-    """Bytes of `_attention_core` that megatron/models/blockwise_attention.py does not keep.
-
-    Not its statistics, nor its output, which is there only where the output projection keeps its input.
+    megatron/models/blockwise_attention.py keeps neither its statistics nor its output, which is there only where the
+    output projection keeps its input.
     """
-    if not _is_blockwise(config):
+    if linear.attention is None:
         return 0
-    model = config.model
-    query, _ = _head_channels(config)
-    statistics = 4 * model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    context = 0 if _keeps_input(layer, _rows(layer)[0]) else query * number_size(config)
-    return num_tokens(config) * (statistics + context)
-
-
-def _blockwise_backward(config: Config) -> int:
-    """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given.
-
-    Of 16-bit numbers it holds the keys and values, and the sums of their gradients, in float32, and of a block of
-    scores the probabilities, their gradient before and after the softmax, and that rounded.
-    """
-    if not _is_blockwise(config):
-        return 0
-    number, tokens = number_size(config), num_tokens(config)
-    query, key = _head_channels(config)
-    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    copies = 2 * 4 if number == 2 else 0
-    sums = 2 * 4
-    scores = 3 * 4 + (number if number == 2 else 0)
-    return tokens * (query * number + key * (copies + sums)) + tokens * heads * ATTENTION_QUERIES * scores
-
-
-def _is_blockwise(config: Config) -> bool:
-    """Return True if megatron/models/blockwise_attention.py computes the attention."""
-    model, training = config.model, config.training
-    if config.parallel.device != "cpu" or model.attention_backend != "auto":
-        return False
-    if model.kernels == "plain" or training.torch_compile or model.attention_dropout > 0:
-        return False
-    task = load_task(config)
-    if task.data.packs_documents:  # document by document, of lengths that the plan does not know
-        return False
-    return task.data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
-
-
-@functools.cache
-def _attends_blockwise(precision: str) -> bool:
-    return attends_blockwise(precision)
-
-
-def _repeats_heads(config: Config) -> bool:
-    """Return True if key/value heads are repeated in memory for their groups of query heads."""
-    model, device = config.model, config.parallel.device
-    if model.kernels == "plain" or device == "cpu":
-        return model.kernels == "plain"
-    if device == "hpu":
-        return not model.uses_fused_sdpa(device)
-    masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
-    in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
-    return (config.training.precision == "fp32" and (in_sdpa or not masked)) or (masked and in_sdpa)
-
-
-def _attention_inputs(config: Config) -> int:
-    """Kept of the attention core where it is recomputed: the fused projection, and the output."""
-    query, key = _head_channels(config)
-    return num_tokens(config) * (2 * query + 2 * key) * number_size(config)
-
-
-def _head_channels(config: Config) -> tuple[int, int]:
-    """Channels of q, and of k or v, on a rank."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    query = model.num_attention_heads * model.head_size // t
-    # with fewer key/value heads than ranks, each rank gathers one whole head of k and of v
-    return query, max(model.num_kv_heads * model.head_size // t, model.head_size)
-
-
-def _scores(config: Config) -> int:
-    """Number of attention scores."""
-    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    return num_tokens(config) * load_task(config).data.row_length * heads
+    core = AttentionCore(linear.attention, config)
+    if not is_blockwise(config):
+        return core.kept
+    left_out = 4 * core.heads
+    if not linear.keeps_input:
+        left_out += core.query * number_size(config)
+    return core.kept - num_tokens(config) * left_out
 
 
 def _dropout_bytes(config: Config) -> int:
@@ -375,74 +351,43 @@ def _dropout_bytes(config: Config) -> int:
     return num_tokens(config) * config.model.hidden_size * size // _sequence_cut(config)
 
 
-def _norm_bytes(layer: LayerDeclaration, name: str, config: Config) -> int:
-    """Kept of a norm for each token beside its output: its input, and its statistics.
+def _norms(layer: LayerDeclaration, used_on: str = "stream") -> list[Norm]:
+    """Return the layer's norms over the residual stream, or over heads."""
+    used = [shard.cost for shard in layer.shards.values() if shard.used_on == used_on]
+    return [cost for cost in used if isinstance(cost, Norm)]
+
+
+def _norm_bytes(norm: Norm, config: Config) -> int:
+    """Kept of a norm over the stream for each token beside its output: its input, and its statistics.
 
     torch's RMSNorm is not fused on the CPU: it keeps its input and the normalised input in float32.
     """
-    hidden = layer.shards[name].shape[0]
-    if _unfused_norm(layer, config) and kernels_form(config) == "plain":
-        return 8 * hidden + 4
-    return number_size(config) * hidden
+    if _is_unfused(norm, config) and kernels_form(config) == "plain":
+        return 8 * norm.channels + 4
+    return number_size(config) * norm.channels
 
 
-def _unfused_norm(layer: LayerDeclaration, config: Config) -> bool:
-    norms = _norms(layer)
-    is_rms = bool(norms) and f"{norms[0].removesuffix('weight')}bias" not in layer.shards
-    return is_rms and config.parallel.device == "cpu" and kernels_form(config) != "compiled"
+def _head_norm_bytes(norm: Norm, config: Config) -> int:
+    """Kept of a norm over heads of q or k. Its input is a part of the fused projection, which v keeps whole.
+
+    The core keeps the output in place of that, unless it rotates it.
+    """
+    channels = norm.channels // config.parallel.tensor_model_parallel_size
+    kept = 0 if config.model.position_embedding_type == "rope" else number_size(config) * channels
+    if _is_unfused(norm, config) and kernels_form(config) == "plain":
+        # the normalised input in float32, and of 16 bits the input too
+        kept += (8 if number_size(config) == 2 else 4) * channels
+    return num_tokens(config) * kept
+
+
+def _is_unfused(norm: Norm, config: Config) -> bool:
+    return norm.is_rms and config.parallel.device == "cpu" and kernels_form(config) != "compiled"
 
 
 def _kept_input(layer: LayerDeclaration, config: Config) -> int:
     """The layer's input among what its first norm keeps, if that keeps the tensor itself."""
-    copied = _unfused_norm(layer, config) and kernels_form(config) == "plain" and number_size(config) == 2
-    return 0 if copied else stream_bytes(config)
-
-
-def _norms(layer: LayerDeclaration) -> list[str]:
-    """Weights of the norms over the residual stream."""
-    of_norms = [name for name in layer.shards if f"{layer.name}.{name}".endswith("norm.weight")]
-    return [name for name in of_norms if layer.shards[name].used_on == "stream"]
-
-
-def _columns(layer: LayerDeclaration) -> list[Shard]:
-    return [shard for shard in layer.shards.values() if is_matrix(shard) and shard.dim == 0]
-
-
-def _rows(layer: LayerDeclaration) -> list[Shard]:
-    return [shard for shard in layer.shards.values() if is_matrix(shard) and shard.dim == 1]
-
-
-def _keeps_input(layer: LayerDeclaration, weight: Shard) -> bool:
-    """Return True if the product with this weight keeps its input, for a gradient of the weight or of adapters."""
-    return weight.trained or bool(_added(layer, weight))
-
-
-def _added(layer: LayerDeclaration, weight: Shard) -> dict[str, Shard]:
-    """Return what the method of this weight's linear layer adds to it, by name in that layer."""
-    prefix = next(name for name, shard in layer.shards.items() if shard is weight).removesuffix("weight")
-    named = {name.removeprefix(prefix): shard for name, shard in layer.shards.items() if name.startswith(prefix)}
-    return {name: shard for name, shard in named.items() if shard.added}
-
-
-def _adapter_bytes(layer: LayerDeclaration, weight: Shard, config: Config) -> int:
-    """Kept by the adapters of a linear layer: the products with A, B by its scale, fused A, and what dropout makes."""
-    downs = [shard for name, shard in _added(layer, weight).items() if name.startswith("lora_A")]
-    if not downs:
-        return 0
-    t, number = config.parallel.tensor_model_parallel_size, number_size(config)
-    rank, (rows, columns) = sum(shard.shape[0] for shard in downs), weight.local_shape(t)
-    kept = (num_tokens(config) + rows + (columns if len(downs) > 1 else 0)) * rank * number
-    if config.lora.lora_dropout == 0:
-        return kept
-    # the dropped input instead of the input, which the core of the attention keeps too; the mask
-    mask = number if config.parallel.device == "cpu" else 1
-    channels = columns * num_tokens(config) // (_sequence_cut(config) if weight.dim == 0 else 1)
-    is_context = weight.dim == 1 and weight is _rows(layer)[0]
-    return kept + channels * (mask + number * is_context)
-
-
-def _is_gated(columns: list[Shard], rows: list[Shard]) -> bool:
-    return bool(columns and rows) and columns[-1].shape[0] == 2 * rows[-1].shape[1]
+    copies = any(_is_unfused(norm, config) for norm in _norms(layer)[:1]) and kernels_form(config) == "plain"
+    return 0 if copies and number_size(config) == 2 else stream_bytes(config)
 
 
 def _sequence_cut(config: Config) -> int:

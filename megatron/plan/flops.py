@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from megatron.models.registry import family_of
 from megatron.options.config import Config
+from megatron.parallel.costs import Attention, MatrixProduct
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
+from megatron.tasks.registry import load_task
 
 
 def declared_layers(config: Config) -> list[LayerDeclaration]:
@@ -38,14 +40,14 @@ def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int
     return sum(math.prod(shard.local_shape(tensor_model_parallel_size)) for shard in shards)
 
 
-def is_matrix(shard: Shard) -> bool:
-    """True for the weight of a linear layer; not for an adapter's."""
-    return len(shard.shape) > 1 and not shard.vocabulary and not shard.added
-
-
 def number_size(config: Config) -> int:
     """Bytes of a weight, and of an activation."""
     return 4 if config.training.precision == "fp32" else 2
+
+
+def num_tokens(config: Config) -> int:
+    """Tokens of the largest microbatch."""
+    return config.training.micro_batch_size * load_task(config).data.row_length
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,40 +84,48 @@ def flops_per_token(config: Config) -> float:
 def layer_flops(config: Config) -> list[LayerFlops]:
     """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed.
 
-    The last layer projects to the vocabulary and computes the loss, of which no product is recomputed.
+    Nothing is recomputed of the output projection and the loss.
     """
     layers = declared_layers(config)
     is_trained = itertools.accumulate(_is_trained(layer) for layer in layers)  # this layer, or one before it
-    return [
-        _flops(layer, config, is_last=index == len(layers) - 1, propagates=count > 0)
-        for index, (layer, count) in enumerate(zip(layers, is_trained, strict=True))
-    ]
+    return [_flops(layer, config, propagates=count > 0) for layer, count in zip(layers, is_trained, strict=True)]
 
 
 def _is_trained(layer: LayerDeclaration) -> bool:
     return any(shard.trained for shard in layer.shards.values())
 
 
-def _flops(layer: LayerDeclaration, config: Config, *, is_last: bool, propagates: bool) -> LayerFlops:
-    model, training = config.model, config.training
-    products = [shard for shard in layer.shards.values() if is_matrix(shard) or (is_last and shard.vocabulary)]
-    attention = 0
-    if layer.number is None:
-        products = products if is_last else []
-    else:
-        attention = 4 * model.num_attention_heads * model.head_size * training.seq_length
-    forward = _products(products) + attention
+def _flops(layer: LayerDeclaration, config: Config, *, propagates: bool) -> LayerFlops:
+    training = config.training
+    products = [shard for shard in layer.shards.values() if _multiplies(shard, layer)]
+    costs = [shard.cost for shard in products if isinstance(shard.cost, MatrixProduct)]
+    cores = [cost.reads for cost in costs if isinstance(cost.reads, Attention)]
+    attention = sum(core.flops_per_token(training.seq_length) for core in cores)
+    forward, of_weights = _products(products), _products([shard for shard in products if shard.trained])
+    forward += attention
+    if not propagates:
+        return LayerFlops(forward, of_weights, 0)
     recomputed = 0
     if layer.number is not None and training.recompute_granularity == "full":
         recomputed = forward
-    elif layer.number is not None:
+    else:
         parts = training.recomputed_modules
-        # the projections of attention are the first matrix cut by column and the first cut by row
-        mlp = [shard for dim in (0, 1) for shard in [matrix for matrix in products if matrix.dim == dim][1:]]
-        recomputed = (attention if "core_attn" in parts else 0) + (_products(mlp) if "mlp" in parts else 0)
-    of_weights = _products([shard for shard in products if shard.trained])
-    recomputed = recomputed if propagates else 0
-    return LayerFlops(forward, (forward + attention if propagates else 0) + recomputed + of_weights, recomputed)
+        if "core_attn" in parts:
+            recomputed += attention
+        if "mlp" in parts:
+            recomputed += _products([shard for shard in products if _is_of_mlp(shard)])
+    # each product has one more for the gradient of its input, the core of the attention two
+    return LayerFlops(forward, forward + attention + recomputed + of_weights, recomputed)
+
+
+def _multiplies(shard: Shard, layer: LayerDeclaration) -> bool:
+    if shard.vocabulary and not shard.added:
+        return layer.projects
+    return isinstance(shard.cost, MatrixProduct)
+
+
+def _is_of_mlp(shard: Shard) -> bool:
+    return isinstance(shard.cost, MatrixProduct) and shard.cost.part == "mlp"
 
 
 def _products(matrices: list[Shard]) -> int:

@@ -1,10 +1,12 @@
 """A third family, defined in this file alone: it is planned, trains, is checkpointed, resumed, exported and generates.
 
-It is a Llama with a norm over each head of q and k, whose gradients each rank computes from its own heads.
+It is a Llama with a norm over each head of q and k, whose gradients each rank computes from its own heads, and a gate
+that is a linear layer of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from benchmarks.plan_memory import LIMIT, compare
 from megatron.checkpoint.reader import newest_checkpoint
 from megatron.cli import convert_checkpoint
 from megatron.generation.generator import generate
@@ -22,14 +26,25 @@ from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.models.attention import SelfAttention, Shared
-from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
+from megatron.models.decoder import (
+    attention_shards,
+    below,
+    column_shards,
+    decoder_layers,
+    rms_norm_shards,
+    row_shards,
+    transformer,
+)
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
-from megatron.models.transformer import GeluMLP, TransformerLayer, rms_norm
+from megatron.models.transformer import TransformerLayer, rms_norm
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.costs import Activation, MatrixProduct, Norm
+from megatron.parallel.layout import LayoutError
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, named_parameters
 from megatron.plan.describe import describe
-from megatron.plan.flops import count_parameters
+from megatron.plan.flops import count_parameters, flops_per_token
 from megatron.settings.command_line import load_config
 from megatron.settings.validation import check
 from megatron.weights.huggingface import export_huggingface, parameters_of
@@ -54,16 +69,35 @@ class QKNormAttention(SelfAttention):
         return self.q_norm(q), self.k_norm(k), v
 
 
+class SeparateGateMLP(nn.Module):
+    def __init__(self, shards: Shards, shared: Shared) -> None:
+        super().__init__()
+        self.gate = ColumnParallelLinear(shards.below("gate"), shared.ctx)
+        self.up = ColumnParallelLinear(shards.below("up"), shared.ctx)
+        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
+
+
 def build_block(shards: Shards, shared: Shared) -> TransformerLayer:
-    return TransformerLayer(shards, shared, norm=rms_norm, mlp=GeluMLP, attention=QKNormAttention)
+    return TransformerLayer(shards, shared, norm=rms_norm, mlp=SeparateGateMLP, attention=QKNormAttention)
 
 
 def declare(config: Config) -> list[LayerDeclaration]:
     model = config.model
-    norm, head_norm = norm_shards(model, bias=False), {"weight": Shard((model.head_size,), value=1.0, used_on="heads")}
-    attention = attention_shards(model, bias=False) | below("q_norm", head_norm) | below("k_norm", head_norm)
-    block = below("attention_norm", norm) | below("attention", attention) | below("mlp_norm", norm)
-    block |= below("mlp", mlp_shards(model, gated=False, bias=False))
+    norm, attention = rms_norm_shards(model), attention_shards(model, bias=False)
+    for name, heads in (("q_norm", model.num_attention_heads), ("k_norm", model.num_kv_heads)):
+        cost = Norm(heads * model.head_size, is_rms=True)
+        attention[f"{name}.weight"] = Shard((model.head_size,), value=1.0, used_on="heads", cost=cost)
+    mlp: dict[str, Shard] = {}
+    for name in ("gate", "up"):
+        mlp |= column_shards(name, model, (model.ffn_size,), bias=False, cost=MatrixProduct("mlp"))
+    activation = Activation(is_gated=True, kept=model.ffn_size)  # silu(gate)
+    mlp |= row_shards("down", model, model.ffn_size, bias=False, cost=MatrixProduct("mlp", activation))
+    block = below("attention_norm", norm) | below("attention", attention)
+    block |= below("mlp_norm", norm) | below("mlp", mlp)
     return decoder_layers(
         config, block=block, build_block=build_block, norm=norm, build_final_norm=transformer("final_rms_norm")
     )
@@ -98,6 +132,7 @@ TOY = HuggingFaceForm(
         "layers.*.attention.k_norm": ("block.*.norm_k",),
         "layers.*.attention.dense": ("block.*.o",),
         "layers.*.mlp_norm": ("block.*.norm_2",),
+        "layers.*.mlp.gate": ("block.*.gate",),
         "layers.*.mlp.up": ("block.*.up",),
         "layers.*.mlp.down": ("block.*.down",),
         "final_norm": ("norm",),
@@ -218,3 +253,38 @@ def test_it_is_planned_and_its_rules_are_checked() -> None:
     assert f"{count_parameters(config):,} in all" in text
     with pytest.raises(ConfigError, match="toy has position_embedding_type=rope only, not alibi; use rope"):
         load_config(["--architecture", NAME, "--position-embedding-type", "alibi"])
+
+
+SIZES = (
+    "--hidden-size 256 --num-attention-heads 4 --vocab-size 2000 --seq-length 512 --num-layers 4 "
+    "--micro-batch-size 2 --global-batch-size 4"
+)
+
+
+@pytest.mark.parametrize(
+    "extra", ["", "--bf16", "--kernels plain", "--kernels plain --bf16", "--num-query-groups 2", "--lora-rank 8"]
+)
+def test_the_plan_of_its_memory_is_within_5_percent_of_a_run(ranks: RankPools, extra: str) -> None:
+    (result,) = ranks(1)(compare, f"{FLAGS} {SIZES} {extra}", "cpu")
+    assert result is not None
+    assert abs(result.ratio - 1) < LIMIT, result
+
+
+def test_its_flops_are_those_of_its_products() -> None:
+    config = load_config([*runs.TINY.split(), *FLAGS.split(), "--train-iters", "1", "--data-path", "none"])
+    model, heads = config.model, config.model.num_attention_heads * config.model.head_size
+    products = [(model.hidden_size, 3 * heads), (heads, model.hidden_size), *[(model.hidden_size, model.ffn_size)] * 3]
+    assert model.num_kv_heads == model.num_attention_heads
+    layer = sum(2 * rows * columns for rows, columns in products) + 4 * config.training.seq_length * heads
+    head = 2 * model.hidden_size * model.vocab_size
+    assert flops_per_token(config) == 3 * (model.num_layers * layer + head)
+
+
+def test_a_matrix_without_a_cost_is_refused() -> None:
+    def declare_without(config: Config) -> list[LayerDeclaration]:
+        layers = declare(config)
+        shards = {name: dataclasses.replace(shard, cost=None) for name, shard in layers[2].shards.items()}
+        return [*layers[:2], dataclasses.replace(layers[2], shards=shards), *layers[3:]]
+
+    with pytest.raises(LayoutError, match=r"layers\.0\.attention\.qkv\.weight is a matrix without a cost"):
+        Family(declare=declare_without).layers(outputs.config_of(FLAGS))

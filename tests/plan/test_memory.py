@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.allocations import Allocations
 from benchmarks.plan_memory import BLOOM, COMMON, CPU_CASES, GPT2, LIMIT, LLAMA, Case, compare
 from megatron.parallel.layout import Layout
-from megatron.plan.activations import stores_attention_scores
+from megatron.plan.attention_core import stores_attention_scores
 from megatron.plan.flops import count_parameters, declared_layers, parameters_of_layer
 from megatron.plan.memory import memory_by_stage
 from megatron.plan.zero import held_layers, reduce_bucket_size, shared_state, zero_settings

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
+from megatron.models.decoder import attention_shards, below, decoder_layers, layer_norm_shards, mlp_shards, transformer
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
 from megatron.parallel.shards import LayerDeclaration
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def declare(config: Config) -> list[LayerDeclaration]:
     model = config.model
-    norm = norm_shards(model, bias=True)
+    norm = layer_norm_shards(model)
     return decoder_layers(
         config,
         block={

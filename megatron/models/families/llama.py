@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, norm_shards, transformer
+from megatron.models.decoder import attention_shards, below, decoder_layers, mlp_shards, rms_norm_shards, transformer
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
 from megatron.parallel.shards import LayerDeclaration
@@ -15,7 +15,7 @@ from megatron.parallel.shards import LayerDeclaration
 
 def declare(config: Config) -> list[LayerDeclaration]:
     model = config.model
-    norm = norm_shards(model, bias=False)
+    norm = rms_norm_shards(model)
     return decoder_layers(
         config,
         block={
@@ -27,7 +27,6 @@ def declare(config: Config) -> list[LayerDeclaration]:
         build_block=transformer("TransformerLayer", norm="rms_norm", mlp="SwigluMLP"),
         norm=norm,
         build_final_norm=transformer("final_rms_norm"),
-        kept_per_token=model.ffn_size if model.kernels == "plain" else 0,  # silu(gate)
     )
 
 

@@ -21,13 +21,12 @@ from megatron.options.config import Config
 from megatron.options.fp8 import Fp8Config
 from megatron.options.fp8_rules import scaling
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.costs import Activation, MatrixProduct
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.pass_state import Fp8Passes
 from megatron.parallel.shards import LayerDeclaration
 from megatron.runtime.accelerator import DeviceError
-
-MLP_DOWN = "mlp.down"
 
 
 def transformer_engine() -> Any:
@@ -47,13 +46,14 @@ def with_fp8(layers: Iterable[LayerDeclaration], config: Config) -> list[LayerDe
 
 
 def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
-    is_gated = "mlp.gate_up.weight" in layer.shards
     for name, shard in layer.shards.items():
-        prefix, _, last = name.rpartition(".")
-        is_down = prefix == MLP_DOWN
-        if last == "weight" and len(shard.shape) == 2 and (config.fp8.fp8_mlp_row_parallel or not is_down):
-            smooth = config.fp8.fp8_smooth_swiglu and is_gated and is_down
-            layer = layer.with_method(prefix, Fp8Method(config.fp8, smooth_swiglu=smooth))
+        if not isinstance(shard.cost, MatrixProduct):
+            continue
+        activation = shard.cost.reads if isinstance(shard.cost.reads, Activation) else None
+        if activation is not None and not config.fp8.fp8_mlp_row_parallel:
+            continue
+        smooth = config.fp8.fp8_smooth_swiglu and activation is not None and activation.is_gated
+        layer = layer.with_method(name.removesuffix(".weight"), Fp8Method(config.fp8, smooth_swiglu=smooth))
     return layer
 
 
