@@ -29,8 +29,6 @@ SPEED = Speed(128.0, 16384.0, 4096.0, 0.0123, None)
 PROGRAM = """
 import dataclasses, multiprocessing, os, sys
 multiprocessing.set_start_method("spawn")  # as a rank's is; in others a semaphore is never reported
-sys.modules["megatron.observability.metric_writers"] = type(sys)("stand-in")
-sys.modules["megatron.observability.metric_writers"].TensorBoardLog = None
 from megatron.options.config import Config, LoggingConfig, TrainingConfig
 from megatron.observability import metrics
 from megatron.observability.rank_times import RankStats
