@@ -48,14 +48,16 @@ MOST_FLOORS = 11
 
 # Limits of what `python -m tests.house` prints. Each is the figure of the day, rounded up: lower it where you can.
 LIMITS = {
-    "files of the fullest room": 24,
     "files below 60 code lines with one importer": 22,
-    "ternaries in 1,000 code lines": 38,
-    "branches in 1,000 code lines": 261,
-    "functions of more than 12 branches": 119,
-    "lines of imports, % of the code lines": 10,
+    "ternaries in 1,000 code lines": 37.5,
+    "branches in 1,000 code lines": 259,
+    "functions of more than 12 branches": 109,
+    "lines of imports, % of the code lines": 10.1,
 }
-LEAST_COMMENTS = 1.7
+MOST_FILES = 18
+CROWDED = {"megatron/cli": 24, "megatron/generation": 20, "megatron/training": 19}
+"""Rooms with more files than MOST_FILES: split or join."""
+LEAST_COMMENTS = 1.9
 """Own-line comments, % of the code lines: raise it."""
 
 # Where a module of the package is imported by a string: commands by their names, the program that a rank runs.
@@ -224,6 +226,11 @@ def test_files_and_functions_are_short_or_say_why() -> None:
                 if length > LONGEST_FUNCTION and "# Long: " not in lines[first - 2]:
                     found.append(f"{at(path, node.lineno)}: {node.name} has {length} lines")
     assert found == []
+
+
+def test_rooms_are_small() -> None:
+    above = {room: number for room, number in House(ROOT).rooms().items() if number > CROWDED.get(room, MOST_FILES)}
+    assert above == {}
 
 
 def test_the_house_is_within_its_limits() -> None:

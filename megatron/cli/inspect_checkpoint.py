@@ -117,46 +117,68 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[i
         print("  " + "  ".join(cells).rstrip())
 
 
+METADATA = ("progress", "layout", "versions", "data_fingerprint", "optimizer")
+"""Parts of a checkpoint's metadata that the text shows, beside `run`."""
+LONGEST = 400
+"""Characters of a part that are shown."""
+
+
 def print_description(found: dict[str, Any]) -> None:
-    metadata = found["metadata"]
     lines = {
         "tag": found["tag"],
         "size": f"{size(found['bytes'])} in {found['files']} file{'s' if found['files'] != 1 else ''}",
         "parameters": f"{found['num_parameters']:,} in {len(found['parameters'])} tensors",
         "kinds": ", ".join(found["kinds"]),
+        **metadata_lines(found["metadata"]),
     }
+    print(found["folder"])
+    width = max(map(len, lines))
+    for key, value in lines.items():
+        text = value if len(value) <= LONGEST else value[:LONGEST] + " ..."
+        print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in text)}")
+    print()
+    print_parameters(found["parameters"])
+
+
+def metadata_lines(metadata: dict[str, Any]) -> dict[str, str]:
+    lines = {}
     if run := metadata.get("run"):
         lines["run"] = said(run["id"])
         for ancestor in reversed(run["ancestors"]):
             lines.setdefault("began at", f"{said(ancestor['folder'])}, of run {said(ancestor['run'])}")
-    for key in ("progress", "layout", "versions", "data_fingerprint", "optimizer"):
+    for key in METADATA:
         if metadata.get(key) not in (None, {}, ""):
             lines[key.replace("_", " ")] = said(metadata[key])
-    shown = ("run", "progress", "layout", "versions", "data_fingerprint", "optimizer")
-    others = [key for key in metadata if key not in shown]
+    others = [key for key in metadata if key not in ("run", *METADATA)]
     if others:
         lines["also"] = f"{', '.join(others)} (--json prints all)"
-    print(found["folder"])
-    width = max(map(len, lines))
-    for key, value in lines.items():
-        text = value if len(value) <= 400 else value[:400] + " ..."
-        print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in text)}")
-    print()
-    with_norms = any("norms" in entry for entry in found["parameters"].values())
-    head = ["parameter", "shape", "dtype", "cut", *(["kind", "L2 norm", "largest"] if with_norms else ["kinds"])]
+    return lines
+
+
+def print_parameters(parameters: dict[str, Any]) -> None:
+    head = ["parameter", "shape", "dtype", "cut"]
+    if not any("norms" in entry for entry in parameters.values()):
+        rows = [[*cells_of(name, entry), ", ".join(entry["kinds"])] for name, entry in parameters.items()]
+        print_table([*head, "kinds"], rows, set())
+        return
     rows = []
-    for name, entry in found["parameters"].items():
-        cut = entry["cut"]
-        pieces = f" ({' + '.join(map(str, cut['pieces']))})" if cut and len(cut["pieces"]) > 1 else ""
-        cells = [name, " x ".join(map(str, entry["shape"])) or "scalar", entry["dtype"]]
-        cells.append(f"dim {cut['dim']}{pieces}" if cut else "whole")
-        if not with_norms:
-            rows.append([*cells, ", ".join(entry["kinds"])])
-            continue
+    for name, entry in parameters.items():
+        cells = cells_of(name, entry)
         for kind, norm in entry["norms"].items():
             rows.append([*cells, kind, f"{norm['l2']:.6g}", f"{norm['max']:.6g}"])
-            cells = [""] * 4
-    print_table(head, rows, {5, 6} if with_norms else set())
+            cells = [""] * len(head)
+    print_table([*head, "kind", "L2 norm", "largest"], rows, {5, 6})
+
+
+def cells_of(name: str, entry: dict[str, Any]) -> list[str]:
+    """Return a parameter's name, shape, dtype and cut."""
+    cut = "whole"
+    if entry["cut"]:
+        pieces = entry["cut"]["pieces"]
+        cut = f"dim {entry['cut']['dim']}"
+        if len(pieces) > 1:
+            cut += f" ({' + '.join(map(str, pieces))})"
+    return [name, " x ".join(map(str, entry["shape"])) or "scalar", entry["dtype"], cut]
 
 
 def inspect(path: str, arguments: argparse.Namespace) -> bool:

@@ -73,18 +73,18 @@ CHAT_OPTIONS = ("chat_template", "train_on", "too_long", "ignore_columns")
 def plan_text(plan: LaunchPlan, title: str) -> str:
     """Return the text of a dry run: layout, sizes, memory and the command."""
     config = plan.config
-    text = describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title, check=check)
-    text += "\n" + (
-        _wrapped(", ".join(host.name for host in plan.hosts[: plan.nodes]), "  hosts: ") if plan.hosts else ""
-    )
-    spare = [host.name for host in plan.hosts[plan.nodes :]]
-    text += _wrapped(", ".join(spare), "  spare hosts: ") if spare else ""
-    text += f"  results: {config.logging.results_dir}\n" if config.logging.results_dir else ""
-    text += "" if config.checkpoint.save else "  checkpoints: none are saved\n"
-    text += _restarts(plan)
-    text += "".join(_wrapped(note, "  note: ") for note in plan.notes)
-    text += "".join(_wrapped(warning, "  warning: ") for warning in plan.warnings)
-    return text + "\n" + command_text(plan) + "\n"
+    hosts = [host.name for host in plan.hosts]
+    used, spare = ", ".join(hosts[: plan.nodes]), ", ".join(hosts[plan.nodes :])
+    parts = [describe(config, nodes=plan.nodes, devices_per_node=plan.devices_per_node, title=title, check=check), "\n"]
+    parts += [_wrapped(names, f"  {label}: ") for label, names in (("hosts", used), ("spare hosts", spare)) if names]
+    if config.logging.results_dir:
+        parts.append(f"  results: {config.logging.results_dir}\n")
+    if not config.checkpoint.save:
+        parts.append("  checkpoints: none are saved\n")
+    parts.append(_restarts(plan))
+    parts += [_wrapped(note, "  note: ") for note in plan.notes]
+    parts += [_wrapped(warning, "  warning: ") for warning in plan.warnings]
+    return "".join([*parts, "\n", command_text(plan), "\n"])
 
 
 def _restarts(plan: LaunchPlan) -> str:
@@ -113,37 +113,44 @@ def command_text(plan: LaunchPlan) -> str:
 
 def launch_command(plan: LaunchPlan) -> list[str]:
     """Return the words of this launcher that make the plan, without variables."""
-    script = IMPORT_ROOT / "tools" / "launch.py"
-    installed = Path(sys.argv[0]).name.startswith("megatron-") or not script.is_file()
-    command = [shutil.which("megatron-launch") or "megatron-launch"] if installed else [sys.executable, str(script)]
-    data = plan.fine_tuning
     values = {
-        "--nodes": plan.nodes if plan.nodes > 1 else None,
-        "--devices-per-node": plan.devices_per_node,
-        "--hostsfile": plan.hostsfile,
-        "--rendezvous": plan.rendezvous,
-        "--master-port": plan.master_port,
-        "--launcher": plan.launcher if plan.launcher != LAUNCHERS[0] else None,
-        "--cores-per-rank": plan.cores_per_rank or None,
-        "--ranks-per-socket": plan.ranks_per_socket or None,
-        "--max-restarts": plan.max_restarts or None,
-        "--min-nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
-        "--spare-hosts": plan.spare_hosts or None,
-        "--activate": plan.activate_dir,
-        "--chats": data and (data.data or data.folder),
-        "--chat-template": data and data.chat_template,
-        "--train-on": data.train_on if data and data.train_on != TRAIN_ON[0] else None,
-        "--too-long": data.too_long if data and data.too_long != TOO_LONG[0] else None,
+        "nodes": plan.nodes,
+        "devices_per_node": plan.devices_per_node,
+        "hostsfile": plan.hostsfile,
+        "rendezvous": plan.rendezvous,
+        "master_port": plan.master_port,
+        "launcher": plan.launcher,
+        "cores_per_rank": plan.cores_per_rank,
+        "ranks_per_socket": plan.ranks_per_socket,
+        "max_restarts": plan.max_restarts,
+        "min_nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
+        "spare_hosts": plan.spare_hosts,
+        "activate_dir": plan.activate_dir,
     }
+    data = plan.fine_tuning
+    if data is not None:
+        values["chats"] = data.data or data.folder
+        values |= {name: getattr(data, name) for name in CHAT_OPTIONS if name != "ignore_columns"}
+    command, parser = _launcher_words(), build_launch_parser()
     for name, setting in values.items():
-        command += [name, str(setting)] if setting is not None else []
-    if data and data.ignore_columns:
+        if setting is not None and setting != parser.get_default(name):
+            command += [_flag(name), str(setting)]
+    if data is not None and data.ignore_columns:
         command += ["--ignore-columns", *data.ignore_columns]
     threads = threads_per_rank(plan.devices_per_node)
     derived = {"DS_ACCELERATOR": plan.config.parallel.device, "OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
-        command += ["--env", f"{name}={value}"] if derived.get(name) != value else []
+        if derived.get(name) != value:
+            command += ["--env", f"{name}={value}"]
     return [*command, "--", *plan.train_flags]
+
+
+def _launcher_words() -> list[str]:
+    """Return how to start this launcher: from the checkout, unless it was started as an installed command."""
+    script = IMPORT_ROOT / "tools" / "launch.py"
+    if Path(sys.argv[0]).name.startswith("megatron-") or not script.is_file():
+        return [shutil.which("megatron-launch") or "megatron-launch"]
+    return [sys.executable, str(script)]
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script | None]:
@@ -159,28 +166,34 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
         remedy = _as_variable(name) if script else "write it before `--`"
         faults.append(f"{name} is a flag of the launcher, not of megatron.train; {remedy}")
         unread |= {name.removeprefix("--").replace("-", "_")} & UNREADABLE
-    if script is not None:
-        request = from_environment(os.environ, script, train_flags)
-        default = vars(build_launch_parser().parse_args([]))
-        request.faults += faults
-        request.unread |= unread
-        request.faults += [
-            f"{_flag(name)} has no effect beside --variables {script}; {_as_variable(_flag(name))}"
-            for name, value in options.items()
-            if value != default[name]
-        ]
-        return request, script
-    chats, given = options.pop("chats"), {name: options.pop(name) for name in CHAT_OPTIONS}
+    if script is None:
+        return _flags_request(options, train_flags, faults, unread), None
+    request = from_environment(os.environ, script, train_flags)
+    default = vars(build_launch_parser().parse_args([]))
+    request.faults += faults
+    request.unread |= unread
+    request.faults += [
+        f"{_flag(name)} has no effect beside --variables {script}; {_as_variable(_flag(name))}"
+        for name, value in options.items()
+        if value != default[name]
+    ]
+    return request, script
+
+
+def _flags_request(
+    options: dict[str, Any], train_flags: list[str], faults: list[str], unread: set[str]
+) -> LaunchRequest:
+    """Return the request that the launcher's own options make."""
+    chats = options.pop("chats")
+    given = {name: options.pop(name) for name in CHAT_OPTIONS}
     request = LaunchRequest(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
     request.faults, request.unread = faults, unread
     if chats is not None:
         _add_chats(request, chats, given)
     if chats is None or Path(chats).is_dir():
-        request.faults += [
-            f"{flag_given} needs --chats with a file, which is processed; leave it out"
-            for flag_given in _flags_given(given)
-        ]
-    return request, None
+        for flag_given in _flags_given(given):
+            request.faults.append(f"{flag_given} needs --chats with a file, which is processed; leave it out")
+    return request
 
 
 def _add_chats(request: LaunchRequest, chats: str, given: Mapping[str, Any]) -> None:
@@ -190,15 +203,11 @@ def _add_chats(request: LaunchRequest, chats: str, given: Mapping[str, Any]) -> 
     if model is None:
         request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
     if config.training.task == "preference":
-        request.faults += [
-            f"{flag_given} has no effect on pairs of answers; leave it out"
-            for flag_given in _flags_given({name: given[name] for name in ("train_on", "too_long")})
-        ]
+        for flag_given in _flags_given({name: given[name] for name in ("train_on", "too_long")}):
+            request.faults.append(f"{flag_given} has no effect on pairs of answers; leave it out")
     folder, file = (chats, None) if Path(chats).is_dir() else (None, chats)
-    columns = tuple(given["ignore_columns"])
-    request.fine_tuning = FineTuning(
-        model or "", file, given["chat_template"], folder, given["train_on"], given["too_long"], columns
-    )
+    rows = {**given, "ignore_columns": tuple(given["ignore_columns"])}
+    request.fine_tuning = FineTuning(model or "", data=file, folder=folder, **rows)
     try:
         _ = request.fine_tuning.files
     except ValueError as why:
@@ -221,24 +230,32 @@ def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[
     options, faults, unread = vars(namespace), list[str](), set[str]()
     for name, given in options.items():
         values = given if isinstance(given, list) else [given]
-        if wrong := [value for value in values if isinstance(value, _Wrong)]:
+        wrong = [value for value in values if isinstance(value, _Wrong)]
+        if wrong:
             faults += [f"{_flag(name)}={value.text!r} {value.rule}" for value in wrong]
             kept = [value for value in values if value not in wrong]
             options[name] = kept if isinstance(given, list) else parser.get_default(name)
             unread.add(name)
-    flags = {_flag(name): name for name in options}
+    unread |= _check_words(rest, {_flag(name): name for name in options}, faults)
+    return options, faults, unread & (UNREADABLE | {"device", "config"})
+
+
+def _check_words(rest: list[str], name_of: Mapping[str, str], faults: list[str]) -> set[str]:
+    """Add the faults of words that are no flags of the launcher; return the options that they may stand for."""
+    unread: set[str] = set()
     unknown = dict.fromkeys(word.split("=", 1)[0] for word in rest if word.startswith("-"))
     of_training = [word for word in unknown if not build_parser().parse_known_args([word])[1]]
     if of_training:
         faults.append(f"{of_training[0]} is a flag of megatron.train; write all of these after `--`")
         unread.add("config")
     for word in [word for word in unknown if word not in of_training]:
-        near = difflib.get_close_matches(word, flags, n=1)
-        faults.append(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-        unread |= {flags[found] for found in near}
+        near = difflib.get_close_matches(word, name_of, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see --help"
+        faults.append(f"unknown flag {word}; {remedy}")
+        unread |= {name_of[similar] for similar in near}
     if rest and not unknown:
         faults.append(f"{rest[0]!r} does not follow a flag; flags of megatron.train stand after `--`")
-    return options, faults, unread & (UNREADABLE | {"device", "config"})
+    return unread
 
 
 def _without_own(train_flags: list[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -273,23 +290,25 @@ def build_launch_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")
-    parser.add_argument("--nodes", type=_positive, default=1, help="nodes (default: 1)")
-    parser.add_argument("--devices-per-node", type=_positive, help="default: 8; on the CPU, what the layout needs")
-    parser.add_argument("--data-parallel-size", type=_positive, help="default: what the layout leaves of the devices")
+    parser.add_argument("--nodes", type=_whole(1), default=1, help="nodes (default: 1)")
+    parser.add_argument("--devices-per-node", type=_whole(1), help="default: 8; on the CPU, what the layout needs")
+    parser.add_argument("--data-parallel-size", type=_whole(1), help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
-    parser.add_argument("--device", type=_device, default="auto", metavar=f"{{{','.join(DEVICES)}}}")
-    parser.add_argument("--master-port", type=_port, help="default: 29500 over several nodes, else a free one")
+    parser.add_argument("--device", **_choice(DEVICES))
+    parser.add_argument(
+        "--master-port", type=_whole(1, 65535), help="default: 29500 over several nodes, else a free one"
+    )
     _add_launcher_flags(parser)
     parser.add_argument(
         "--max-restarts",
-        type=_count,
+        type=_whole(0),
         default=0,
         help="restarts from the newest checkpoint after ranks have failed (default: 0)",
     )
-    parser.add_argument("--min-nodes", type=_positive, help="nodes that suffice when others are lost (default: all)")
+    parser.add_argument("--min-nodes", type=_whole(1), help="nodes that suffice when others are lost (default: all)")
     parser.add_argument(
         "--spare-hosts",
-        type=_count,
+        type=_whole(0),
         default=0,
         metavar="N",
         help="hosts of the hostsfile after those of the run, which replace hosts that are lost or fail twice "
@@ -327,16 +346,12 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="NAME", help="with --chats: a preset, or a .jinja or .py file")
     parser.add_argument(
         "--train-on",
-        type=_trained,
-        default=TRAIN_ON[0],
-        metavar=f"{{{','.join(TRAIN_ON)}}}",
+        **_choice(TRAIN_ON),
         help=f"with --chats: the tokens to train (default: {TRAIN_ON[0]})",
     )
     parser.add_argument(
         "--too-long",
-        type=_too_long,
-        default=TOO_LONG[0],
-        metavar=f"{{{','.join(TOO_LONG)}}}",
+        **_choice(TOO_LONG),
         help=f"with --chats: what becomes of chats of more than seq_length tokens (default: {TOO_LONG[0]})",
     )
     parser.add_argument(
@@ -351,14 +366,12 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
 def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
-        type=_launcher,
-        default=LAUNCHERS[0],
-        metavar=f"{{{','.join(LAUNCHERS)}}}",
+        **_choice(LAUNCHERS),
         help="what starts an agent on each host; mpirun also on this machine alone (default: pdsh)",
     )
-    parser.add_argument("--cores-per-rank", type=_positive, default=0, help="bind each rank to so many cores")
+    parser.add_argument("--cores-per-rank", type=_whole(1), default=0, help="bind each rank to so many cores")
     parser.add_argument(
-        "--ranks-per-socket", type=_positive, default=0, help="bound ranks on each socket (default: as many on each)"
+        "--ranks-per-socket", type=_whole(1), default=0, help="bound ranks on each socket (default: as many on each)"
     )
 
 
@@ -375,39 +388,26 @@ def _variable(text: str) -> tuple[str, str] | _Wrong:
     return (name, value) if equals and name.isidentifier() else _Wrong(text, "must be NAME=VALUE")
 
 
-def _device(text: str) -> str | _Wrong:
-    return text if text in DEVICES else _Wrong(text, f"must be {one_of(DEVICES)}")
+def _choice(known: tuple[str, ...]) -> dict[str, Any]:
+    """Return how a flag is declared whose value is one of these, the first of them by default."""
+    rule = f"must be {one_of(known)}"
+    return {
+        "type": lambda text: text if text in known else _Wrong(text, rule),
+        "default": known[0],
+        "metavar": f"{{{','.join(known)}}}",
+    }
 
 
-def _launcher(text: str) -> str | _Wrong:
-    return text if text in LAUNCHERS else _Wrong(text, f"must be {one_of(LAUNCHERS)}")
-
-
-def _trained(text: str) -> str | _Wrong:
-    return text if text in TRAIN_ON else _Wrong(text, f"must be {one_of(TRAIN_ON)}")
-
-
-def _too_long(text: str) -> str | _Wrong:
-    return text if text in TOO_LONG else _Wrong(text, f"must be {one_of(TOO_LONG)}")
-
-
-def _whole(text: str, lowest: int, highest: int | None = None) -> int | _Wrong:
-    if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
-        return int(text)
+def _whole(lowest: int, highest: int | None = None) -> Callable[[str], int | _Wrong]:
+    """Return the reader of a whole number within these limits."""
     limits = f"of {lowest} or more" if highest is None else f"from {lowest} to {highest}"
-    return _Wrong(text, f"must be a whole number {limits}")
 
+    def read(text: str) -> int | _Wrong:
+        if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
+            return int(text)
+        return _Wrong(text, f"must be a whole number {limits}")
 
-def _count(text: str) -> int | _Wrong:
-    return _whole(text, 0)
-
-
-def _positive(text: str) -> int | _Wrong:
-    return _whole(text, 1)
-
-
-def _port(text: str) -> int | _Wrong:
-    return _whole(text, 1, 2**16 - 1)
+    return read
 
 
 @command
@@ -436,12 +436,7 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
     try:
         plan = preflight(request)
     except RefusedError as refused:
-        count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
-        lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
-        lines += [f"  - warning: {warning}" for warning in refused.warnings]
-        if names := names_in(refused.faults):
-            lines.append(f"  ({names})")
-        print(for_stderr("\n".join(lines)), file=sys.stderr)
+        _print_refusal(refused, names_in(refused.faults))
         return REFUSED
     if print_config:
         sys.stdout.write(to_yaml(plan.config))
@@ -450,12 +445,7 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
         names = " + ".join(presets_of(build_parser().parse_known_args(plan.train_flags)[0]))
         sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
         return 0
-    for note in plan.notes:
-        print(for_stderr(f"note: {note}"), file=sys.stderr)
-    too_large = memory_warning(plan.config, plan.nodes * plan.devices_per_node, plan.devices_per_node)
-    for warning in (*plan.warnings, *([too_large] if too_large else [])):
-        print(for_stderr(f"warning: {warning}"), file=sys.stderr)
-    sys.stdout.flush()
+    _print_notes(plan)
     if plan.fine_tuning is not None:
         try:
             plan = with_processed_data(plan, plan.fine_tuning)
@@ -464,6 +454,23 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
             print(for_stderr(f"{error} ({names})" if names else str(error)), file=sys.stderr)
             return REFUSED
     return launch(plan)
+
+
+def _print_refusal(refused: RefusedError, names: str) -> None:
+    count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
+    lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
+    lines += [f"  - warning: {warning}" for warning in refused.warnings]
+    if names:
+        lines.append(f"  ({names})")
+    print(for_stderr("\n".join(lines)), file=sys.stderr)
+
+
+def _print_notes(plan: LaunchPlan) -> None:
+    too_large = memory_warning(plan.config, plan.nodes * plan.devices_per_node, plan.devices_per_node)
+    warnings = [warning for warning in (*plan.warnings, too_large) if warning is not None]
+    for line in [f"note: {note}" for note in plan.notes] + [f"warning: {warning}" for warning in warnings]:
+        print(for_stderr(line), file=sys.stderr)
+    sys.stdout.flush()
 
 
 def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:

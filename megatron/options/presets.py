@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,38 +90,48 @@ def merged(below: dict[str, Any], above: dict[str, Any], notes: list[str]) -> di
     both = dict(below)
     for section, values in above.items():
         under = both.get(section)
-        if under is None or (values is not None and isinstance(under, dict) and not isinstance(values, dict)):
-            both[section] = values  # `known_values` reports what is not a mapping
-        elif values is not None and isinstance(under, dict):
-            both[section] = under | values
-            for by, names in _replaced(under, values).items():
+        if isinstance(under, dict) and isinstance(values, dict):
+            replaced = _replaced(under, values)
+            for by, names in replaced.items():
                 notes.append(f"{by} replaces the preset's {', '.join(f'{name}={under[name]}' for name in names)}")
-                for name in names:
-                    del both[section][name]
+            left_out = set(chain.from_iterable(replaced.values()))
+            both[section] = {name: value for name, value in (under | values).items() if name not in left_out}
+        elif under is None or (isinstance(under, dict) and values is not None):
+            both[section] = values  # `known_values` reports what is not a mapping
     return both
 
 
 def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[str]]:
     """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
-    found: dict[str, list[str]] = {}
-    for group in ALTERNATIVES:
-        # of several the one that is not zero; a zero alone replaces too, since it requests none
-        set_ones = [name for name in group if name in above and above[name] not in UNSET]
-        zeros = [name for name in group if name in above and _is_zero(above[name])]
-        for chosen in (set_ones or zeros)[:1]:
-            found[f"{chosen}={above[chosen]}"] = [name for name in group if name not in above]
-    encoding = above.get("position_embedding_type")
-    for needed, names in POSITIONS.items():
-        if encoding not in (None, needed):
-            found.setdefault(f"position_embedding_type={encoding}", []).extend(set(names) - above.keys())
-    if _is_zero(above.get("eval_iters")):
-        found["eval_iters=0"] = [name for name in ("eval_interval",) if name not in above]
-    if above.get("lora_rank", 1) is None:
-        found["lora_rank=none"] = [name for name in ADAPTERS if name not in above]
-    names_by = {
-        by: [name for name in below if name in names and below[name] not in UNSET] for by, names in found.items()
-    }
+    given = [name for name, value in below.items() if value not in UNSET]
+    names_by = {by: [name for name in given if name in names] for by, names in _replacing(above)}
     return {by: names for by, names in names_by.items() if names}
+
+
+def _replacing(above: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
+    """Yield each option=value of `above` that replaces others, with the names of these."""
+    for group in ALTERNATIVES:
+        for chosen in _chosen(group, above):
+            yield f"{chosen}={above[chosen]}", set(group) - above.keys()
+    encoding = above.get("position_embedding_type")
+    if encoding is not None:
+        others = chain.from_iterable(names for needed, names in POSITIONS.items() if needed != encoding)
+        yield f"position_embedding_type={encoding}", set(others) - above.keys()
+    if _is_zero(above.get("eval_iters")):
+        yield "eval_iters=0", {"eval_interval"} - above.keys()
+    if above.get("lora_rank", 1) is None:
+        yield "lora_rank=none", set(ADAPTERS) - above.keys()
+
+
+def _chosen(group: Sequence[str], above: dict[str, Any]) -> list[str]:
+    """Return the option of a group that `above` gives, if any: of several one that is not zero.
+
+    A zero alone replaces the others too, since it requests none.
+    """
+    given = [name for name in group if name in above]
+    requested = [name for name in given if above[name] not in UNSET]
+    zeros = [name for name in given if _is_zero(above[name])]
+    return (requested or zeros)[:1]
 
 
 def _is_zero(value: object) -> bool:

@@ -38,15 +38,10 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
             faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
             unread |= set(hints)
             values = {}
-        for name in (str(name) for name in values if name not in hints):
+        for name in [str(name) for name in values if name not in hints]:
             faults.append(_unknown_option(name, section))
             unread |= set(nearest(name, options()))
-        known[section] = {
-            # a sequence may be written as one string: `rampup_batch_size: 16 16 5000000`
-            name: value.split() if isinstance(value, str) and sequence(hints[name]) else value
-            for name, value in values.items()
-            if name in hints
-        }
+        known[section] = {name: _words(value, hints[name]) for name, value in values.items() if name in hints}
     try:
         CONFIG.validate_python(known)
     except ValidationError as error:
@@ -61,6 +56,11 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
         )
         unread |= {str(fault["loc"][1]) for fault in wrong}
     return known, faults, unread
+
+
+def _words(value: Any, hint: Any) -> Any:
+    """Return the words of a sequence that is written as one string: `rampup_batch_size: 16 16 5000000`."""
+    return value.split() if isinstance(value, str) and sequence(hint) else value
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -150,44 +150,55 @@ def verdict(
     if there is none, and how many seconds ago it came. `endings`: how the processes of silent ranks ended, where known.
     `stragglers`: ranks that were slower than the others, as text.
     """
-    lines = _link_lines(answers, silent)
-    has_links = bool(lines)
-    gone = _unreached_hosts(answers, silent)
-    for rank, (last, ago_s) in sorted(silent.items()):
-        if isinstance(last, str):
-            if last not in gone:
-                lines.append(f"rank {rank} on {last} {endings.get(rank, 'was never heard of')}")
-        elif last.state == FAILED:
-            lines.append(_failed(last))
-        elif last.host not in gone:
-            ending = endings.get(rank, "does not answer: it ended, is stopped, or is stuck in native code")
-            lines.append(f"{last.name} {ending}; last heard of {ago_s:.1f} s ago, {last.at}{_earlier(last)}")
     others = [report for _, report in sorted(answers.items())]
+    links = _link_lines(answers, silent)
+    lines = [*links, *_silent_lines(answers, silent, endings)]
     lines += [_failed(report) for report in others if report.state == FAILED]
     left = [report for report in others if report.state not in (FAILED, LOST)]
     if call == STUCK:
         odd, description = _odd_ones(left)
-        if has_links and any(report.waits for report in odd):
+        if links and any(report.waits for report in odd):
             odd = []  # the rank behind a broken link may be a step ahead
-        lines += [
-            f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}{_earlier(one)}" for one in odd
-        ]
+        for one in odd:
+            lines.append(f"{one.name} {description}: {one.at}, since {one.since_s:.1f} s, {one.where}{_earlier(one)}")
         left = [report for report in left if report not in odd]
-    head = lines[:SHOWN] + ([f"and {len(lines) - SHOWN} more such ranks"] if len(lines) > SHOWN else [])
     lost = [report for report in others if report.state == LOST]
-    if lost and not lines:  # no other rank explains it
+    head = lines[:SHOWN]
+    if len(lines) > SHOWN:
+        head.append(f"and {len(lines) - SHOWN} more such ranks")
+    if not lines:  # no other rank explains those that lost touch
         head += [f"{report.name}: {report.fault}" for report in lost[:SHOWN] if report.fault]
-    for description, those in (
-        ("lost touch with another rank", lost),
-        ("waited for others", [report for report in left if report.waits]),
-        ("came no further" if call == STUCK else "ran on", [report for report in left if not report.waits]),
-    ):
-        for at in dict.fromkeys(report.at for report in those):
-            ranks = [report.rank for report in those if report.at == at]
-            head.append(f"{_numbered(ranks, world_size)} {description} {at}")
+    waiting = [report for report in left if report.waits]
+    running = [report for report in left if not report.waits]
+    head += _grouped(lost, "lost touch with another rank", world_size)
+    head += _grouped(waiting, "waited for others", world_size)
+    head += _grouped(running, "came no further" if call == STUCK else "ran on", world_size)
     if stragglers:
         head.append(f"slower than expected {stragglers}")
     return "\n".join(f"  {line}" for line in head)
+
+
+def _silent_lines(
+    answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]], endings: Mapping[int, str]
+) -> Iterator[str]:
+    """Yield what is known of each rank that does not answer, but on hosts that are not reached."""
+    gone = _unreached_hosts(answers, silent)
+    for rank, (last, ago_s) in sorted(silent.items()):
+        if isinstance(last, str):
+            if last not in gone:
+                yield f"rank {rank} on {last} {endings.get(rank, 'was never heard of')}"
+        elif last.state == FAILED:
+            yield _failed(last)
+        elif last.host not in gone:
+            ending = endings.get(rank, "does not answer: it ended, is stopped, or is stuck in native code")
+            yield f"{last.name} {ending}; last heard of {ago_s:.1f} s ago, {last.at}{_earlier(last)}"
+
+
+def _grouped(reports: Sequence[Report], description: str, world_size: int) -> Iterator[str]:
+    """Yield a line for the ranks of each step and phase."""
+    for at in dict.fromkeys(report.at for report in reports):
+        ranks = [report.rank for report in reports if report.at == at]
+        yield f"{_numbered(ranks, world_size)} {description} {at}"
 
 
 def _failed(report: Report) -> str:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
@@ -195,42 +196,54 @@ class Watchdog:
         Where a collective failed because another rank has ended, this waits for the verdict that names it and returns
         PeerLostError; the traceback goes to the folder, and to stderr with MEGATRON_VERBOSE=1.
         """
-        if (own := shortage()) is not None:  # under which torch and gloo report other things
+        own = shortage()
+        if own is not None:  # under which torch and gloo report other things
             error = own
-        lost = self._world_size > 1 and is_lost_peer(error)
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        reason = reason if lost and reason else f"{type(error).__name__}: {reason}".removesuffix(": ")
         reported_s = time.monotonic()
+        lost = self._world_size > 1 and is_lost_peer(error)
         self._may_pass, self._repeats_another = is_passing(error), isinstance(error, OtherRankFailed)
-        if self._thread is None:
-            self._fault, self._state = reason, LOST if lost else FAILED
-            self._send(self._report())
-            return PeerLostError(f"lost touch with another rank {self._report().at}: {reason}") if lost else error
-        if self._state == STUCK or (self._channel is not None and self._channel.call == STUCK):
+        if self._thread is not None and self._is_stuck():
             time.sleep(GIVE_UP_S + TIMER_SLACK_S)  # the thread ends the process
-        self._fault, self._state = reason, LOST if lost else FAILED
+        self._fault, self._state = _reason(error, lost=lost), LOST if lost else FAILED
         report = self._report()
-        with contextlib.suppress(OSError, ValueError):
-            # a run that is refused at its start writes no file
-            if (lost or self._file is not None) and (file := self._open()):
-                file.write(f"{report.name} {self._state} {report.at}\n")
-                traceback.print_exception(error, file=file)
-                file.flush()
+        if self._thread is not None:
+            self._write_traceback(report, error)
         self._send(report)
-        if not lost:
+        if lost:
+            return self._lost_peer(report, error, reported_s)
+        if self._thread is not None:
             if report.step and not isinstance(error, OtherRankFailed):
                 self._print(f"{report.name} failed {report.at}:")
             self.beat()  # ending may take as long
-            return error
+        return error
+
+    def _is_stuck(self) -> bool:
+        return self._state == STUCK or (self._channel is not None and self._channel.call == STUCK)
+
+    def _write_traceback(self, report: Report, error: BaseException) -> None:
+        """Write it to the folder, but for a run that is refused at its start, which writes no file."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._state == FAILED and self._file is None:
+                return
+            file = self._open()
+            if file:
+                file.write(f"{report.name} {self._state} {report.at}\n")
+                traceback.print_exception(error, file=file)
+                file.flush()
+
+    def _lost_peer(self, report: Report, error: BaseException, reported_s: float) -> PeerLostError:
+        """Wait for the verdict that names the rank that has ended, and return the error to raise."""
+        if self._thread is None:
+            return PeerLostError(f"lost touch with another rank {report.at}: {self._fault}")
         if self._verbose:
             self._print("".join(traceback.format_exception(error)))
         heard = self._channel is not None and self._has_verdict.wait(timeout=GIVE_UP_S + self._look_s)
         time.sleep(max(0.0, reported_s + LINGER_S - time.monotonic()))
         self.beat()
+        if heard:
+            return PeerLostError("")
         where = f"; tracebacks: {self._folder}" if self._folder is not None else ""
-        return PeerLostError(
-            "" if heard else f"{report.name} lost touch with another rank {report.at}: {self._fault}{where}"
-        )
+        return PeerLostError(f"{report.name} lost touch with another rank {report.at}: {self._fault}{where}")
 
     # The thread
 
@@ -318,15 +331,11 @@ class Watchdog:
             return
         if not channel.collects or not channel.call:
             return
-        waited_s = time.monotonic() - channel.call_s
         answers, silent = channel.sorted_reports(self._world_size)
-        # a rank that has not failed may be about to, because another one has ended
-        ended = all(report.state != RUNNING for report in answers.values()) and set(silent) <= set(channel.endings)
-        # whether hosts reach each other takes its time
-        ended = ended and (
-            channel.is_one_host or bool(silent) or any(report.state == FAILED for report in answers.values())
-        )
-        if waited_s < (DEPUTY_S if self.rank else 0.0) or (waited_s < ANSWER_S and not ended):
+        waited_s = time.monotonic() - channel.call_s
+        if self.rank and waited_s < DEPUTY_S:
+            return
+        if waited_s < ANSWER_S and not _all_ended(channel, answers, silent):
             return
         lines = [
             f"watchdog: {self._headline(channel.call)}",
@@ -375,6 +384,26 @@ class Watchdog:
 STANDARD_LIBRARY = os.path.dirname(threading.__file__)
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
 """Folders of the libraries whose calls wait for other ranks; `wait_for` is our own."""
+
+
+def _all_ended(
+    channel: Channel, answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]
+) -> bool:
+    """Return True where nothing more is to be heard of any rank."""
+    # a rank that has not failed may be about to, because another one has ended
+    if any(report.state == RUNNING for report in answers.values()) or not set(silent) <= set(channel.endings):
+        return False
+    # whether hosts reach each other takes its time
+    return channel.is_one_host or bool(silent) or any(report.state == FAILED for report in answers.values())
+
+
+def _reason(error: BaseException, *, lost: bool) -> str:
+    """Return the first line of an error, with its type unless it says why a peer is lost."""
+    lines = str(error).strip().splitlines()
+    text = lines[0][:300] if lines else ""
+    if lost and text:
+        return text
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _is_standard(path: str) -> bool:

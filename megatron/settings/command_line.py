@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,45 +73,69 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     """
     words = dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
-    faults, notes, missing = _stray_words(words, rest), list[str](), set(unread)
-    missing |= {name for word in rest if word.startswith("-") for name in nearest(_option_name(word), options())}
-    tree: dict[str, Any] = {}
-    for name in presets_of(namespace):
+    reading, notes = _Reading(_stray_words(words, rest), set(unread)), list[str]()
+    for word in rest:
+        if word.startswith("-"):
+            reading.unread |= set(nearest(_option_name(word), options()))
+    tree = _preset_values(presets_of(namespace), notes, reading)
+    flags = _flag_values(namespace, reading)
+    tree = merged(tree, flags, notes)
+    with reading.faults_kept():
+        tree = with_loaded_model(tree, notes)
+    known, wrong, unusable = known_values(tree)
+    reading.unread |= unusable
+    perhaps_given: set[str] = set()
+    if "config" in reading.unread:  # a preset that cannot be read might give every option that no flag does
+        perhaps_given = options().keys() - set(chain.from_iterable(flags.values())) - reading.unread
+    trees = with_stand_ins(known, reading.unread - {"config"}, perhaps_given)
+    configs = [CONFIG.validate_python(values) for values in trees]
+    given = set(chain.from_iterable(known.values()))
+    with reading.faults_kept():
+        configs = [with_loaded_adapters(config, given) for config in configs]
+    return CommandLine(configs, reading.faults + wrong, notes, given, namespace)
+
+
+@dataclass
+class _Reading:
+    """Faults of a command line as far as it is read."""
+
+    faults: list[str]
+    unread: set[str]
+    """Options whose values cannot be used; `config`: a preset, which may give any."""
+
+    @contextlib.contextmanager
+    def faults_kept(self) -> Iterator[None]:
+        """Go on after a preset, or a folder that takes the place of one, that cannot be read."""
         try:
+            yield
+        except ConfigError as error:
+            self.faults += error.faults
+            self.unread.add("config")
+
+
+def _preset_values(names: Iterable[str], notes: list[str], reading: _Reading) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name in names:
+        with reading.faults_kept():
             if name == "":
                 raise ConfigError(["--config needs a value: a preset name or a YAML file"])
             tree = merged(tree, read_preset(name), notes)
-        except ConfigError as error:
-            faults += error.faults
-            missing.add("config")
-    flags: dict[str, Any] = {}
+    return tree
+
+
+def _flag_values(namespace: argparse.Namespace, reading: _Reading) -> dict[str, dict[str, Any]]:
+    """Return the values of the given flags, by section."""
+    tree: dict[str, dict[str, Any]] = {}
     for section, cls in sections().items():
-        hints = get_type_hints(cls)
-        given = {name: getattr(namespace, name) for name in hints}
-        given = {name: value for name, value in given.items() if value is not None}
-        empty = [name for name, value in given.items() if value in ("", [])]
-        faults += [f"{flag(name)} needs a value" for name in empty]
-        missing |= set(empty)
-        flags[section] = {name: unset(hints[name], value) for name, value in given.items() if name not in empty}
-    tree = merged(tree, flags, notes)
-    try:
-        tree = with_loaded_model(tree, notes)
-    except ConfigError as error:
-        faults += error.faults
-        missing.add("config")
-    known, wrong, unusable = known_values(tree)
-    named = {name for values in known.values() for name in values}
-    missing |= unusable
-    # a preset that cannot be read might give every option that no flag does
-    of_flags = {name for values in flags.values() for name in values}
-    perhaps_given = options().keys() - of_flags - missing if "config" in missing else set()
-    trees = with_stand_ins(known, missing - {"config"}, perhaps_given)
-    configs = [CONFIG.validate_python(values) for values in trees]
-    try:
-        configs = [with_loaded_adapters(config, named) for config in configs]
-    except ConfigError as error:
-        faults += error.faults
-    return CommandLine(configs, faults + wrong, notes, named, namespace)
+        tree[section] = {}
+        for name, hint in get_type_hints(cls).items():
+            value = getattr(namespace, name)
+            if value in ("", []):
+                reading.faults.append(f"{flag(name)} needs a value")
+                reading.unread.add(name)
+            elif value is not None:
+                tree[section][name] = unset(hint, value)
+    return tree
 
 
 def _option_name(word: str) -> str:

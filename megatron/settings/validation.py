@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 
 from megatron.models.registry import family_of
 from megatron.models.rules import check_family, check_model, check_ranks, check_tensor_parallel
@@ -19,6 +20,7 @@ from megatron.options.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.options.flags import divisors
 from megatron.options.fp8_rules import check_fp8, check_fp8_device
 from megatron.options.model import MIN_FLEX_HEAD_SIZE
+from megatron.options.training import OptimizerConfig
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
 from megatron.runtime.devices import KNOWN_DEVICES, known_device, parse_memory_gib
@@ -43,12 +45,14 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_attention(config),
         *_check_kernels(config),
         *_check_rampup(config, world_size),
-        *_check_schedule(config),
+        *_check_learning_rate(config),
         *_check_data(config),
         *_check_task(config, world_size),
         *_check_best(config),
         *_check_tokenizer(config),
-        *_check_checkpoint(config),
+        *_check_end_of_document(config),
+        *_check_loading(config),
+        *_check_exports(config),
         *_check_logging(config, world_size),
         *_check_interludes(config),
         *_check_straggler(config),
@@ -63,10 +67,10 @@ def idle(config: Config) -> list[str]:
     """
     task = load_task(config)
     own = (config.training.task, *task.sections)
-    others = [name for name in TASKS if name in sections() and name not in own]
+    others = [name for name in TASKS if name in sections().keys() - own]
     return [
         *idle_without(config),
-        *(line for other in others for line in idle_options(config, f"task={other}", "choose that", _names(other))),
+        *chain.from_iterable(idle_options(config, f"task={other}", "choose that", _names(other)) for other in others),
         *task.idle(),
         *family_of(config).idle(config),
         *_idle_schedule(config),
@@ -209,17 +213,31 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _check_schedule(config: Config) -> Iterator[str]:
-    training, optimizer = config.training, config.optimizer
+def _check_learning_rate(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        found = {f"{name}_{unit}": getattr(optimizer, f"{name}_{unit}", 0) for unit in ("samples", "iters", "fraction")}
-        given = [f"{option}={value}" for option, value in found.items() if value]
-        if len(given) > 1:
-            yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
+        yield from _check_length(optimizer, name)
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
     if optimizer.lr_warmup_init > optimizer.lr:
         yield f"lr_warmup_init={optimizer.lr_warmup_init} is above lr={optimizer.lr}; lower it"
+    yield from _check_decay(config)
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; turn one of them off"
+    yield from _check_weight_decay(config)
+
+
+def _check_length(optimizer: OptimizerConfig, name: str) -> Iterator[str]:
+    """Check that a length is given in one unit."""
+    values = {f"{name}_{unit}": getattr(optimizer, f"{name}_{unit}", 0) for unit in ("samples", "iters", "fraction")}
+    given = [f"{option}={value}" for option, value in values.items() if value]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
+
+
+def _check_decay(config: Config) -> Iterator[str]:
+    """Check that the parts of the schedule fit into its length, which the training has where it has none of its own."""
+    training, optimizer = config.training, config.optimizer
     decay = optimizer.lr_decay_samples or samples_after(training, optimizer.lr_decay_iters or 0)
     decay = decay or training.train_samples or samples_after(training, training.train_iters or 0)
     warmup = optimizer.lr_warmup_samples or samples_after(training, optimizer.lr_warmup_iters)
@@ -227,18 +245,16 @@ def _check_schedule(config: Config) -> Iterator[str]:
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
         rule = f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples"
         yield f"{rule}; lower {optimizer.given_warmup}"
-    if optimizer.lr_decay_style == "WSD":
-        last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
-        if not last:
-            yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
-        elif warmup < decay < warmup + last:
-            yield (
-                f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
-                "shorten lr_wsd_decay_*"
-            )
-    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; turn one of them off"
-    yield from _check_weight_decay(config)
+    if optimizer.lr_decay_style != "WSD":
+        return
+    last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
+    if not last:
+        yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
+    elif warmup < decay < warmup + last:
+        yield (
+            f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
+            "shorten lr_wsd_decay_*"
+        )
 
 
 def _check_weight_decay(config: Config) -> Iterator[str]:
@@ -300,15 +316,19 @@ def _check_best(config: Config) -> Iterator[str]:
 
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
-    data, vocab_size = config.data, config.model.vocab_size
-    needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
-    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
-        yield f"{needs_eod[0]} needs the end-of-document id; give eod_token_id, or a tokenizer_type"
+    data = config.data
     if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
         yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
     needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
     if data.tokenizer_type not in needs_no_model and not data.tokenizer_model:
         yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
+
+
+def _check_end_of_document(config: Config) -> Iterator[str]:
+    data, vocab_size = config.data, config.model.vocab_size
+    needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
+    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
+        yield f"{needs_eod[0]} needs the end-of-document id; give eod_token_id, or a tokenizer_type"
     if data.eod_token is not None and data.tokenizer_type is None:
         yield f"eod_token={data.eod_token} needs a tokenizer; give tokenizer_type, or eod_token_id"
     if data.eod_token is not None and data.eod_token_id is not None:
@@ -317,30 +337,35 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
         yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
 
 
-def _check_checkpoint(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if config.training.skip_train and config.data.eval_iters == 0:
+def _check_loading(config: Config) -> Iterator[str]:
+    checkpoint, skip_train = config.checkpoint, config.training.skip_train
+    if skip_train and config.data.eval_iters == 0:
         yield "skip_train evaluates, but eval_iters=0; set the number of global batches"
-    if config.training.skip_train and checkpoint.load is None and checkpoint.save is None:
+    if skip_train and checkpoint.load is None and checkpoint.save is None:
         yield "skip_train evaluates a checkpoint, but load is not given; give its folder"
-    evaluates_own = config.training.skip_train and checkpoint.save is not None
-    for name in ("finetune", "universal_checkpoint", "ckpt_step"):
-        value = getattr(checkpoint, name)
-        is_given = value is not None and value is not False
-        if is_given and checkpoint.load is None and not evaluates_own:
-            yield f"{name}={value} is about the weights in load, which is not given; give a folder, or leave it out"
+    evaluates_own = skip_train and checkpoint.save is not None
+    if checkpoint.load is None and not evaluates_own:
+        for name in ("finetune", "universal_checkpoint", "ckpt_step"):
+            value = getattr(checkpoint, name)
+            if value is not None and value is not False:
+                yield f"{name}={value} is about the weights in load, which is not given; give a folder, or leave it out"
     if checkpoint.universal_checkpoint and checkpoint.ckpt_step is not None:
         yield (
             f"ckpt_step={checkpoint.ckpt_step} selects one of our own checkpoints, but universal_checkpoint is on; set "
             "load to the folder of that iteration instead"
         )
-    save, exports = checkpoint.save, checkpoint.save_hf
-    if exports is not None and save is None:
+
+
+def _check_exports(config: Config) -> Iterator[str]:
+    save, exports = config.checkpoint.save, config.checkpoint.save_hf
+    if exports is None:
+        return
+    if save is None:
         yield (
             f"save_hf={exports} is exported from the checkpoints in save, which is not given; give a folder, with "
             "no_save_optim and keep_last=1 if only the exports are needed"
         )
-    if exports is not None and save is not None and os.path.normpath(exports) == os.path.normpath(save):
+    elif os.path.normpath(exports) == os.path.normpath(save):
         yield f"save_hf={exports} is the same folder as save; use another, such as a subfolder of it"
 
 
