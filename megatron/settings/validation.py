@@ -18,14 +18,13 @@ from megatron.options.config import Config, ConfigError, batch_sizes, samples_af
 from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import RECOMPUTED, idle_options, idle_without
 from megatron.options.flags import divisors
-from megatron.options.fp8_rules import check_fp8, check_fp8_device
 from megatron.options.model import MIN_FLEX_HEAD_SIZE
-from megatron.options.training import OptimizerConfig
+from megatron.options.optimizer import OptimizerConfig
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
 from megatron.runtime.devices import KNOWN_DEVICES, known_device, parse_memory_gib
 from megatron.runtime.plugins import import_attribute
-from megatron.settings.rules import check_partition, check_schedule
+from megatron.settings.rules import check_fp8, check_fp8_device, check_partition, check_schedule
 from megatron.tasks.registry import TASKS, load_task
 
 

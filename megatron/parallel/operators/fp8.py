@@ -17,9 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.options.config import Config
+from megatron.options.config import Config, num_microbatches
 from megatron.options.fp8 import Fp8Config
-from megatron.options.fp8_rules import scaling
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.costs import Activation, MatrixProduct
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
@@ -60,7 +59,7 @@ def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
 def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
     """Prepare the context in which this rank's training passes run. Collective. Raises DeviceError."""
     engine, fp8 = transformer_engine(), config.fp8
-    interval, history = scaling(config, ctx.num_batch_ranks)
+    interval, history = _scaling(config, ctx.num_batch_ranks)
     recipe = engine.recipe.DelayedScaling(
         margin=fp8.fp8_margin,
         interval=interval,
@@ -127,3 +126,13 @@ class Fp8Method(BaseMethod):
             **smooth,
         )
         return product
+
+
+def _scaling(config: Config, num_batch_ranks: int) -> tuple[int, int]:
+    """Return the interval and the length of the history, in microbatches.
+
+    Source of what is unset: examples/llama/pretrain_llama.sh of HabanaAI/Megatron-LM 1.24.
+    """
+    microbatches, fp8 = num_microbatches(config.training, num_batch_ranks), config.fp8
+    interval = fp8.fp8_interval or microbatches
+    return interval, fp8.fp8_amax_history_len or -(-min(interval, microbatches) // 16)
