@@ -56,7 +56,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     of_file: list[str] = []
     if script == "sft":
         given, passed_on, of_file = _with_file(given, passed_on, arguments, request)
-    settings = _translate(given, script, request, replaced=_replaced(arguments))
+    result = _translate(given, script, request, replaced=_replaced(arguments))
+    settings = result.settings
     preset = _preset(settings, script, request, adapts=_requests_adapters(settings, arguments))
     if script == "dpo" and "config" not in settings:
         _check_rate(settings, arguments, request)
@@ -70,7 +71,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     if "index_folder" in settings:
         request.train_flags += ["--data-cache-path", settings["index_folder"]]
     request.train_flags += flag_words(settings)
-    _fp8(given, settings, request)
+    _fp8(given, result, request)
     _launcher(settings, request)
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
     if "--results-dir" not in settings:
@@ -88,7 +89,7 @@ def inference_request(environment: Mapping[str, str], script: Script) -> LaunchR
     Every value that cannot be used is in `faults`.
     """
     request = LaunchRequest()
-    request.train_flags += flag_words(_translate(hl_variables(environment), script, request))
+    request.train_flags += flag_words(_translate(hl_variables(environment), script, request).settings)
     return request
 
 
@@ -99,7 +100,7 @@ def hl_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _translate(
     given: Mapping[str, str], script: Script, request: LaunchRequest, replaced: frozenset[str] = frozenset()
-) -> dict[str, Any]:
+) -> Translation:
     """Return what the variables set, and set the fields of the request that they name.
 
     `replaced`: flags that arguments give in other words.
@@ -123,7 +124,8 @@ def _translate(
             setattr(request, name, settings[name])
     request.device = _device(settings, result, request)
     request.environment = _environment(settings, result, request)
-    return settings
+    result.settings = settings
+    return result
 
 
 def _unknown(name: str, value: str, near: str | None) -> str:
@@ -287,8 +289,11 @@ def _environment(settings: Mapping[str, Any], result: Translation, request: Laun
     return variables
 
 
-def _fp8(given: Mapping[str, str], settings: Mapping[str, Any], request: LaunchRequest) -> None:
+def _fp8(given: Mapping[str, str], result: Translation, request: LaunchRequest) -> None:
     """Add the flags that turn fp8 on, and the ranks' variables; none of either without HL_FP8=1."""
+    if result.unread & {"fp8", "transformer_engine", "fp8_format", *TRANSFORMER_ENGINE}:
+        return  # a default instead would bring faults of the device and the precision with it
+    settings = result.settings
     switches = [settings[name] for name in ("fp8", "transformer_engine") if name in settings]
     if len(set(switches)) > 1:
         both = " and ".join(f"{name}={given[name]}" for name in ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE"))
