@@ -166,8 +166,9 @@ def operators(bench: Bench) -> None:
 
     from megatron.models.attention import RotaryEmbedding
     from megatron.parallel.operators.fused import EAGER, PLAIN, compiled
+    from megatron.runtime.device_cpu import CPU
 
-    sets = [PLAIN, EAGER, compiled("inductor", "cpu")]  # as on the CPU: RMSNorm compiled too
+    sets = [PLAIN, EAGER, compiled("inductor", CPU)]  # as on the CPU: RMSNorm compiled too
     hidden, queries, keys, width = bench.shape("llama")
     tokens = (bench.seq_length, bench.batch)
     config = parse(bench, "llama", "")

@@ -44,7 +44,7 @@ from megatron.launch.instructlab.mapping import Setting, build_config, refusals,
 from megatron.launch.plan import FineTuning
 from megatron.options.config import Config, ConfigError
 from megatron.options.stored import to_yaml
-from megatron.runtime.devices import count_devices, detect_device
+from megatron.runtime.devices import detect_device, find_device
 from megatron.runtime.files import replacing
 from megatron.training.callbacks import TrainerCallback, TrainingContext
 
@@ -125,7 +125,8 @@ def _one_of(name: str, value: Given | None, other_name: str, other: Given | None
 def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
     if torch_args.nproc_per_node != "gpu":
         return torch_args.nproc_per_node
-    return 1 if device == "cpu" else count_devices(device)
+    count = find_device(device).count
+    return 1 if count is None else count()
 
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:

@@ -7,14 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.runtime import accelerator
 from tests import runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,11 +94,9 @@ def test_the_example_of_a_family_refuses_what_it_does_not_support(extensions: Pa
     assert "position_embedding_type=alibi is not supported by my_family; use rope or learned" in done.stderr
 
 
-def test_the_example_of_a_device_is_found_if_it_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace: dict[str, Any] = {}
-    compiled = compile(blocks("docs/internals/extending.md", "Add a device")[0], "docs/internals/extending.md", "exec")
-    types.FunctionType(compiled, namespace)()
-    monkeypatch.setitem(accelerator._MISSING, "xpu", namespace["missing_xpu"])
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
-    with pytest.raises(accelerator.DeviceError, match="torch sees no XPU; install a build of torch with XPU support"):
-        accelerator.choose_device("xpu")
+def test_the_example_of_a_device_is_refused_by_name_where_it_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "my_device.py").write_text(blocks("docs/internals/extending.md", "Add a device")[0])
+    words = f"{runs.TINY} --data-path text --train-iters 1 --device my_device:RECORD"
+    done = python(tmp_path, "-m", "megatron.train", *words.split())
+    assert done.returncode != 0
+    assert "device my_device:RECORD is not there: torch sees no XPU; install a build of torch with" in done.stderr

@@ -25,7 +25,7 @@ from megatron.cli.acceptance.report import AcceptanceReport, Check, Group, check
 from megatron.cli.command import command, run_command
 from megatron.launch.child_processes import InterruptedBySignal, interruptible
 from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, shell_status
-from megatron.runtime.devices import count_devices, has_gaudi_plugin
+from megatron.runtime.device_hpu import count_devices, has_gaudi_plugin
 from megatron.runtime.terminal import for_stderr
 
 PARTS = ("kernels", "losses", "throughput")
@@ -68,7 +68,7 @@ def build_acceptance_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_acceptance_parser().parse_args(argv)
-    found = count_devices("hpu")
+    found = count_devices()
     if options.devices is None:
         options.devices = found
     folder = options.output or Path(f"gaudi_acceptance_{datetime.datetime.now():%Y%m%d_%H%M%S}")

@@ -31,7 +31,7 @@ from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
 from megatron.options.dialect import nearest
 from megatron.runtime.commands import DONE
-from megatron.runtime.devices import detect_device
+from megatron.runtime.devices import detect_device, device_fault, find_device
 from megatron.runtime.terminal import folded, for_stderr
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
@@ -204,7 +204,8 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
     if ranks.variables:
         ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
     command = read_words("run_generation", GENERATION, line.words)
-    on_cpu = ranks.hostsfile is None and (os.environ.get("HL_DEVICE") or detect_device()) == "cpu"
+    device = os.environ.get("HL_DEVICE") or detect_device()
+    on_cpu = ranks.hostsfile is None and device_fault(device) is None and find_device(device).is_host
     if on_cpu and command.settings.pop("--use-graphs", None) == "true":
         ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
     if os.environ.get("HL_DEVICE"):

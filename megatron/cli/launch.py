@@ -36,6 +36,7 @@ from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
 from megatron.runtime.commands import REFUSED, command_name
+from megatron.runtime.devices import device_fault, device_names, rank_variables
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.terminal import folded, for_stderr
 from megatron.settings.command_line import presets_of, read_command_line
@@ -43,7 +44,6 @@ from megatron.settings.parser import build_parser, help_text, help_topic
 from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 
-DEVICES = ("auto", "hpu", "cuda", "cpu")
 VARIABLES_OF = {
     "--nodes": "HL_NUM_NODES",
     "--devices-per-node": "HL_DEVICES_PER_NODE",
@@ -138,7 +138,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
     if data is not None and data.ignore_columns:
         command += ["--ignore-columns", *data.ignore_columns]
     threads = threads_per_rank(plan.devices_per_node)
-    derived = {"DS_ACCELERATOR": plan.config.parallel.device, "OMP_NUM_THREADS": threads}
+    derived = rank_variables(plan.config.parallel.device) | {"OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
         if derived.get(name) != value:
             command += ["--env", f"{name}={value}"]
@@ -294,7 +294,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices-per-node", type=_whole(1), help="default: 8; on the CPU, what the layout needs")
     parser.add_argument("--data-parallel-size", type=_whole(1), help="default: what the layout leaves of the devices")
     parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
-    parser.add_argument("--device", **_choice(DEVICES))
+    parser.add_argument("--device", **_choice(tuple(device_names()), device_fault))
     parser.add_argument(
         "--master-port", type=_whole(1, 65535), help="default: 29500 over several nodes, else a free one"
     )
@@ -388,11 +388,11 @@ def _variable(text: str) -> tuple[str, str] | _Wrong:
     return (name, value) if equals and name.isidentifier() else _Wrong(text, "must be NAME=VALUE")
 
 
-def _choice(known: tuple[str, ...]) -> dict[str, Any]:
-    """Return how a flag is declared whose value is one of these, the first of them by default."""
-    rule = f"must be {one_of(known)}"
+def _choice(known: tuple[str, ...], fault_of: Callable[[str], str | None] | None = None) -> dict[str, Any]:
+    """Return how a flag is declared whose value is one of these, the first by default, or one without a fault."""
+    broken = fault_of or (lambda text: None if text in known else f"must be {one_of(known)}")
     return {
-        "type": lambda text: text if text in known else _Wrong(text, rule),
+        "type": lambda text: text if broken(text) is None else _Wrong(text, str(broken(text))),
         "default": known[0],
         "metavar": f"{{{','.join(known)}}}",
     }

@@ -30,6 +30,7 @@ from megatron.options.config import ConfigError
 from megatron.parallel.messages import Sends, receive
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.runtime.accelerator import free_memory_bytes
+from megatron.runtime.devices import device_of
 
 VERDICT_TAG = 5
 TURNS_BETWEEN_EXCHANGES = 32
@@ -235,7 +236,7 @@ class _Replica:
             cache = KVCache(attentions, num_rows, length, model.dtype, ctx.device)
             return StagePasses(model, cache, use_graphs=uses_graphs(settings.use_graphs, ctx))
 
-        self._few_shapes = ctx.device.type == "hpu"
+        self._few_shapes = device_of(ctx.device.type).compiles_shapes
         self._num_kept = 0
         if kept is None:
             self._passes = new_passes(length)

@@ -14,32 +14,35 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
-from megatron.runtime.accelerator import is_lazy
-from megatron.runtime.devices import graph_faults
+from megatron.runtime.devices import device_of, graph_faults, name_of
 
 T = TypeVar("T")
 
 
 def check_graphs(ctx: ParallelContext, option: str = "use_graphs") -> None:
     """Raise ConfigError where the device has no graphs, or cannot hold the collectives of the tensor-parallel ranks."""
-    device = ctx.device.type
-    lazy = is_lazy(device) if device == "hpu" else None
-    if faults := list(graph_faults(option, device, lazy=lazy, tensor_size=ctx.tensor_size, environment=os.environ)):
+    device = device_of(ctx.device.type)
+    lazy = device.is_lazy() if device.has_lazy_mode else None
+    name, size = name_of(device), ctx.tensor_size
+    if faults := list(graph_faults(option, name, lazy=lazy, tensor_size=size, environment=os.environ)):
         raise ConfigError(faults)
 
 
 def uses_graphs(chosen: bool | None, ctx: ParallelContext) -> bool:
     """Return whether tokens' passes are replayed as graphs: as chosen, or else on CUDA where no ranks share a layer."""
-    return ctx.device.type == "cuda" and ctx.tensor_size == 1 if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    return device_of(ctx.device.type).replays_tokens and ctx.tensor_size == 1
 
 
 def describe_choice(ctx: ParallelContext) -> str:
     """Return the line that says what an unset `use_graphs` means; '': this device needs none."""
-    if ctx.device.type != "cuda":
+    device = device_of(ctx.device.type)
+    if not device.replays_tokens:
         return ""
     if uses_graphs(None, ctx):
-        return "each token's pass is replayed as a CUDA graph; --no-use-graphs leaves graphs out"
-    return "CUDA graphs are off: with tensor parallelism they are untested; --use-graphs takes them"
+        return f"each token's pass is replayed as a {device.graphs} graph; --no-use-graphs leaves graphs out"
+    return f"{device.graphs} graphs are off: with tensor parallelism they are untested; --use-graphs takes them"
 
 
 class _Outside(TorchDispatchMode):

@@ -32,7 +32,8 @@ from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
-from megatron.runtime.accelerator import check_precision, is_lazy, widened_line
+from megatron.runtime.accelerator import check_precision, widened_line
+from megatron.runtime.devices import device_of, name_of
 from megatron.weights.adapted import WEIGHTS, open_adapters
 from megatron.weights.formats import Given
 from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files
@@ -70,7 +71,7 @@ def load_model(
         weight.finish()
     for line in source.identify(ctx):
         say(line)
-    if widened := widened_line(ctx.device.type, config.training.precision):
+    if widened := widened_line(device_of(ctx.device.type), config.training.precision):
         say(widened)
     step = iteration_of(loaded.folder.name) if isinstance(loaded, Checkpoint) else None
     origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
@@ -113,10 +114,11 @@ def _check_folder(folder: Path) -> None:
 
 def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config:
     """Return the config to compute with: the saved model, and the layout, precision and kernels of now."""
-    config = inference_config(options, saved, ctx.device.type, lazy=is_lazy(ctx.device.type))
+    device = device_of(ctx.device.type)
+    config = inference_config(options, saved, name_of(device), lazy=device.is_lazy())
     if faults := check_layout(config, ctx.world_size):
         raise ConfigError(faults)
-    check_precision(ctx.device.type, config.training.precision)
+    check_precision(device, config.training.precision)
     return config
 
 

@@ -9,15 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import (
-    STRICT,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Probability,
-    TokenizerType,
-)
+from megatron.options import types
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -150,11 +143,11 @@ class LoadOptions:
     pipeline_model_parallel_size: Positive = 1
     """Number of pipeline stages. The number of ranks divided by both is the number of copies of the model, which share
     the work."""
-    device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
-    """Device type. `auto`: the first available of hpu, cuda, cpu."""
+    device: types.DeviceName = "auto"
+    """Device: hpu, cuda, cpu, or your own as package.module:RECORD. `auto`: the first available of hpu, cuda, cpu."""
     distributed_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives; one that waits longer fails the run."""
-    tokenizer_type: TokenizerType | None = None
+    tokenizer_type: types.TokenizerType | None = None
     """Kind of tokenizer. Unset: that of the folder, or of the run that saved the checkpoint."""
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""

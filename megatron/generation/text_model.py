@@ -25,6 +25,7 @@ from megatron.options.config import ConfigError
 from megatron.options.flags import read_values
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import choose_device
+from megatron.runtime.devices import find_device
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages: [{"role": "user", "content": "Hello"}, ...]."""
@@ -113,7 +114,7 @@ def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel
 
 
 def _this_device(device: str) -> torch.device:
-    if device == "cpu":
+    if find_device(device).is_host:
         return torch.device("cpu")
     from deepspeed.accelerator import get_accelerator
 

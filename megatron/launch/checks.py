@@ -13,7 +13,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.foreign import MANIFEST, deepspeed_folder, foreign_format, needless_step, not_deepspeed
 from megatron.generation.options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
-from megatron.launch.host_environment import CoresError, check_modules, deepspeed_env_lines, own_sockets, rank_cores
+from megatron.launch.host_environment import CoresError, deepspeed_env_lines, own_sockets, rank_cores
 from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.options.config import Config, ConfigError
 from megatron.options.training import ParallelConfig
@@ -21,7 +21,7 @@ from megatron.parallel.shards import declared_shards
 from megatron.plan.flops import declared_layers
 from megatron.runtime.commands import command_name
 from megatron.runtime.descriptors import limit_fault
-from megatron.runtime.devices import NO_PLUGIN, SEEN_BY, VISIBLE, count_devices, has_gaudi_plugin, missing_products
+from megatron.runtime.devices import find_device, planned_device
 from megatron.runtime.messages import MissingSecretError, run_secret
 from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
@@ -287,11 +287,8 @@ def _check_dataset(prefix: str, tool: str) -> Iterator[str]:
 
 def _check_content(prefix: str, vocab_size: int) -> Iterator[str]:
     """Yield damage of a dataset's index, and ids outside the vocabulary in parts of it, as each rank would."""
-    from megatron.data.index.indexed import (  # late: numpy is not needed else
-        DataError,
-        IndexedDataset,
-        check_vocabulary,
-    )
+    # late: numpy is not needed else
+    from megatron.data.index.indexed import DataError, IndexedDataset, check_vocabulary
     from megatron.data.index.verification import Findings, verify_index
 
     try:
@@ -356,31 +353,37 @@ def _refuses_files(folder: Path) -> str | None:
 
 def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
     """Yield a fault if this machine has fewer accelerators than its ranks need."""
-    if device not in ("hpu", "cuda"):
+    if device == "auto":
         return
-    available = count_devices(device)
+    record = find_device(device)
+    if record.count is None:
+        return
+    available = record.count()
     needed = f"{devices_per_node} {device} devices are needed, but"
-    visible, layout = VISIBLE[device], "HL_NGPU_PER_NODE (--devices-per-node)"
+    visible, layout = record.visible_variable, "HL_NGPU_PER_NODE (--devices-per-node)"
     if available < devices_per_node and os.environ.get(visible):
         yield (
             f"{needed} {visible}={os.environ[visible]} leaves {available} of this machine's; list more, or set "
             f"{layout} lower, and the layout"
         )
     elif available == 0:
-        yield f"{needed} this machine has 0; {SEEN_BY[device]} lists those that its driver sees. Or set HL_DEVICE=cpu"
+        seen = f"{record.driver_tool} lists those that its driver sees"
+        yield f"{needed} this machine has 0; {seen}. Or set HL_DEVICE=cpu"
     elif available < devices_per_node:
         yield (
             f"{needed} this machine has {available}; set {layout} and the layout to {available} at most, or "
             "HL_DEVICE=cpu"
         )
-    elif device == "hpu":
-        yield from check_modules(devices_per_node)
+    else:
+        yield from record.check_ranks(devices_per_node)
 
 
 def check_plugin(device: str, activate_dir: str | None) -> Iterator[str]:
-    """Yield a fault if this machine has HPUs without their package, unless an environment is activated first."""
-    if device == "hpu" and count_devices("hpu") and not activate_dir and not has_gaudi_plugin():
-        yield f"device hpu is not there: {NO_PLUGIN}; or use HL_DEVICE=cpu (--device cpu)"
+    """Yield a fault if this machine has devices without their software, unless an environment is activated first."""
+    if device == "auto" or activate_dir:
+        return
+    if missing := find_device(device).missing_software():
+        yield f"device {device} is not there: {missing}; or use HL_DEVICE=cpu (--device cpu)"
 
 
 def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Iterator[str]:
@@ -394,14 +397,14 @@ def check_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int) -> Itera
 
 def check_precision(device: str, precision: str) -> Iterator[str]:
     """Yield a fault if the CPU of this machine cannot train in fp16; accelerators say so themselves."""
-    if device == "cpu" and precision == "fp16" and "fp16" in missing_products():
+    if device != "auto" and precision == "fp16" and "fp16" in find_device(device).widened():
         yield "fp16 is not supported on this CPU; train in bf16 or float32, or on another device"
 
 
 def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[str]:
     """Yield a fault if the ranks of this machine may not open all their files and sockets."""
     with contextlib.suppress(ValueError):  # the rules of the config report it
-        if fault := limit_fault(device, world_size, len(config.data.prefixes)):
+        if fault := limit_fault(planned_device(device), world_size, len(config.data.prefixes)):
             yield fault
 
 

@@ -29,8 +29,10 @@ from megatron.options.config import Config, ConfigError
 from megatron.options.flags import dashed
 from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, status_of
+from megatron.runtime import devices
 from megatron.runtime.commands import DONE, REFUSED, command_name
-from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables
+from megatron.runtime.device_hpu import LAZY_MODE
+from megatron.runtime.devices import detect_device
 from megatron.runtime.terminal import for_stderr
 
 
@@ -160,43 +162,46 @@ def plan_ranks(
     """Return the plan of the ranks that run the module `main`. Problems are added to request.faults."""
     load = command.load
     device = load.device if load.device != "auto" else request.device
-    if device not in ("hpu", "cuda", "cpu"):
+    if not devices.is_device(device):
         device = detect_device(allow_hpu=device != "no-hpu")
     model_ranks = Layout.of(load).model_size
     copies = request.data_parallel_size
-    devices = request.devices_per_node or -(-model_ranks * (copies or 1) // request.nodes)
-    world_size = request.nodes * devices
+    num_devices = request.devices_per_node or -(-model_ranks * (copies or 1) // request.nodes)
+    world_size = request.nodes * num_devices
     if copies is None:
         copies = request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
-    hosts, faults = find_hosts(request, devices)
-    request.faults += [*_layout_faults(request, load, world_size, devices), *faults]
+    hosts, faults = find_hosts(request, num_devices)
+    request.faults += [*_layout_faults(request, load, world_size, num_devices), *faults]
     request.faults += check_addresses(hosts, request.hostsfile)
     if not request.faults:
         request.faults += layout_faults(load, world_size, device)
     if hosts:
         request.faults += checks.check_remote([*flags, *request.environment.values()], request)
-        request.faults += check_variables(device, devices)
+        request.faults += check_variables(device, num_devices)
     else:
-        request.faults += checks.check_local_devices(device, devices)
+        request.faults += checks.check_local_devices(device, num_devices)
         request.faults += checks.check_plugin(device, request.activate_dir)
         request.faults += checks.check_precision(device, "fp32" if load.precision == "auto" else load.precision)
     if is_chat and hosts:
         request.faults.append("--chat needs its ranks on this machine; leave the hostsfile out")
-    environment = dict(request.environment) | {"DS_ACCELERATOR": device}
-    if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", threads_per_rank(devices))
+    environment = dict(request.environment) | devices.rank_variables(device)
+    record = devices.find_device(device)
+    if record.is_host:
+        environment.setdefault("OMP_NUM_THREADS", threads_per_rank(num_devices))
     if command.use_graphs:
         given = {**os.environ, **environment}
         lazy = given[LAZY_MODE] != "0" if given.get(LAZY_MODE) else None
         tensor_size = load.tensor_model_parallel_size
-        request.faults += graph_faults("use_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=given)
-        if device == "hpu":
-            environment |= {LAZY_MODE: "1"} | graph_variables(device, tensor_size)
+        request.faults += devices.graph_faults(
+            "use_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=given
+        )
+        if record.has_lazy_mode:
+            environment |= {LAZY_MODE: "1"} | devices.graph_variables(device, tensor_size)
     return LaunchPlan(
         config=Config(),
         train_flags=(*flags, "--device", device),
         nodes=request.nodes,
-        devices_per_node=devices,
+        devices_per_node=num_devices,
         hosts=tuple(hosts),
         hostsfile=request.hostsfile,
         master_port=request.master_port,

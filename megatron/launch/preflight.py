@@ -10,27 +10,21 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.launch import checks
+from megatron.launch import checks, plan
 from megatron.launch.agents.mpirun import check_mpirun
 from megatron.launch.checks import check_start, is_empty, missing_start
 from megatron.launch.child_processes import threads_per_rank
-from megatron.launch.host_environment import check_variables, sent_variables, warn_of_modules
-from megatron.launch.plan import (
-    DEVICES_PER_NODE,
-    Host,
-    LaunchPlan,
-    LaunchRequest,
-    RefusedError,
-    check_addresses,
-    find_hosts,
-)
+from megatron.launch.host_environment import check_variables, sent_variables
+from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError, check_addresses, find_hosts
 from megatron.options.config import Config, on_device
 from megatron.options.data import parse_data_path
 from megatron.options.dependents import slow_mode
 from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
 from megatron.plan.pipeline import partition_warnings
-from megatron.runtime.devices import LAZY_MODE, detect_device, graph_faults, graph_variables, known_device
+from megatron.runtime import devices
+from megatron.runtime.device_hpu import LAZY_MODE
+from megatron.runtime.devices import detect_device
 from megatron.settings.command_line import CommandLine, faults_in_all, read_command_line
 from megatron.settings.validation import check, idle
 from megatron.training.deepspeed.config import check_deepspeed
@@ -68,8 +62,8 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
         warnings.append("no dataset is given; the run itself will need --data-path")
     faults += faults_in_all(_check_layout(request, layout) for layout in layouts)
     faults += faults_in_all(_check_graphs(request, layout.config, lazy=lazy) for layout in layouts)
-    devices = {layout.devices_per_node for layout in layouts}
-    known_devices = devices.pop() if len(devices) == 1 and not request.unread & SIZES else 1
+    numbers = {layout.devices_per_node for layout in layouts}
+    known_devices = numbers.pop() if len(numbers) == 1 and not request.unread & SIZES else 1
     hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
     faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
     faults += [*_check_launcher(request, layouts, hosts, flags), *_check_environment(request)]
@@ -133,24 +127,24 @@ def _lacks_data(command: CommandLine, request: LaunchRequest) -> bool:
 
 
 def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
-    """Return hpu, cuda or cpu; `auto` if other machines must detect theirs themselves; None if it cannot be read."""
-    devices: set[str] = {config.parallel.device for config in command.configs}
-    if len(devices) > 1:
+    """Return a device's name; `auto` if other machines must detect theirs themselves; None if it cannot be read."""
+    names = {config.parallel.device for config in command.configs}
+    if len(names) > 1:
         return None
-    requested = request.device if devices == {"auto"} else devices.pop()
-    if requested in ("hpu", "cuda", "cpu"):
+    requested = request.device if names == {"auto"} else names.pop()
+    if devices.is_device(requested):
         return requested
     if request.nodes > 1 and request.rendezvous is None:
         return "auto"
-    named = {known_device(config.parallel.device_memory) for config in command.configs}
-    if request.dry_run and requested == "auto" and len(named) == 1 and (device := named.pop()) is not None:
-        return device.kind  # a plan for devices that this machine need not have
+    named = {devices.known_chip(config.parallel.device_memory) for config in command.configs}
+    if request.dry_run and requested == "auto" and len(named) == 1 and (known := named.pop()) is not None:
+        return known[0].name  # a plan for devices that this machine need not have
     return detect_device(allow_hpu=requested != "no-hpu")
 
 
 def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tuple[bool | None, list[str]]:
     """Return whether an HPU runs in lazy mode, None elsewhere, and the faults of it."""
-    if device not in ("hpu", "auto"):
+    if device is None or not any(record.has_lazy_mode for record in devices.candidates(device)):
         return None, []
     lazy, compiled = request.lazy, config.training.torch_compile
     given = request.environment.get(LAZY_MODE) or os.environ.get(LAZY_MODE)
@@ -168,7 +162,7 @@ def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tu
 
 def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy: bool | None) -> list[ConfigOnRanks]:
     """Return the layout of a config on its device; several, if nodes, devices or sizes cannot be read."""
-    if device in ("hpu", "cuda", "cpu"):
+    if device is not None and devices.is_device(device):
         config = on_device(config, device, lazy=bool(lazy))
     model_ranks = Layout.of(config.parallel).model_size
     devices_per_node = request.devices_per_node or _default_devices(request, device, model_ranks)
@@ -191,9 +185,10 @@ def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world
 
 def _default_devices(request: LaunchRequest, device: str | None, model_ranks: int) -> int:
     """Return the devices of a node where none are given: a CPU runs as many ranks as the layout has."""
-    if device == "cpu" and request.nodes == 1 and request.hostsfile is None:
+    is_host = device is not None and devices.is_device(device) and devices.find_device(device).is_host
+    if is_host and request.nodes == 1 and request.hostsfile is None:
         return model_ranks * (request.data_parallel_size or 1)
-    return DEVICES_PER_NODE
+    return plan.DEVICES_PER_NODE
 
 
 def _check_layout(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str]:
@@ -213,10 +208,13 @@ def _check_layout(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str
 
 def _check_graphs(request: LaunchRequest, config: Config, *, lazy: bool | None) -> Iterator[str]:
     """Yield what keeps an HPU from running the graphs of evaluations; another device is another fault."""
-    if config.data.eval_graphs and config.parallel.device == "hpu":
+    device = config.parallel.device
+    if config.data.eval_graphs and devices.is_device(device) and devices.find_device(device).replays_evaluations:
         tensor_size = config.parallel.tensor_model_parallel_size
         environment = {**os.environ, **request.environment}
-        yield from graph_faults("eval_graphs", "hpu", lazy=lazy, tensor_size=tensor_size, environment=environment)
+        yield from devices.graph_faults(
+            "eval_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=environment
+        )
 
 
 def _check_launcher(
@@ -278,7 +276,7 @@ def _flags_of_layout(given: Config, config: Config) -> list[str]:
 
 
 def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Iterator[str]:
-    if lazy is not None and config.parallel.device == "hpu":
+    if lazy is not None and devices.is_device(config.parallel.device):
         yield from slow_mode(config, lazy=lazy)
         compiled = "layers are compiled" if config.training.torch_compile else "nothing is compiled"
         mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
@@ -286,8 +284,9 @@ def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Ite
 
 
 def _warn_of_devices(layout: ConfigOnRanks) -> Iterator[str]:
-    if layout.config.parallel.device == "hpu":
-        yield from warn_of_modules(layout.devices_per_node)
+    device = layout.config.parallel.device
+    if devices.is_device(device):
+        yield from devices.find_device(device).warn_of_ranks(layout.devices_per_node)
 
 
 def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
@@ -322,11 +321,10 @@ def _rank_environment(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bo
     environment = dict(request.environment)
     if lazy is not None:
         environment[LAZY_MODE] = "1" if lazy else "0"
-    if device != "auto":
-        environment["DS_ACCELERATOR"] = device
+    environment |= devices.rank_variables(device)
     if layout.config.data.eval_graphs:
-        environment |= graph_variables(device, layout.config.parallel.tensor_model_parallel_size)
-    if device == "cpu":
+        environment |= devices.graph_variables(device, layout.config.parallel.tensor_model_parallel_size)
+    if devices.is_device(device) and devices.find_device(device).is_host:
         threads = str(request.cores_per_rank) if request.cores_per_rank else threads_per_rank(layout.devices_per_node)
         environment.setdefault("OMP_NUM_THREADS", threads)
     return environment

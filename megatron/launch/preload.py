@@ -10,7 +10,7 @@ import importlib
 import os
 
 from megatron.launch.child_processes import end_with_parent
-from megatron.runtime.devices import defer_backends
+from megatron.runtime.devices import defer_backends, launched_device
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
 if set_death_signal := end_with_parent():
@@ -22,5 +22,6 @@ importlib.import_module("torch.distributed")
 
 if os.environ.get("MEGATRON_PIPELINE") == "1":  # by which the backward pass of all stages but the last imports sympy
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
-if os.environ.get("DS_ACCELERATOR") == "cpu":  # importing deepspeed elsewhere selects a device
+device = launched_device()
+if device is not None and device.survives_fork:  # importing deepspeed elsewhere selects a device
     importlib.import_module(os.environ.get("MEGATRON_MAIN", "megatron.train")).preload()

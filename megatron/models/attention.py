@@ -26,7 +26,8 @@ from megatron.parallel.mappings import gather_channels
 from megatron.parallel.operators import products
 from megatron.parallel.operators.fused import choose_kernels
 from megatron.parallel.shards import Shards
-from megatron.runtime.devices import BLOCKWISE_LENGTHS
+from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
+from megatron.runtime.devices import device_of
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class SDPAttention:
         """torch has a kernel that reads fewer key/value heads as they are; elsewhere its plain math would run."""
         if self._repeats:
             return False
-        return q.device.type == "cpu" or (mask is None and q.dtype in (torch.bfloat16, torch.float16))
+        return q.is_cpu or (mask is None and q.dtype in (torch.bfloat16, torch.float16))
 
     def _documents_of(self, packing: Packing) -> list[list[_Place]]:
         """Return the documents of each row. Kept for the next layers, which need the same."""
@@ -342,13 +343,16 @@ def own_slopes(model: ModelConfig, ctx: ParallelContext) -> Tensor | None:
 def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> Callable[..., Tensor]:
     """Return the attention kernel for the device, with this rank's ALiBi slopes."""
     slopes = own_slopes(model, ctx)
-    backend, device = model.attention_backend, ctx.device.type
+    backend, device = model.attention_backend, device_of(ctx.device.type)
     if backend == "auto" and model.kernels == "plain":
         backend = "sdpa"
     if backend == "auto":
-        wants_flex = device == "cuda" and (slopes is not None or packed)
-        on_flex = wants_flex and model.suits_flex
-        backend = "fused_hpu" if device == "hpu" else "flex" if on_flex else "sdpa"
+        wants_flex = "flex" in device.attention and (slopes is not None or packed)
+        backend = "sdpa"
+        if model.uses_fused_sdpa(device):
+            backend = "fused_hpu"
+        elif wants_flex and model.suits_flex:
+            backend = "flex"
         if wants_flex and model.attention_dropout > 0 and ctx.rank == 0:
             log.warning(
                 "attention_dropout=%g takes SDPA with a mask in memory, since flex_attention, the faster kernel for "
@@ -366,9 +370,9 @@ def build_kernel(model: ModelConfig, ctx: ParallelContext, *, packed: bool) -> C
         return FusedHPUAttention(slopes, fast_softmax=model.use_fast_softmax, recompute=model.fused_sdpa_recompute)
     if backend == "flex":
         return FlexAttention(slopes)
-    blockwise = device == "cpu" and model.attention_backend == "auto" and model.kernels != "plain"
-    repeats = model.kernels == "plain" or device == "hpu"
-    return SDPAttention(slopes, by_document=device == "cpu", repeats=repeats, blockwise=blockwise)
+    blockwise = device.has_blockwise_attention and model.attention_backend == "auto" and model.kernels != "plain"
+    repeats = model.kernels == "plain" or device.sdpa_groups == "never"
+    return SDPAttention(slopes, by_document=device.is_host, repeats=repeats, blockwise=blockwise)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

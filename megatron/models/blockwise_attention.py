@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.block_sizes import ATTENTION_QUERIES
-from megatron.runtime.devices import attends_blockwise
+from megatron.runtime.device_cpu import attends_blockwise
 
 
 @functools.cache

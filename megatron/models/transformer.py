@@ -26,6 +26,7 @@ from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shards
+from megatron.runtime.devices import device_of
 
 CHUNK_NUMBERS = 2**22
 """Numbers drawn at once, which bounds the memory for them."""
@@ -82,7 +83,9 @@ def _ends(starts_BS: Tensor) -> Tensor:
 def _key(key: int, device: torch.device) -> Tensor:
     """Return a step's key as two words. A tensor, since HPU compiles again for another number, and without a wait."""
     words = torch.tensor([_signed(key & 0xFFFFFFFF), _signed(key >> 32)], dtype=torch.int32)
-    return words if device.type == "cpu" else get_accelerator().pin_memory(words).to(device, non_blocking=True)
+    if device_of(device.type).is_host:
+        return words
+    return get_accelerator().pin_memory(words).to(device, non_blocking=True)
 
 
 def _mixed(words: Tensor) -> Tensor:

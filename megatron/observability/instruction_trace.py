@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron.observability.timers import PHASES
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.phase_clock import DeviceTicks, HostTicks
+from megatron.parallel.phase_clock import ticks_of
 
 TRACE_FILE = "profile_instructions.json.gz"
 PASSES = ("ForwardPass", "BackwardPass", "WeightPass")
@@ -39,7 +39,7 @@ class InstructionTrace:
     def __init__(self, ctx: ParallelContext, *, wanted: bool) -> None:
         self.wanted = wanted
         self._ctx = ctx
-        self._ticks = HostTicks() if ctx.device.type == "cpu" else DeviceTicks()
+        self._ticks = ticks_of(ctx.device)
         self._iteration: int | None = None
         self._counts: Counter[tuple[str, int]] = Counter()
         self._spans: list[tuple[tuple[str, int, int], Any, Any]] = []

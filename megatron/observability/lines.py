@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.observability.hpu_health import TEMPERATURE, UTILISATION
 from megatron.observability.rank_times import RankStats
 from megatron.observability.step_metrics import Speed, StepMetrics, Validation
 from megatron.runtime.accelerator import HOST_AVAILABLE, MAX_ALLOCATED, TOTAL
+from megatron.runtime.hpu_driver import TEMPERATURE, UTILISATION
 
 TIMER_SUFFIX = "-time"
 """End of a timer's name in rows and tags, as in Megatron's."""

@@ -7,7 +7,6 @@ readers of the allocator's counters keep theirs.
 from __future__ import annotations
 
 from megatron.observability.console import prints_rows
-from megatron.observability.hpu_health import read_health
 from megatron.observability.lines import GAP, label_width, memory_line, memory_row
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import RankStats, gather_stats
@@ -37,9 +36,7 @@ class MemoryLog:
         assert event in EVENTS
         if self._interval == 0:
             return
-        numbers = accelerator.memory_details()
-        if self._ctx.device.type == "hpu":
-            numbers |= read_health()
+        numbers = accelerator.memory_details() | accelerator.current().health()
         values = gather_stats(numbers, self._ctx)
         if self._ctx.rank != 0:
             return

@@ -296,7 +296,7 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in PACKAGES},
-            **accelerator.software(),
+            **accelerator.current().software(),
         },
         "project": _project(),
     }

@@ -19,6 +19,7 @@ from megatron.observability.lines import TIMER_SUFFIX
 from megatron.observability.rank_times import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import DeviceTicks, HostTicks, PhaseClock
+from megatron.runtime.devices import device_of
 
 COMMUNICATION = (
     "forward-send",
@@ -41,7 +42,8 @@ class StepTimers:
     def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
         self.level, self._marks = level, marks
         self._host = PhaseClock(HostTicks())
-        self._device = self._host if device.type == "cpu" else PhaseClock(DeviceTicks())
+        is_behind = device_of(device.type).waits_are_costly
+        self._device = PhaseClock(DeviceTicks()) if is_behind else self._host
         self._is_training = True
         self._calls = dict.fromkeys(PER_CALL, 0)
 

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -28,6 +28,7 @@ from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
 from megatron.options.training import GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
+from megatron.runtime.devices import find_device
 from megatron.runtime.errors import UserError
 
 
@@ -115,7 +116,7 @@ class Config:
 
 
 def on_device(config: Config, device: str, *, lazy: bool) -> Config:
-    """Return the config of a run on hpu, cuda or cpu, with the options resolved that depend on it.
+    """Return the config of a run on a device, by its name, with the options resolved that depend on it.
 
     `lazy`: the HPU records operators and launches them at step marks, as it does under PT_HPU_LAZY_MODE=1.
     """
@@ -124,10 +125,11 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
     if compiled is None:
         # waits within a layer are not seen in its graph
         times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
-        compiled = device == "hpu" and not lazy and not times_parts and not config.fp8.uses_fp8
+        compiles = find_device(device).compiles_layers
+        compiled = compiles and not lazy and not times_parts and not config.fp8.uses_fp8
     return dataclasses.replace(
         config,
-        parallel=dataclasses.replace(parallel, device=cast(Any, device)),
+        parallel=dataclasses.replace(parallel, device=device),
         training=dataclasses.replace(training, torch_compile=compiled),
     )
 

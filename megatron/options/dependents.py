@@ -9,6 +9,7 @@ from megatron.options.config import Config, options
 from megatron.options.data import DataConfig, parse_split
 from megatron.options.fp8 import Fp8Config
 from megatron.options.optimizer import READERS
+from megatron.runtime.devices import candidates, planned_device
 
 SAVING = (
     "save_interval_in_mins",
@@ -65,6 +66,7 @@ def idle_without(config: Config) -> Iterator[str]:
     """Yield a message for each option that has no effect without another one, which is not given."""
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
     rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    on_hpu = any("fused_hpu" in device.attention for device in candidates(config.parallel.device))
     traces = logging.profile or logging.profile_instructions
     recompute = config.training.recompute_granularity
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
@@ -89,7 +91,7 @@ def idle_without(config: Config) -> Iterator[str]:
         *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rope_scaling_factor")),
         (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
-        (config.parallel.device in ("auto", "hpu"), "device=hpu", "choose that", ON_HPU),
+        (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         (
             tokenizer == "GPT2BPETokenizer",
@@ -136,7 +138,8 @@ def _holds_out(data: DataConfig) -> bool:
 
 def slow_mode(config: Config, *, lazy: bool) -> Iterator[str]:
     """Yield a warning if an HPU would run each operator by itself; `lazy` as for `on_device`."""
-    if config.parallel.device == "hpu" and not lazy and not config.training.torch_compile:
+    compiles = planned_device(config.parallel.device).compiles_layers
+    if compiles and not lazy and not config.training.torch_compile:
         yield (
             "HPU runs each operator by itself, which is for debugging: neither lazy mode nor torch_compile is on. For "
             "speed leave out --no-torch-compile (HL_TORCH_COMPILE_DISABLE), or set HL_USE_LAZY_MODE=1 "

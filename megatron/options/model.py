@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass
 
 from megatron.options.types import STRICT, Positive, PositiveFloat, Probability
+from megatron.runtime.device import Device
 
 MIN_FLEX_HEAD_SIZE = 16
 """Smallest number of channels of a head that flex_attention has a kernel for. Source: torch 2.11's error."""
@@ -113,10 +114,10 @@ class ModelConfig:
         """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
         return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
 
-    def uses_fused_sdpa(self, device: str) -> bool:
+    def uses_fused_sdpa(self, device: Device) -> bool:
         """Return True if the attention runs in Habana's FusedSDPA on this device."""
         fused = self.attention_backend == "auto" and self.kernels != "plain"
-        return device == "hpu" and (fused or self.attention_backend == "fused_hpu")
+        return "fused_hpu" in device.attention and (fused or self.attention_backend == "fused_hpu")
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from megatron.options import types
 from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
 
 
@@ -34,8 +35,8 @@ class ParallelConfig:
     wait. Unset: `interleaved` with num_virtual_stages_per_pipeline_rank above 1, otherwise `1f1b`."""
     num_virtual_stages_per_pipeline_rank: Positive = 1
     """Chunks of the model on each pipeline stage, of the interleaved schedule."""
-    device: Literal["auto", "hpu", "cuda", "cpu"] = "auto"
-    """Device type. `auto`: the first available of hpu, cuda, cpu."""
+    device: types.DeviceName = "auto"
+    """Device: hpu, cuda, cpu, or your own as package.module:RECORD. `auto`: the first available of hpu, cuda, cpu."""
     device_memory: str | None = None
     """Memory of one device, for the plan: gaudi2, gaudi3, a100, h100, h200, or a number of GiB. Unset: that of this
     machine's devices."""

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from megatron.runtime.devices import device_fault
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _known_device(name: str) -> str:
+    """Return the name. An unknown device is a value that cannot be read, so that no rule reads a record of it."""
+    if fault := device_fault(name):
+        raise PydanticCustomError("unknown_device", "{fault}", {"fault": fault})
+    return name
+
+
+DeviceName = Annotated[str, AfterValidator(_known_device)]
 TokenizerType = Literal[
     "GPT2BPETokenizer",
     "HFTokenizer",

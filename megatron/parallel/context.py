@@ -16,13 +16,14 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.pass_state import DeferredGradients, PassState
 from megatron.runtime import network
 from megatron.runtime.accelerator import quiet
+from megatron.runtime.devices import find_device
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from megatron.options.config import ParallelConfig
+    from megatron.runtime.device import Device
 
-COLLECTIVES = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
 
 
@@ -80,20 +81,20 @@ def _set_variables() -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _join_process_group(device_kind: str, timeout: timedelta) -> None:
+def _join_process_group(device: Device, timeout: timedelta) -> None:
     """Join the process group that the launcher's variables describe; alone without them."""
     import deepspeed
 
     _set_variables()
     if not deepspeed.comm.is_initialized():
-        if device_kind == "cpu":
+        if device.collectives_are_gloo:
             # DeepSpeed 0.19.8 would compile an all-reduce for inference at the first start on a machine; a run
             # killed while it does leaves a lock behind, which all later ones wait for. To read this table would call
             # a compiler for each operator of DeepSpeed's, in every rank
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         with quiet():
             deepspeed.init_distributed(
-                dist_backend=COLLECTIVES[device_kind],
+                dist_backend=device.collectives,
                 timeout=timeout,
                 init_method=_register_rendezvous(),
                 verbose=False,
@@ -130,20 +131,21 @@ class ParallelContext(Layout):
         return cls()
 
     @classmethod
-    def build(cls, parallel: ParallelConfig, device_kind: str) -> ParallelContext:
+    def build(cls, parallel: ParallelConfig, device_name: str) -> ParallelContext:
         """Join the process group that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_RANK).
 
-        `device_kind` is hpu, cuda or cpu. Raises LayoutError where the world is not a multiple of tensor x pipeline.
+        `device_name`: that which was chosen. Raises LayoutError where the world is not a multiple of tensor x pipeline.
         """
         import torch.distributed as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-        _join_process_group(device_kind, timedelta(minutes=parallel.distributed_timeout_minutes))
+        record = find_device(device_name)
+        _join_process_group(record, timedelta(minutes=parallel.distributed_timeout_minutes))
         layout = Layout.of(parallel, dist.get_world_size(), dist.get_rank())
         layout.check(dist.get_world_size())
-        if device_kind == "cpu":
-            device = torch.device("cpu")
+        if record.is_host:
+            device = torch.device(record.torch_type)
         else:
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
             device = torch.device(get_accelerator().current_device_name())
@@ -161,7 +163,7 @@ class ParallelContext(Layout):
             batch_group=data_group,
             grad_group=data_group,
             model_group=grid.get_model_parallel_group() if layout.model_size > 1 else None,
-            control_group=dist.group.WORLD if device_kind == "cpu" else dist.new_group(backend="gloo"),
+            control_group=dist.group.WORLD if record.collectives_are_gloo else dist.new_group(backend="gloo"),
             sequence_parallel=parallel.sequence_parallel and layout.tensor_size > 1,
             device=device,
             topology=topology,

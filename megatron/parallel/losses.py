@@ -64,7 +64,7 @@ class Head:
     def logits_buffer(self) -> Tensor:
         """Return memory for the logits of the largest chunk; new memory for each would cost more than the sums."""
         # a matrix product on a device is fast only where rows begin at a multiple of 16 bytes
-        row = self.num_rows if self.hidden_NH.device.type == "cpu" else -(-self.num_rows // 64) * 64
+        row = self.num_rows if self.hidden_NH.is_cpu else -(-self.num_rows // 64) * 64
         return self.hidden_NH.new_empty((chunk_size(*self.hidden_NH.shape), row))[:, : self.num_rows]
 
     def logits(self, part: slice, buffer: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from megatron.parallel.mappings import all_reduce, enter_tensor_region
 from megatron.parallel.operators import products
 from megatron.parallel.rng import derive_seed
 from megatron.parallel.shards import Shard, shard_of
+from megatron.runtime.devices import device_of
 
 
 def plus(output: Tensor, low: Tensor, up: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: Par
 
 def _factors(weight: Tensor, adapter: Adapter, seed: int) -> tuple[Tensor, Tensor]:
     """Return A [r, in] and B [out, r]: scale * B A is the best approximation of rank r of weight [out, in]."""
-    if weight.device.type not in ("cpu", "cuda"):
+    if not device_of(weight.device.type).has_linear_algebra:
         weight = weight.cpu()
     rank = adapter.rank
     if adapter.svd_iterations is None:

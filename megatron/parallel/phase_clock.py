@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron.runtime.devices import device_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,6 +53,11 @@ class DeviceTicks:
         found = [begin.elapsed_time(end) / 1000 for _, begin, end in spans]
         self._free += {id(event): event for _, *both in spans for event in both}.values()
         return found
+
+
+def ticks_of(device: torch.device) -> HostTicks | DeviceTicks:
+    """Return the ticks by which work on a device is timed."""
+    return DeviceTicks() if device_of(device.type).waits_are_costly else HostTicks()
 
 
 class PhaseClock:
@@ -123,7 +130,7 @@ class StepClock:
 
     def start(self, device: torch.device) -> None:
         """Measure the steps from now on."""
-        self._clock = PhaseClock(HostTicks() if device.type == "cpu" else DeviceTicks())
+        self._clock = PhaseClock(ticks_of(device))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -18,7 +18,8 @@ from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
 from megatron.plan.attention_core import AttentionCore, is_blockwise, stores_attention_scores
 from megatron.plan.flops import num_tokens, number_size
-from megatron.runtime.devices import missing_products
+from megatron.runtime.device import Device
+from megatron.runtime.devices import planned_device
 from megatron.tasks.registry import load_task
 
 
@@ -169,7 +170,7 @@ class _Parts:
 
     def moments(self, recomputed: int) -> tuple[tuple[int, int], ...]:
         """Return what is needed when each trained weight's gradient is there, and its numbers."""
-        if self.config.parallel.device != "cpu":
+        if not _device(self.config).is_host:
             return ()  # measured on CUDA at the peak of the whole layer (benchmarks/plan_memory.py on an H100)
         moments = []
         for linear in self.linears:
@@ -214,21 +215,25 @@ def _method_bytes(layer: LayerDeclaration, config: Config) -> int:
         tokens=num_tokens(config),
         own_tokens=num_tokens(config) // _sequence_cut(config),
         number_size=number_size(config),
-        mask_size=number_size(config) if config.parallel.device == "cpu" else 1,
+        mask_size=number_size(config) if _device(config).is_host else 1,
         tensor_size=config.parallel.tensor_model_parallel_size,
     )
     weights = {prefix: layer.shards[f"{prefix}.weight" if prefix else "weight"] for prefix in layer.methods}
     return sum(method.kept_bytes(weights[prefix], sizes) for prefix, method in layer.methods.items())
 
 
+def _device(config: Config) -> Device:
+    return planned_device(config.parallel.device)
+
+
 @functools.cache
-def _missing_products() -> frozenset[str]:
-    return missing_products()
+def _widened_by(device: Device) -> frozenset[str]:
+    return device.widened()
 
 
 def widens(config: Config) -> bool:
     """Return True if this machine's CPU computes the run's products in float32, block by block."""
-    return config.parallel.device == "cpu" and config.training.precision in _missing_products()
+    return config.training.precision in _widened_by(_device(config))
 
 
 def _widened(config: Config, shard: Shard, *, of_weight: bool = False) -> int:
@@ -260,11 +265,11 @@ def mask_bytes(config: Config) -> int:
     """Bytes of the attention mask that a rank's layers share."""
     model, length = config.model, load_task(config).data.row_length
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    on_cpu, alibi = config.parallel.device == "cpu", model.position_embedding_type == "alibi"
-    flex = config.parallel.device in ("auto", "cuda") and model.suits_flex
+    device, alibi = _device(config), model.position_embedding_type == "alibi"
+    flex = "flex" in device.attention and model.suits_flex
     if flex and model.attention_backend in ("auto", "flex"):
         return 0
-    packed = load_task(config).data.packs_documents and not on_cpu  # the CPU attends document by document
+    packed = load_task(config).data.packs_documents and not device.is_host  # the CPU attends document by document
     batch = config.training.micro_batch_size if packed else 1
     if alibi:
         return batch * heads * length**2 * (4 if widens(config) else number_size(config))
@@ -280,7 +285,7 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     number, tokens, hidden = number_size(config), num_tokens(config), config.model.hidden_size
     t = config.parallel.tensor_model_parallel_size
     rows = config.model.padded_vocab_size(t) // t
-    chunk, on_cpu = chunk_size(tokens, hidden), config.parallel.device == "cpu"
+    chunk, on_cpu = chunk_size(tokens, hidden), _device(config).is_host
     is_trained = any(shard.vocabulary and shard.trained for shard in output.shards.values())
     is_separate = is_trained and not adds_to_optimizers_sum(config)
     method = output.methods.get("")
@@ -318,12 +323,13 @@ def adds_to_optimizers_sum(config: Config) -> bool:
 
 def kernels_form(config: Config) -> str:
     """Return the form of a layer's pointwise operators: plain, eager, compiled or habana (parallel/kernels.py)."""
-    device, model = config.parallel.device, config.model
+    form, model = _device(config).pointwise, config.model
     if model.kernels == "plain":
         return "plain"
-    if device == "hpu":
+    if form == "habana":
         return "habana" if model.use_fused_rmsnorm else "plain"
-    return "eager" if device == "cpu" and model.kernels == "auto" and not config.training.torch_compile else "compiled"
+    is_eager = form == "eager" and model.kernels == "auto" and not config.training.torch_compile
+    return "eager" if is_eager else "compiled"
 
 
 def _attention_bytes(linear: _Linear, config: Config) -> int:
@@ -347,7 +353,7 @@ def _dropout_bytes(config: Config) -> int:
     """The mask of a dropout over the residual stream: a byte a number, on the CPU a number."""
     if config.model.hidden_dropout == 0:
         return 0
-    size = number_size(config) if config.parallel.device == "cpu" else 1
+    size = number_size(config) if _device(config).is_host else 1
     return num_tokens(config) * config.model.hidden_size * size // _sequence_cut(config)
 
 
@@ -381,7 +387,7 @@ def _head_norm_bytes(norm: Norm, config: Config) -> int:
 
 
 def _is_unfused(norm: Norm, config: Config) -> bool:
-    return norm.is_rms and config.parallel.device == "cpu" and kernels_form(config) != "compiled"
+    return norm.is_rms and _device(config).is_host and kernels_form(config) != "compiled"
 
 
 def _kept_input(layer: LayerDeclaration, config: Config) -> int:

@@ -12,7 +12,8 @@ from megatron.options.config import Config
 from megatron.parallel.block_sizes import ATTENTION_QUERIES
 from megatron.parallel.costs import Attention
 from megatron.plan.flops import num_tokens, number_size
-from megatron.runtime.devices import BLOCKWISE_LENGTHS, attends_blockwise
+from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS, attends_blockwise
+from megatron.runtime.devices import planned_device
 from megatron.tasks.registry import load_task
 
 
@@ -54,7 +55,7 @@ class AttentionCore:
         config, query, key = self.config, self.query, self.key
         model, number, tokens = config.model, number_size(config), num_tokens(config)
         rotary = model.position_embedding_type == "rope"
-        on_cpu = config.parallel.device == "cpu"
+        device = planned_device(config.parallel.device)
         # v is a view of the fused projection, all of which it keeps; q and k too, unless they are rotated
         inputs = query + 2 * key
         if key < query and _repeats_heads(config):  # key and value heads are repeated for their group
@@ -62,13 +63,14 @@ class AttentionCore:
         elif rotary:
             inputs += query + key
         kept = tokens * (inputs + query) * number + tokens * self.heads * 4
-        if load_task(config).data.packs_documents and on_cpu:
+        if load_task(config).data.packs_documents and device.is_host:
             kept += tokens * query * number  # the outputs of documents, concatenated
-        if config.parallel.device in ("auto", "cuda") and number == 4 and config.training.micro_batch_size > 1:
+        if device.has_flash_attention and number == 4 and config.training.micro_batch_size > 1:
             kept += tokens * query * number  # no flash kernel: the output comes by sample, and is copied by position
         if not stores_attention_scores(config):
             return kept
-        if on_cpu:  # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice
+        # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice
+        if device.is_host:
             copies = 8 * query + (4 * query if number == 2 else number * (query + 2 * key))
             return 12 * self.scores + tokens * (copies + number * query)
         return kept + self.scores * (number + (1 + number if model.attention_dropout > 0 else 0))
@@ -95,17 +97,19 @@ def stores_attention_scores(config: Config) -> bool:
 
     The fused kernels keep none. torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA.
     """
-    if config.parallel.device == "cpu":
+    device = planned_device(config.parallel.device)
+    if device.is_host:
         return config.model.attention_dropout > 0
-    return config.parallel.device == "hpu" and not (
-        config.model.uses_fused_sdpa("hpu") and config.model.fused_sdpa_recompute
-    )
+    if device.stores_scores:
+        return not (config.model.uses_fused_sdpa(device) and config.model.fused_sdpa_recompute)
+    return False
 
 
 def is_blockwise(config: Config) -> bool:
     """Return True if megatron/models/blockwise_attention.py computes the attention."""
     model, training = config.model, config.training
-    if config.parallel.device != "cpu" or model.attention_backend != "auto":
+    device = planned_device(config.parallel.device)
+    if not device.has_blockwise_attention or model.attention_backend != "auto":
         return False
     if model.kernels == "plain" or training.torch_compile or model.attention_dropout > 0:
         return False
@@ -122,10 +126,12 @@ def _attends_blockwise(precision: str) -> bool:
 
 def _repeats_heads(config: Config) -> bool:
     """Return True if key/value heads are repeated in memory for their groups of query heads."""
-    model, device = config.model, config.parallel.device
-    if model.kernels == "plain" or device == "cpu":
-        return model.kernels == "plain"
-    if device == "hpu":
+    model, device = config.model, planned_device(config.parallel.device)
+    if model.kernels == "plain":
+        return True
+    if device.sdpa_groups == "always":
+        return False
+    if device.sdpa_groups == "never":
         return not model.uses_fused_sdpa(device)
     masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
     in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0

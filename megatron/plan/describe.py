@@ -15,7 +15,8 @@ from megatron.plan.fit import MOST_DEVICES, Rules, capacity, fit_text, for_devic
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, layer_flops
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
 from megatron.plan.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
-from megatron.runtime.devices import GIB, KNOWN_DEVICES, WIDENED, missing_products
+from megatron.runtime.device_cpu import WIDENED
+from megatron.runtime.devices import GIB, known_chips, planned_device
 from megatron.tasks.registry import load_task
 
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
@@ -74,7 +75,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
 
 def _widened_row(device: str, precision: str) -> list[tuple[str, str]]:
     """Return the row that says how this machine's CPU computes products of 16 bits, if it has no instruction."""
-    return [("", WIDENED.format(precision))] if device == "cpu" and precision in missing_products() else []
+    return [("", WIDENED.format(precision))] if precision in planned_device(device).widened() else []
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -186,7 +187,7 @@ def _fit_lines(
     """The comparison with the memory of the device, and the nearest layouts that fit if this one does not."""
     room, size = capacity(config, devices_per_node), max(needed_bytes(config, stage) for stage in stages)
     if room is None:
-        known = ", ".join(KNOWN_DEVICES)
+        known = ", ".join(known_chips())
         return textwrap.wrap(f"the device is unknown; --device-memory {known}, or GiB, says if it fits", 78, **_INDENT)
     lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT)
     if room.is_enough_for(size):

@@ -15,7 +15,7 @@ from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
 from megatron.plan.memory import Stage, memory_by_stage
 from megatron.plan.pipeline import schedule_bubble
-from megatron.runtime.devices import GIB, device_memory_bytes, known_device, parse_memory_gib
+from megatron.runtime.devices import GIB, device_memory_bytes, known_chip, parse_memory_gib, planned_device
 from megatron.tasks.registry import load_task
 
 RESERVE = 0.1
@@ -59,10 +59,11 @@ class Proposal:
 
 def for_device(config: Config) -> Config:
     """Return the config with the kind of the device that `device_memory` names, where its own is auto."""
-    known = known_device(config.parallel.device_memory)
+    known = known_chip(config.parallel.device_memory)
     if known is None or config.parallel.device != "auto":
         return config
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=known.kind))  # type: ignore[arg-type]
+    device, _ = known
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=device.name))
 
 
 def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
@@ -70,21 +71,22 @@ def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
 
     On the CPU the ranks of a node share its memory.
     """
-    given, device = config.parallel.device_memory, config.parallel.device
+    given, device = config.parallel.device_memory, planned_device(config.parallel.device)
     if given is not None and (gib := parse_memory_gib(given)) is not None:
-        known = known_device(given)
-        return Capacity("device" if known is None else known.title, int(gib * GIB))
-    if device == "cpu":
+        known = known_chip(given)
+        return Capacity("device" if known is None else known[1].title, int(gib * GIB))
+    if device.is_host:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         shared = "" if ranks_per_node == 1 else f" / {ranks_per_node} ranks"
         return Capacity(f"this machine{shared}", whole // ranks_per_node)
     size = device_memory_bytes(device)
-    return None if size is None else Capacity(f"this machine's {device}", size)
+    return None if size is None else Capacity(f"this machine's {device.name}", size)
 
 
 def needed_bytes(config: Config, stage: Stage) -> int:
     """Return what a rank needs of its device: on the CPU, host memory too."""
-    return stage.memory.total + (stage.host_bytes if config.parallel.device == "cpu" else 0)
+    on_host = planned_device(config.parallel.device).is_host
+    return stage.memory.total + (stage.host_bytes if on_host else 0)
 
 
 def largest_rank(config: Config, num_devices: int) -> int:

@@ -18,6 +18,7 @@ from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import declared_layers, number_size, parameters_of_layer
 from megatron.plan.pipeline import stage_ranges
+from megatron.runtime.devices import planned_device
 
 REDUCE_BUCKET = 500_000_000
 """DeepSpeed's `reduce_bucket_size`: numbers that it reduces at once, and allocates a buffer for."""
@@ -150,7 +151,7 @@ def _state_of_parameters(config: Config, layout: Layout, layers: Sequence[LayerD
         state = replace(state, at_update=state.at_update + 4 * share)
     if optimizer.offload_optimizer:
         state = _offloaded(config, state, share, largest)
-    if stage in (1, 2) and dp > 1 and config.parallel.device == "cpu":
+    if stage in (1, 2) and dp > 1 and planned_device(config.parallel.device).collectives_are_gloo:
         # gloo gathers the updated weights into a tensor of its own before it copies them
         state = replace(state, at_update=max(state.at_update, number * min(trained, ALLGATHER_BUCKET)))
     return state
@@ -222,8 +223,9 @@ def _zero_3(
     sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
     accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
     full = sent * min(bucket, parameters)
-    copied = full if config.parallel.device == "cpu" else 0  # gloo copies what it reduces
-    gathers = dp > 1 or (config.optimizer.offload_param and config.parallel.device != "cpu")
+    device = planned_device(config.parallel.device)
+    copied = full if device.collectives_are_gloo else 0  # gloo copies what it reduces
+    gathers = dp > 1 or (config.optimizer.offload_param and not device.is_host)
     return replace(
         bare,
         weights=(-(-parameters // dp) + (persistent if dp > 1 else 0)) * number,

@@ -10,11 +10,13 @@ import errno
 import os
 import resource
 
+from megatron.runtime.device import Device
+
 BASE = 256
 """Descriptors of a rank alone: libraries, devices, logs. Measured on the CPU: 74."""
-SOCKETS_PER_RANK = {"cpu": 5}
-"""Sockets to each other rank. On the CPU gloo holds up to four groups of all ranks, and rank 0 the store."""
-SOCKETS_PER_RANK_OF_DEVICES = 3
+SOCKETS_OVER_GLOO = 5
+"""Sockets to each other rank where all collectives are gloo's: up to four groups of all ranks, and rank 0 the store."""
+SOCKETS_OF_CONTROL = 3
 """The same where only the control messages go over gloo."""
 FILES_PER_RANK = 2
 """Files of a checkpoint, for each rank that saved it. All may be open at once while another layout reads them."""
@@ -28,10 +30,10 @@ SPARE = 8
 """A process that cannot open this many files fails for lack of them."""
 
 
-def needed(device: str, world_size: int, num_datasets: int) -> int:
-    """Return an upper estimate of the descriptors that a rank has open. `device`: cpu, cuda or hpu."""
-    per_rank = SOCKETS_PER_RANK.get(device, SOCKETS_PER_RANK_OF_DEVICES) + FILES_PER_RANK
-    return BASE + per_rank * world_size + FILES_PER_DATASET * num_datasets
+def needed(device: Device, world_size: int, num_datasets: int) -> int:
+    """Return an upper estimate of the descriptors that a rank has open."""
+    sockets = SOCKETS_OVER_GLOO if device.collectives_are_gloo else SOCKETS_OF_CONTROL
+    return BASE + (sockets + FILES_PER_RANK) * world_size + FILES_PER_DATASET * num_datasets
 
 
 def raise_limit() -> int:
@@ -49,7 +51,7 @@ def raise_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def limit_fault(device: str, world_size: int, num_datasets: int) -> str | None:
+def limit_fault(device: Device, world_size: int, num_datasets: int) -> str | None:
     """Return an error message where a rank needs more descriptors than it may have, else None. Raises the limit."""
     limit, need = raise_limit(), needed(device, world_size, num_datasets)
     if need <= limit:

@@ -18,6 +18,7 @@ from megatron.options.flags import dashed, flag, unset
 from megatron.options.presets import merged, read_preset
 from megatron.options.stored import CONFIG, known_values, nearest, to_yaml
 from megatron.options.types import STRICT
+from megatron.runtime.devices import device_names
 from megatron.runtime.files import show
 from megatron.settings.loaded import with_loaded_adapters, with_loaded_model
 from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
@@ -223,7 +224,7 @@ def _launched_ranks(faults: list[str]) -> int:
 CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
 MOST = 3
 """Stand-ins of an option: each is another round of all rules."""
-NAMED: Mapping[str, Collection[str]] = {"architecture": FAMILIES, "task": TASKS}
+NAMED: Mapping[str, Collection[str]] = {"architecture": FAMILIES, "task": TASKS, "device": device_names()}
 """Options whose values are names in a registry."""
 
 

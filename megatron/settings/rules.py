@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.options.config import Config
+from megatron.runtime.devices import find_device
 
 
 def check_schedule(config: Config) -> Iterator[str]:
@@ -135,7 +136,7 @@ def check_fp8_device(config: Config) -> Iterator[str]:
     device, given = config.parallel.device, f"fp8_format={config.fp8.fp8_format}"
     if not config.fp8.uses_fp8 or device == "auto":
         return
-    if device != "hpu":
+    if not find_device(device).has_fp8:
         yield f"{given} runs on Gaudi's transformer engine, but device={device}; leave it out"
     elif config.training.torch_compile:
         yield (

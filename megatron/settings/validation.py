@@ -22,7 +22,7 @@ from megatron.options.model import MIN_FLEX_HEAD_SIZE
 from megatron.options.optimizer import OptimizerConfig
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
-from megatron.runtime.devices import KNOWN_DEVICES, known_device, parse_memory_gib
+from megatron.runtime.devices import DEVICES, find_device, known_chip, known_chips, parse_memory_gib, planned_device
 from megatron.runtime.plugins import import_attribute
 from megatron.settings.rules import check_fp8, check_fp8_device, check_partition, check_schedule
 from megatron.tasks.registry import TASKS, load_task
@@ -127,25 +127,26 @@ def _check_precision(config: Config) -> Iterator[str]:
 def check_device(config: Config) -> Iterator[str]:
     """Yield a message for every broken rule of the device; none is checked before it is chosen (device=auto)."""
     model, device = config.model, config.parallel.device
-    needs = {"flex": "cuda", "fused_hpu": "hpu"}.get(model.attention_backend, device)
-    if device not in ("auto", needs):
-        yield f"attention_backend={model.attention_backend} runs on {needs} only, but device={device}; use auto or sdpa"
+    backend = model.attention_backend
+    if device != "auto":
+        record = find_device(device)
+        if backend != "auto" and backend not in record.attention:
+            able = " and ".join(other.name for other in DEVICES if backend in other.attention)
+            yield f"attention_backend={backend} runs on {able} only, but device={device}; use auto or sdpa"
+        if config.data.eval_graphs and not record.replays_evaluations:
+            yield f"eval_graphs replays HPU graphs, but device={device}; leave it out"
     yield from check_fp8_device(config)
-    if config.data.eval_graphs and device not in ("auto", "hpu"):
-        yield f"eval_graphs replays HPU graphs, but device={device}; leave it out"
     memory = config.parallel.device_memory
     if memory is None:
         return
     if parse_memory_gib(memory) is None:
         yield (
-            f"device_memory={memory!r} is neither a known device nor a number of GiB; use {', '.join(KNOWN_DEVICES)}, "
+            f"device_memory={memory!r} is neither a known device nor a number of GiB; use {', '.join(known_chips())}, "
             "or a number such as 80"
         )
-    elif (known := known_device(memory)) is not None and device not in ("auto", known.kind):
-        yield (
-            f"device_memory={memory} is that of a {known.kind} device, but device={device}; use device={known.kind}, "
-            "or give GiB"
-        )
+    elif (known := known_chip(memory)) is not None and device not in ("auto", known[0].name):
+        kind = known[0].name
+        yield f"device_memory={memory} is that of a {kind} device, but device={device}; use device={kind}, or give GiB"
 
 
 _FAST = "works with the causal mask alone"
@@ -161,7 +162,7 @@ def _packs_documents(config: Config) -> bool:
 def _check_attention(config: Config) -> Iterator[str]:
     model, device = config.model, config.parallel.device
     # source: FusedSDPA.py of HabanaAI/gaudi-pytorch-bridge, which asserts is_causal there
-    if model.use_fast_softmax and model.fused_sdpa_recompute and model.uses_fused_sdpa(device):
+    if model.use_fast_softmax and model.fused_sdpa_recompute and model.uses_fused_sdpa(planned_device(device)):
         if model.position_embedding_type == "alibi":
             yield f"use_fast_softmax {_FAST}, but position_embedding_type=alibi adds a bias to it; turn it off"
         if _packs_documents(config):

@@ -17,6 +17,7 @@ from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
 from megatron.options.flags import divisors
 from megatron.parallel.layout import parallel_batch_size
+from megatron.runtime.devices import device_of
 from megatron.tasks.data import LabelPlace, SampleLabels, TaskData
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class PackedData(TaskData):
 
     def __init__(self, config: Config, options: Any) -> None:
         super().__init__(config, options)
-        self._device, self._num_batch_ranks = "cpu", 1  # until `open`
+        self._compiles_shapes, self._num_batch_ranks = False, 1  # until `open`
         self._edges: NDArray[np.int64] | None = None
         tp = config.parallel.tensor_model_parallel_size
         self._multiple = tp if config.parallel.sequence_parallel else 1
@@ -159,7 +160,9 @@ class PackedData(TaskData):
     def bucketing(self) -> str:
         """`off`, `octave` or `optimal`."""
         given = self.config.sft.bucketing
-        return ("octave" if self._device == "hpu" else "off") if given == "auto" else given
+        if given != "auto":
+            return given
+        return "octave" if self._compiles_shapes else "off"
 
     # Datasets
 
@@ -174,7 +177,8 @@ class PackedData(TaskData):
         from megatron.data.packing import bucket_edges
         from megatron.data.samples import check_weights
 
-        self._device, self._num_batch_ranks = ctx.device.type, ctx.num_batch_ranks
+        self._compiles_shapes = device_of(ctx.device.type).compiles_shapes
+        self._num_batch_ranks = ctx.num_batch_ranks
         config = self.config
         datasets: list[Any] = list(self.open_samples())
         if config.sft.packing == "dataset":
@@ -336,8 +340,10 @@ class PackedData(TaskData):
     def keys_of_shapes(
         self, dataset: PackedDataset, global_batch_size: Callable[[int], int], consumed_samples: int, total_samples: int
     ) -> Sequence[Any]:
-        ahead, is_cheap = self.config.sft.compile_ahead, self._device == "hpu" and self.bucketing != "off"
-        if not self.varies_shapes or not (is_cheap and not self.config.fp8.uses_fp8 if ahead is None else ahead):
+        ahead = self.config.sft.compile_ahead
+        if ahead is None:
+            ahead = self._compiles_shapes and self.bucketing != "off" and not self.config.fp8.uses_fp8
+        if not self.varies_shapes or not ahead:
             return ()
         found: dict[tuple[int, ...], Any] = {}
         while consumed_samples < total_samples:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config, ConfigError
 from megatron.options.data import parse_data_path
+from megatron.runtime.devices import device_of
 from megatron.tasks.data import Microbatch, TaskData
 from megatron.tasks.loss_batch import IGNORED, LossArguments, LossBatch, Teacher, row_places, rows_of, settings_kept
 from megatron.tasks.loss_function import loss_function
@@ -162,7 +163,8 @@ class UserLoss(Objective):
         """Call the function. Raises LossError if it raises, or writes what it was given."""
         label = self.function.label
         # a comparison of contents would wait for a device
-        seen = values.seen(contents=ctx.device.type == "cpu" or not self._is_checked, weight=not self._is_checked)
+        is_free = not device_of(ctx.device.type).waits_are_costly
+        seen = values.seen(contents=is_free or not self._is_checked, weight=not self._is_checked)
         try:
             with ctx.state.streams.loss(), settings_kept(label):
                 returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config, ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
+from megatron.runtime.accelerator import current
 from megatron.runtime.plugins import import_attribute
 
 if TYPE_CHECKING:
@@ -295,7 +296,5 @@ class Events:
 
 
 def _allocated_gib() -> float | None:
-    from deepspeed.accelerator import get_accelerator
-
-    device = get_accelerator()
-    return None if device.device_name() == "cpu" else float(device.memory_allocated()) / 2**30
+    device = current()
+    return None if device.is_host else device.memory().allocated / 2**30

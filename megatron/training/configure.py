@@ -13,7 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.resilience.process import print_error
 from megatron.resilience.shutdown import is_launched
 from megatron.runtime.descriptors import limit_fault
-from megatron.runtime.devices import set_graph_variables
+from megatron.runtime.devices import find_device, set_graph_variables
 from megatron.settings.command_line import load_command_line
 from megatron.settings.validation import check_device, idle
 from megatron.training.deepspeed import config as deepspeed
@@ -56,25 +56,26 @@ def prepare_device(config: Config) -> tuple[Config, str]:
     from megatron.runtime import accelerator  # imports torch
 
     parallel = config.parallel
-    accelerator.keep_recipes(parallel.device, config.logging.results_dir)
+    accelerator.keep_compiled_graphs(parallel.device, config.logging.results_dir)
     if config.data.eval_graphs:
         set_graph_variables(parallel.device, parallel.tensor_model_parallel_size)
     device = accelerator.choose_device(parallel.device)
-    is_lazy = accelerator.is_lazy(device)
+    record = find_device(device)
+    is_lazy = record.is_lazy()
     config = on_device(config, device, lazy=is_lazy)
     # of device=auto the launcher did not know which it is
     if _is_first() and (parallel.device == "auto" or not is_launched()):
         _warn(slow_mode(config, lazy=is_lazy))
-    if device == "hpu" and os.environ.get("LOCAL_RANK", "0") == "0":
-        _warn_of_driver()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (warning := record.health_warning()):
+        _warn([warning])
     if faults := list(check_device(config)):
         raise ConfigError(faults)
-    accelerator.check_precision(device, config.training.precision)
+    accelerator.check_precision(record, config.training.precision)
     if config.training.deepspeed_config is not None:
         deepspeed.check_values(check_deepspeed(config), config.training.deepspeed_config)
     if config.training.deterministic:
-        accelerator.set_deterministic(device)
-    if fault := limit_fault(device, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
+        accelerator.set_deterministic(record)
+    if fault := limit_fault(record, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
         raise OSError(fault)
     return config, device
 
@@ -86,10 +87,3 @@ def _is_first() -> bool:
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
         print_error(f"WARNING: {line}")
-
-
-def _warn_of_driver() -> None:
-    from megatron.observability.hpu_health import driver_warning
-
-    if warning := driver_warning():
-        _warn([warning])

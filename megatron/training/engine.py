@@ -25,6 +25,7 @@ from megatron.options.config import Config
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import marked
+from megatron.runtime.devices import device_of
 from megatron.tasks.data import Microbatch
 from megatron.tasks.objective import OfOutputs
 from megatron.tasks.task import Task
@@ -310,7 +311,7 @@ def to_device(tensors: Any, device: torch.device) -> Any:
 
 def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
     """Return the microbatch in memory from which the device copies by itself; on a CPU as it is."""
-    if device.type == "cpu":
+    if device_of(device.type).is_host:
         return batch
     pin = get_accelerator().pin_memory
     inputs, targets = (

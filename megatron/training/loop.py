@@ -237,7 +237,7 @@ class Loop:
             if engine.reads_data:
                 batches = [pinned(self.task.read(dataset, key), engine.ctx.device)] * COMPILED_MICROBATCHES
             engine.run_without_update(batches, num_microbatches=COMPILED_MICROBATCHES, consumed_samples=begin)
-            accelerator.mark_step()
+            accelerator.current().mark_step()
             done += 1
             if self.shutdown.decide(self.progress):
                 break
@@ -289,7 +289,7 @@ class Loop:
                     lr=lr,
                     weight_decay=self.schedule.weight_decay(begin),
                 )
-            accelerator.mark_step()
+            accelerator.current().mark_step()
             if self._straggler is not None:
                 self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
         progress.iteration = step
@@ -345,7 +345,7 @@ class Loop:
                 skipped_iterations=progress.skipped_iterations,
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
-                compiled_graphs=accelerator.recompile_count(),
+                compiled_graphs=accelerator.current().compiled_graphs(),
                 straggler=times,
             )
         )
@@ -358,7 +358,7 @@ class Loop:
         ctx = self.engine.ctx
         if ctx.batch_rank or ctx.tensor_rank:
             return
-        fallbacks = accelerator.cpu_fallbacks()
+        fallbacks = accelerator.current().cpu_fallbacks()
         if new := sorted(fallbacks.keys() - self._fallbacks):
             self._fallbacks |= set(new)
             named = ", ".join(f"{name} ({fallbacks[name]} calls)" for name in new)

@@ -18,6 +18,7 @@ from megatron.options.optimizer import OptimizerConfig, OptimizerName
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import OPTIMIZER
 from megatron.parallel.shards import Shard, shard_of
+from megatron.runtime.devices import device_of
 from megatron.training.deepspeed.reduction import GradientBuffers
 from megatron.training.update_gate import UpdateGate
 
@@ -249,23 +250,24 @@ def _sgd(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torc
 def _adam(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
     """Return Adam, fused where the device has a kernel for it."""
     arguments = _adam_arguments(options)
-    if ctx.device.type == "hpu" and options.decoupled_weight_decay:
-        from habana_frameworks.torch.hpex.optimizers import FusedAdamW
-
-        return FusedAdamW(groups, **arguments)  # type: ignore[no-any-return]
+    device = device_of(ctx.device.type)
+    if device.adamw is not None and options.decoupled_weight_decay:
+        own: torch.optim.Optimizer = device.adamw()(groups, **arguments)
+        return own
     adam = AdamW if options.decoupled_weight_decay else Adam
-    return adam(groups, **arguments, fused=ctx.device.type in ("cpu", "cuda"))
+    return adam(groups, **arguments, fused=device.fuses_adam)
 
 
 def _paged_adamw(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
     """Return bitsandbytes' on CUDA, elsewhere AdamW. Raises ConfigError where it cannot be used."""
-    if ctx.device.type != "cuda":
+    device = device_of(ctx.device.type)
+    if not device.has_bitsandbytes:
         if ctx.rank == 0:
             states = "which offload_optimizer can offload"
-            if ctx.device.type == "cpu":
+            if device.is_host:
                 states = "whose states are in host memory"
             text = "optimizer=paged_adamw_32bit pages its states on CUDA only; on %s it is adamw, %s"
-            log.warning(text, ctx.device.type, states)
+            log.warning(text, device.name, states)
         return _adam(groups, options, ctx)
     try:
         from megatron.training.paged_adamw import PagedAdamW

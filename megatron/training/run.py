@@ -194,7 +194,7 @@ def complete_data(engine: Engine, task: Task, datasets: Sequence[Any], start: St
 
     Raises DataError.
     """
-    if line := accelerator.widened_line(engine.ctx.device.type, engine.config.training.precision):
+    if line := accelerator.widened_line(accelerator.current(), engine.config.training.precision):
         announce(engine.ctx, line)
     if engine.config.model.quantize_base != "none":
         announce(engine.ctx, dequantizer(engine.ctx.device))

@@ -94,7 +94,7 @@ def open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold tensors by name")
     found = {}
     for name, tensor in content.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_cpu
         if not is_plain or tensor.is_quantized or not (tensor.dtype in STORED_DTYPES.values() or _is_mask(tensor)):
             what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(

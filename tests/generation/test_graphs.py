@@ -23,6 +23,7 @@ from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.runtime import devices
+from megatron.runtime.device_cpu import CPU
 from tests.generation.outputs import inference_model
 from tests.habana import stand_in_packages
 from tests.models.outputs import config_of
@@ -69,7 +70,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     with stand_in_packages(monkeypatch):
         found = Accelerator()
         monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: found)
-        monkeypatch.setattr(devices, "DEVICES", ("cpu",))
+        monkeypatch.setattr(devices, "DEVICES", (dataclasses.replace(CPU, graphs="CPU"),))
         # which take addresses, so the recorder would not see them
         monkeypatch.setattr("megatron.parallel.operators.token_kernels.takes", lambda *tensors: False)
         yield found

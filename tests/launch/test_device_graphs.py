@@ -12,8 +12,9 @@ from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.inference import plan_ranks
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
-from megatron.runtime import devices
-from megatron.runtime.devices import LAZY_COLLECTIVES, LAZY_MODE, graph_faults, set_graph_variables
+from megatron.runtime import device_hpu
+from megatron.runtime.device_hpu import LAZY_COLLECTIVES, LAZY_MODE
+from megatron.runtime.devices import graph_faults, set_graph_variables
 
 LAZY = {"HL_DEVICE": "hpu", "HL_DRY_RUN": "1", "HL_TP": "2", "HL_DP": "4", "HL_PP": "1"}
 EXCLUDED = f"{LAZY_COLLECTIVES}=false keeps collectives out of HPU graphs"
@@ -79,7 +80,7 @@ def test_a_rank_sets_them_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "environ", {"PATH": ""})
     set_graph_variables("hpu", 2, lazy=True)  # no Gaudi software is there
     assert os.environ == {"PATH": ""}
-    monkeypatch.setattr(devices, "has_gaudi_plugin", lambda: True)
+    monkeypatch.setattr(device_hpu, "has_gaudi_plugin", lambda: True)
     set_graph_variables("cuda", 2, lazy=True)
     set_graph_variables("hpu", 1)
     assert os.environ == {"PATH": ""}

@@ -303,7 +303,7 @@ def test_a_contradicting_deepspeed_json_is_refused(dataset: str, tmp_path: Path)
 def test_the_rules_of_the_device_that_is_found_are_applied_before_launch(
     flags: list[str], said: str, dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "missing_products", lambda: {"fp16"})
+    monkeypatch.setattr("megatron.runtime.device_cpu.missing_products", lambda: {"fp16"})
     monkeypatch.setattr("megatron.launch.preflight.detect_device", lambda *, allow_hpu: "cpu")
     request = tiny("--data-path", dataset, *flags)
     request.device = "auto"
@@ -483,7 +483,7 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_PROFILE": "hltv"}, "HL_PROFILE='hltv' needs Habana's trace viewer"),
         ({"HL_PROFILE_STEPS": "3"}, "HL_PROFILE_STEPS='3' must be two iterations"),
         ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd, fusedadamw or paged_adamw_32bit"),
-        ({"HL_DEVICE": "gpu"}, "HL_DEVICE='gpu' must be hpu, cuda or cpu"),
+        ({"HL_DEVICE": "gpu"}, "HL_DEVICE='gpu' must be auto, hpu, cuda, cpu, or your own"),
         ({"HL_DEVICE": "cuda", "HL_USE_HPU": "1"}, "HL_USE_HPU=1 contradicts HL_DEVICE=cuda"),
         ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),
         ({"HL_NGPU_PER_NODE": "8", "HL_DEVICES_PER_NODE": "4"}, "mean the same thing"),

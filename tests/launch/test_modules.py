@@ -10,7 +10,8 @@ import pytest
 from megatron.cli.acceptance import report
 from megatron.launch import checks, host_environment
 from megatron.launch.host_environment import CoresError, own_sockets, ranges, rank_cores
-from megatron.runtime import devices
+from megatron.runtime import device_hpu, devices, hpu_driver
+from megatron.runtime.device_hpu import HPU
 
 TOTAL = 98304
 PAIR = [[frozenset({core, core + 8}) for core in range(first, first + 4)] for first in (0, 4)]
@@ -29,9 +30,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     opened.mkdir(parents=True)
     (opened / "3").symlink_to("/dev/accel/accel0")
     (opened / "4").symlink_to("/dev/accel/accel_controlD1")
-    monkeypatch.setattr(host_environment, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(hpu_driver, "PROC", tmp_path / "proc")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    for name in (host_environment.LISTED, "HLS_MODULE_ID", "HABANA_VISIBLE_DEVICES"):
+    for name in (hpu_driver.VISIBLE, "HLS_MODULE_ID", "HABANA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -63,23 +64,23 @@ def test_modules_that_are_missing_or_in_use_are_named_in_one_message(
     listed: str | None, ranks: int, said: str, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if listed is not None:
-        monkeypatch.setenv(host_environment.LISTED, listed)
-    found = list(host_environment.check_modules(ranks))
+        monkeypatch.setenv(hpu_driver.VISIBLE, listed)
+    found = list(hpu_driver.check_modules(ranks))
     assert len(found) == bool(said)
     assert said in "".join(found)
 
 
 def test_a_machine_without_the_plugin_or_without_cards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "has_gaudi_plugin", lambda: False)
-    monkeypatch.setattr(checks, "count_devices", lambda device: 8)
+    monkeypatch.setattr(device_hpu, "has_gaudi_plugin", lambda: False)
+    monkeypatch.setattr(device_hpu, "count_devices", lambda: 8)
     (fault,) = checks.check_plugin("hpu", None)
     assert fault.startswith(
         "device hpu is not there: habana_frameworks.torch is not installed; it comes with the image"
     )
     assert not list(checks.check_plugin("cuda", None)) + list(checks.check_plugin("hpu", "environment"))
-    monkeypatch.setattr(checks, "count_devices", lambda device: 0)
+    monkeypatch.setattr(device_hpu, "count_devices", lambda: 0)
     assert list(checks.check_plugin("hpu", None)) == []  # the cards are missing first
-    monkeypatch.delenv(host_environment.LISTED, raising=False)
+    monkeypatch.delenv(hpu_driver.VISIBLE, raising=False)
     (fault,) = checks.check_local_devices("hpu", 8)
     assert fault == (
         "8 hpu devices are needed, but this machine has 0; hl-smi lists those that its driver sees. Or set "
@@ -88,23 +89,23 @@ def test_a_machine_without_the_plugin_or_without_cards_is_named(monkeypatch: pyt
 
 
 def test_a_launch_and_an_agent_refuse_them_on_hpu_alone(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(host_environment.LISTED, "4,5")
+    monkeypatch.setenv(hpu_driver.VISIBLE, "4,5")
     (fault,) = checks.check_local_devices("hpu", 2)
     assert "5 is in use (held by process 42)" in fault
     (fault,) = checks.check_local_devices("hpu", 8)
     assert fault.startswith("8 hpu devices are needed, but HABANA_VISIBLE_MODULES=4,5 leaves 2 of this machine's; list")
     monkeypatch.setenv("DS_ACCELERATOR", "hpu")
     with pytest.raises(host_environment.ModulesError, match="5 is in use"):
-        host_environment.require_modules(2)
+        host_environment.require_devices(2)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    host_environment.require_modules(2)
+    host_environment.require_devices(2)
 
 
 def test_one_module_for_all_ranks_is_refused(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HLS_MODULE_ID", "5")
-    (fault,) = host_environment.check_modules(8)
+    (fault,) = hpu_driver.check_modules(8)
     assert fault.startswith("HLS_MODULE_ID=5 gives all 8 ranks of a node one module; unset it")
-    (fault,) = host_environment.check_modules(1)
+    (fault,) = hpu_driver.check_modules(1)
     assert "5 is in use" in fault
 
 
@@ -112,21 +113,21 @@ def test_parts_of_a_node_that_habana_does_not_support_are_warned_of(
     node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for listed, ranks, warned in [("4,5,6,7", 4, 0), ("2,3", 2, 0), ("1,2", 2, 1), ("0,1,2", 3, 1), ("2,3,4,5", 4, 1)]:
-        monkeypatch.setenv(host_environment.LISTED, listed)
-        assert len(list(host_environment.warn_of_modules(ranks))) == warned, listed
-    monkeypatch.delenv(host_environment.LISTED)
-    assert list(host_environment.warn_of_modules(8)) == []
+        monkeypatch.setenv(hpu_driver.VISIBLE, listed)
+        assert len(list(hpu_driver.warn_of_modules(ranks))) == warned, listed
+    monkeypatch.delenv(hpu_driver.VISIBLE)
+    assert list(hpu_driver.warn_of_modules(8)) == []
     monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "0,1")
-    (warning,) = host_environment.warn_of_modules(2)
+    (warning,) = hpu_driver.warn_of_modules(2)
     assert "restricts no process; set HABANA_VISIBLE_MODULES" in warning
 
 
 def test_without_hl_smi_the_ranks_find_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(host_environment.check_modules(8)) == []
+    assert list(hpu_driver.check_modules(8)) == []
     (tmp_path / "hl-smi").write_text("#!/bin/sh\necho no driver\n")
     (tmp_path / "hl-smi").chmod(0o755)
-    assert list(host_environment.check_modules(8)) == []
+    assert list(hpu_driver.check_modules(8)) == []
 
 
 def test_neighbouring_ranks_share_a_socket_and_no_two_a_core() -> None:
@@ -154,7 +155,7 @@ def test_every_query_has_the_form_that_hl_smi_documents(monkeypatch: pytest.Monk
     program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}*) exit 1;;\nesac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert devices.device_memory_bytes("hpu") == (TOTAL - 1) * 2**20
+    assert devices.device_memory_bytes(HPU) == (TOTAL - 1) * 2**20
     assert report.cards() == [("HL-225", "1.24.1", str(TOTAL))]
-    assert [module.number for module in host_environment.modules()] == [5]
-    assert devices.query_devices("hpu", "unknown") == []
+    assert [module.number for module in hpu_driver.modules()] == [5]
+    assert HPU.query("unknown") == []

@@ -321,7 +321,7 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--device gpu --devices-per-node x --env A --master-port 99999 --max-restarts -1 -- "
         "--config tiny_bloom --data-path corpus",
         [
-            "--device='gpu' must be auto, hpu, cuda or cpu",
+            "--device='gpu' must be auto, hpu, cuda, cpu, or your own as package.module:RECORD",
             "--devices-per-node='x' must be a whole number",
             "--env='A' must be NAME=VALUE",
             "--master-port='99999' must be a whole number from 1 to 65535",
@@ -413,7 +413,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("HL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("megatron.launch.checks.missing_products", frozenset)
+    monkeypatch.setattr("megatron.runtime.device_cpu.missing_products", frozenset)
 
 
 def words_of(launcher: str, arguments: str) -> list[str]:

@@ -26,7 +26,7 @@ from megatron.models.attention import (
 from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.fused import EAGER
-from megatron.runtime import devices
+from megatron.runtime import device_cpu
 from megatron.settings.command_line import parse_arguments
 
 CPU = torch.device("cpu")
@@ -373,7 +373,7 @@ def test_blockwise_attention_equals_float64(
 
 def test_blockwise_attention_has_few_shapes_of_products() -> None:
     """oneDNN keeps a kernel of nearly 1 MB for each shape."""
-    assert max(devices.BLOCKWISE_LENGTHS) / blockwise_attention.ATTENTION_QUERIES <= 16
+    assert max(device_cpu.BLOCKWISE_LENGTHS) / blockwise_attention.ATTENTION_QUERIES <= 16
 
 
 def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:

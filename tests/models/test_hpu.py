@@ -20,6 +20,7 @@ from megatron.parallel.layers import RMSNorm
 from megatron.parallel.operators.fused import PLAIN
 from megatron.parallel.operators.fused import habana as habana_kernels
 from megatron.runtime import accelerator
+from megatron.runtime.device_hpu import HPU as HPU_RECORD
 from megatron.training.loop import Loop
 from megatron.training.optimizer import BareOptimizer, GatedOptimizer, build_optimizer
 from tests.habana import stand_in_packages
@@ -166,7 +167,7 @@ def test_fused_adamw_clips_where_deepspeed_does_not() -> None:
 def test_operators_computed_on_the_cpu_are_named_once_a_stage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, habana: Any, tensor_rank: int, named: int
 ) -> None:
-    monkeypatch.setattr(accelerator, "_device", lambda: "hpu")
+    monkeypatch.setattr(accelerator, "current", lambda: HPU_RECORD)
     ctx = dataclasses.replace(HPU, rank=4 + tensor_rank, tensor_size=2)
     loop: Any = SimpleNamespace(engine=SimpleNamespace(ctx=ctx), _fallbacks=set())
     habana.fallbacks |= {"aten::unique": 3, "aten::sort": 1}

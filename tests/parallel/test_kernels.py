@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.options.config import Config, ConfigError, ModelConfig, TrainingConfig
 from megatron.parallel.operators import fused
 from megatron.parallel.operators.fused import EAGER, PLAIN, Kernels, choose_kernels, compiled
+from megatron.runtime import device_cpu, device_cuda
 
 S, B, QUERIES, KEYS, HEAD_SIZE, WIDTH = 6, 2, 4, 2, 8, 24
 CPU = torch.device("cpu")
@@ -134,8 +135,8 @@ def check(operator: str, form: Kernels, dtype: torch.dtype, inputs: list[Tensor]
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiled_operators_equal_float64(operator: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()  # after eight shapes of the other tests it would compute as it is written
-    check(operator, compiled("inductor", "cpu"), dtype)
-    check(operator, compiled("inductor", "cpu"), dtype, extremes(operator))
+    check(operator, compiled("inductor", device_cpu.CPU), dtype)
+    check(operator, compiled("inductor", device_cpu.CPU), dtype, extremes(operator))
 
 
 def test_eager_operators_keep_their_inputs_alone() -> None:
@@ -190,7 +191,7 @@ def test_form_by_device_and_option(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [24, 5000])
 def test_swiglu_on_cuda_equals_float64(width: int, dtype: torch.dtype) -> None:
-    form, rounded = compiled("inductor", "cuda"), (3 * random(S, B, 2 * width, seed=1)).to(dtype)
+    form, rounded = compiled("inductor", device_cuda.CUDA), (3 * random(S, B, 2 * width, seed=1)).to(dtype)
     found = differentiated(lambda x: [form.swiglu(x.cuda()).cpu()], [rounded])
     expected = differentiated(lambda x: [gated(x)], [rounded.double()])
     for ours, exact in zip(found, expected, strict=True):
@@ -199,8 +200,8 @@ def test_swiglu_on_cuda_equals_float64(width: int, dtype: torch.dtype) -> None:
 
 
 def test_rms_norm_is_torchs_own_where_that_is_one_kernel() -> None:
-    assert compiled("inductor", "cuda").rms_norm is PLAIN.rms_norm
-    assert compiled("inductor", "cpu").rms_norm is not PLAIN.rms_norm
+    assert compiled("inductor", device_cuda.CUDA).rms_norm is PLAIN.rms_norm
+    assert compiled("inductor", device_cpu.CPU).rms_norm is not PLAIN.rms_norm
 
 
 def test_fused_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

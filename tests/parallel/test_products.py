@@ -16,7 +16,9 @@ from torch import Tensor
 from benchmarks.live_bytes import LiveBytes
 from megatron.models.attention import Packing, SDPAttention, alibi_slopes
 from megatron.parallel.operators import products
-from megatron.runtime import accelerator, devices
+from megatron.runtime import accelerator, device_cpu
+from megatron.runtime.device_cpu import CPU
+from megatron.runtime.device_cuda import CUDA
 from tests.ranks import HANG_S
 
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -215,18 +217,18 @@ FLAGS = {
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_processors_flags_say_which_products_it_lacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags, missing = FLAGS[name]
-    for variable in devices.MAX_CPU_ISA:
+    for variable in device_cpu.MAX_CPU_ISA:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "read_text", lambda path: f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert devices.missing_products() == missing
+    assert device_cpu.missing_products() == missing
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core_vnni")
-    assert devices.missing_products() == {"bf16", "fp16"}
+    assert device_cpu.missing_products() == {"bf16", "fp16"}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    assert devices.missing_products() == missing | {"fp16"}
+    assert device_cpu.missing_products() == missing | {"fp16"}
 
 
 def test_blocks_attend_faster_with_avx512_and_in_bf16_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*devices.MAX_CPU_ISA, "ATEN_CPU_CAPABILITY"):
+    for variable in (*device_cpu.MAX_CPU_ISA, "ATEN_CPU_CAPABILITY"):
         monkeypatch.delenv(variable, raising=False)
     avx512 = "avx2 avx512f avx512bw avx512dq avx512vl"
     for flags, fp32, bf16 in (
@@ -236,30 +238,32 @@ def test_blocks_attend_faster_with_avx512_and_in_bf16_without_amx(monkeypatch: p
         (f"{avx512} avx512_bf16 amx_bf16 amx_tile", True, False),
     ):
         monkeypatch.setattr(Path, "read_text", lambda path, flags=flags: f"flags\t\t: {flags}\n")
-        assert [devices.attends_blockwise(precision) for precision in ("fp32", "bf16", "fp16")] == [fp32, bf16, False]
+        attends = [device_cpu.attends_blockwise(precision) for precision in ("fp32", "bf16", "fp16")]
+        assert attends == [fp32, bf16, False]
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    assert not devices.attends_blockwise("fp32")
+    assert not device_cpu.attends_blockwise("fp32")
 
 
 def test_another_architecture_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in devices.MAX_CPU_ISA:
+    for variable in device_cpu.MAX_CPU_ISA:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "read_text", lambda path: "Features\t: fp asimd bf16\n")
-    assert devices.missing_products() == frozenset()
+    assert device_cpu.missing_products() == frozenset()
 
 
 PROGRAM = """
 import torch
 from megatron.runtime import accelerator
+from megatron.runtime.device_cpu import CPU
 from megatron.models import blockwise_attention
 from megatron.parallel.operators import cpu_weights, products
 print(accelerator.processor())
 print(sorted(map(str, products.WIDENED)), cpu_weights.pack(torch.ones(16, 16, dtype=torch.bfloat16)))
-print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line("cpu", "bf16"))
+print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line(CPU, "bf16"))
 """
 
 
-@pytest.mark.skipif("avx512f" not in devices._cpu_flags(), reason="has no AVX-512 to simulate other processors by")
+@pytest.mark.skipif("avx512f" not in device_cpu._cpu_flags(), reason="has no AVX-512 to simulate other processors by")
 @pytest.mark.parametrize("name", SIMULATED)
 def test_a_simulated_processor_computes_in_float32_and_says_so(name: str) -> None:
     said = subprocess.run(
@@ -285,7 +289,7 @@ def test_the_suite_passes_on_a_simulated_processor(name: str, room: str) -> None
 
 def test_where_there_are_products_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "processor", lambda: accelerator.Processor("AVX512", frozenset({"bf16"})))
-    assert accelerator.widened_line("cpu", "bf16") is None
-    assert accelerator.widened_line("cuda", "fp16") is None
-    assert accelerator.widened_line("cpu", "fp32") is None
+    assert accelerator.widened_line(CPU, "bf16") is None
+    assert accelerator.widened_line(CUDA, "fp16") is None
+    assert accelerator.widened_line(CPU, "fp32") is None
     assert str(accelerator.processor()) == "AVX512, products in bf16"

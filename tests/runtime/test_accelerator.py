@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.runtime import accelerator, devices
+from megatron.runtime import accelerator, device_cuda, device_hpu, devices
+from megatron.runtime.device import DeviceError
+from megatron.runtime.device_cuda import CUDA
+from megatron.runtime.device_hpu import HPU
 from tests.habana import stand_in_packages
 from tests.ranks import HANG_S
 
@@ -84,7 +87,7 @@ def test_choice_is_told_to_deepspeed(monkeypatch: pytest.MonkeyPatch, habana: An
 
 def test_hpu_without_habana_frameworks_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks", None)
-    with pytest.raises(accelerator.DeviceError, match=r"not installed; .*never by pip.*--device cpu"):
+    with pytest.raises(DeviceError, match=r"not installed; .*never by pip.*--device cpu"):
         accelerator.choose_device("hpu")
     assert "DS_ACCELERATOR" not in os.environ
 
@@ -95,10 +98,10 @@ def test_a_plugin_that_does_not_load_is_not_called_missing(monkeypatch: pytest.M
     def load(name: str) -> ModuleType:
         raise ImportError("libhabana.so: undefined symbol: _ZN5torch")
 
-    monkeypatch.setattr(accelerator.importlib, "import_module", load)
+    monkeypatch.setattr(device_hpu.importlib, "import_module", load)
     version = {"habana-torch-plugin": "1.24.1.482", "torch": "2.13.0"}.__getitem__
-    monkeypatch.setattr(accelerator.metadata, "version", version)
-    with pytest.raises(accelerator.DeviceError, match=r"1.24.1.482 does not load beside torch 2.13.0: libhab.*built"):
+    monkeypatch.setattr(device_hpu.metadata, "version", version)
+    with pytest.raises(DeviceError, match=r"1.24.1.482 does not load beside torch 2.13.0: libhab.*built"):
         accelerator.choose_device("hpu")
 
 
@@ -114,26 +117,27 @@ def test_what_the_plugin_asserts_of_torch_is_one_message(monkeypatch: pytest.Mon
     def load(name: str) -> ModuleType:
         raise error
 
-    monkeypatch.setattr(accelerator.importlib, "import_module", load)
-    with pytest.raises(accelerator.DeviceError, match=rf"{re.escape(str(error))}; .*lazy mode needs Habana's build"):
+    monkeypatch.setattr(device_hpu.importlib, "import_module", load)
+    with pytest.raises(DeviceError, match=rf"{re.escape(str(error))}; .*lazy mode needs Habana's build"):
         accelerator.choose_device("hpu")
 
 
 def test_operators_that_the_cpu_computed_are_counted_by_name(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
-    assert accelerator.cpu_fallbacks() == {}
+    assert accelerator.current().cpu_fallbacks() == {}
     habana.fallbacks["aten::unique"] = 3
-    assert accelerator.cpu_fallbacks() == {"aten::unique": 3}
+    assert accelerator.current().cpu_fallbacks() == {"aten::unique": 3}
     run_on(monkeypatch, "cpu")
-    assert accelerator.cpu_fallbacks() == {}
+    assert accelerator.current().cpu_fallbacks() == {}
 
 
 def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "habana_frameworks" / "mediapipe").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(devices, "count_devices", {"hpu": 8, "cuda": 0}.__getitem__)
+    monkeypatch.setattr(device_hpu, "count_devices", lambda: 8)
+    monkeypatch.setattr(device_cuda, "count_devices", lambda: 0)
     assert devices.detect_device() == "cpu"
-    with pytest.raises(accelerator.DeviceError, match=r"habana_frameworks.torch is not installed"):
+    with pytest.raises(DeviceError, match=r"habana_frameworks.torch is not installed"):
         accelerator.choose_device("hpu")
     sys.modules.pop("habana_frameworks", None)
 
@@ -153,14 +157,16 @@ def test_the_namespace_alone_is_no_gaudi_software(monkeypatch: pytest.MonkeyPatc
 def test_devices_are_counted_as_their_libraries_do(
     monkeypatch: pytest.MonkeyPatch, device: str, listed: str, count: int
 ) -> None:
-    monkeypatch.setenv(devices.VISIBLE[device], listed)
-    assert devices.count_devices(device) == count
+    record = devices.find_device(device)
+    monkeypatch.setenv(record.visible_variable, listed)
+    assert record.count is not None
+    assert record.count() == count
 
 
 def test_fewer_modules_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,5")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(accelerator.DeviceError, match="HABANA_VISIBLE_MODULES=4,5 leaves 2 of the 4 devices"):
+    with pytest.raises(DeviceError, match="HABANA_VISIBLE_MODULES=4,5 leaves 2 of the 4 devices"):
         accelerator.choose_device("hpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert accelerator.choose_device("hpu") == "hpu"
@@ -193,7 +199,7 @@ def test_compiled_graphs_are_kept_in_the_runs_folder(
         monkeypatch.delenv(name)
     monkeypatch.setenv("PT_HPU_ENABLE_CACHE_METRICS", "1")  # as it sets it, and restored
     monkeypatch.chdir(tmp_path)
-    accelerator.keep_recipes(device, folder)
+    accelerator.keep_compiled_graphs(device, folder)
     place = {"out": tmp_path.resolve() / "out", "host": socket.gethostname()}
     assert os.environ.get(name) == (expected and expected.format(**place))
     assert ("compiled graphs are not kept for a restart" in caplog.text) == (folder == "with,comma")
@@ -204,10 +210,10 @@ def test_variables_that_come_after_the_software_are_warned_of(
 ) -> None:
     for name in ("PT_HPU_RECIPE_CACHE_CONFIG", "PT_HPU_ENABLE_CACHE_METRICS"):
         monkeypatch.setenv(name, "given")
-    accelerator.keep_recipes("hpu", "out")
+    accelerator.keep_compiled_graphs("hpu", "out")
     assert caplog.text == ""
     monkeypatch.delenv("PT_HPU_ENABLE_CACHE_METRICS")
-    accelerator.keep_recipes("hpu", "out")
+    accelerator.keep_compiled_graphs("hpu", "out")
     assert (
         "loaded before this run could set PT_HPU_ENABLE_CACHE_METRICS=1, and may not read it; import it" in caplog.text
     )
@@ -216,30 +222,30 @@ def test_variables_that_come_after_the_software_are_warned_of(
 def test_without_habanas_packages_no_place_for_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks", None)
     monkeypatch.setattr(os, "environ", {})
-    accelerator.keep_recipes("auto", "out")
+    accelerator.keep_compiled_graphs("auto", "out")
     assert os.environ == {}
 
 
 def test_hpu_without_a_device_names_the_remedy(habana: Any) -> None:
     habana.count = 0
-    with pytest.raises(accelerator.DeviceError, match=r"sees no Gaudi; hl-smi"):
+    with pytest.raises(DeviceError, match=r"sees no Gaudi; hl-smi"):
         accelerator.choose_device("hpu")
 
 
 def test_cuda_hidden_or_not_built_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    with pytest.raises(accelerator.DeviceError, match="built without CUDA"):
+    with pytest.raises(DeviceError, match="built without CUDA"):
         accelerator.choose_device("cuda")
     with_cuda(monkeypatch, available=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(accelerator.DeviceError, match="under CUDA_VISIBLE_DEVICES=''; nvidia-smi"):
+    with pytest.raises(DeviceError, match="under CUDA_VISIBLE_DEVICES=''; nvidia-smi"):
         accelerator.choose_device("cuda")
 
 
 def test_unknown_device_of_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
-    with pytest.raises(accelerator.DeviceError, match="DS_ACCELERATOR=xpu is unknown; use hpu, cuda, cpu or auto"):
+    with pytest.raises(DeviceError, match="DS_ACCELERATOR=xpu must be auto, hpu, cuda, cpu, or your own"):
         accelerator.choose_device("auto")
 
 
@@ -247,7 +253,7 @@ def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(monkeypatch: pyt
     settled = SimpleNamespace(device_name=lambda: "cpu")
     module = stand_in("real", ds_accelerator=settled)
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator.real_accelerator", module)
-    with pytest.raises(accelerator.DeviceError, match="too late: deepspeed was imported before and uses cpu"):
+    with pytest.raises(DeviceError, match="too late: deepspeed was imported before and uses cpu"):
         accelerator.choose_device("hpu")
     assert accelerator.choose_device("cpu") == "cpu"
 
@@ -255,24 +261,27 @@ def test_a_choice_after_deepspeed_settled_elsewhere_is_an_error(monkeypatch: pyt
 PROGRAM = """
 import sys
 from megatron.runtime import accelerator
+from megatron.runtime.device import Device, DeviceError
 from tests.habana import stand_in_packages
 assert not {"torch", "deepspeed"} & set(sys.modules), "imported with the module"
 chosen = accelerator.choose_device("cpu")
 assert "deepspeed" not in sys.modules, "imported by choose_device"
 from deepspeed.accelerator import get_accelerator
-print(chosen, get_accelerator().device_name(), accelerator.peak_tflops(), accelerator.recompile_count())
-accelerator.mark_step()
+print(chosen, get_accelerator().device_name(), accelerator.peak_tflops(), accelerator.current().compiled_graphs())
+accelerator.current().mark_step()
 print(*accelerator.memory_stats(), sep=", ")
 try:
-    accelerator._MISSING["cuda"] = lambda: ""
-    accelerator.choose_device("cuda")
-except accelerator.DeviceError as error:
+    there = Device(name="there", accelerator="cuda", torch_type="cuda", collectives="nccl", missing=str)
+    accelerator.DEVICES = (there,)
+    accelerator.find_device = lambda name: there
+    accelerator.choose_device("there")
+except DeviceError as error:
     print("too late" in str(error))
 """
 
 
 def test_real_deepspeed_follows_the_choice() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     env = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -384,7 +393,7 @@ def test_mark_step_acts_in_hpus_lazy_mode_only(
 ) -> None:
     run_on(monkeypatch, device)
     habana.lazy = lazy
-    accelerator.mark_step()
+    accelerator.current().mark_step()
     assert len(habana.called("mark_step")) == marks
 
 
@@ -401,11 +410,11 @@ def test_marked_functions_launch_their_operators_in_lazy_mode(
 
 def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
-    assert accelerator.recompile_count() == 17
+    assert accelerator.current().compiled_graphs() == 17
     habana.compiled = 18
-    assert accelerator.recompile_count() == 18
+    assert accelerator.current().compiled_graphs() == 18
     run_on(monkeypatch, "cpu")
-    assert accelerator.recompile_count() is None
+    assert accelerator.current().compiled_graphs() is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,7 +443,8 @@ def test_recompile_count_is_hpus_graph_compilations(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_peak_of_known_devices(name: str, tflops: float) -> None:
-    assert accelerator.named_peak_tflops(name) == pytest.approx(tflops, abs=1)
+    device = HPU if name.startswith("GAUDI") else CUDA
+    assert accelerator.named_peak_tflops(device, name) == pytest.approx(tflops, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -449,23 +459,23 @@ def test_peak_of_known_devices(name: str, tflops: float) -> None:
     ],
 )
 def test_peak_of_other_devices_is_unknown(name: str) -> None:
-    assert accelerator.named_peak_tflops(name) is None
+    assert [accelerator.named_peak_tflops(device, name) for device in (CUDA, HPU)] == [None, None]
 
 
 def test_software_is_what_stands_between_torch_and_the_device(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
     run_on(monkeypatch, "hpu")
-    assert accelerator.software() == {"device": "GAUDI2", "habana-torch-plugin": "unknown"}
-    monkeypatch.setattr(accelerator.metadata, "version", lambda name: {"habana-torch-plugin": "1.22.0"}[name])
-    assert accelerator.software()["habana-torch-plugin"] == "1.22.0"
+    assert accelerator.current().software() == {"device": "GAUDI2", "habana-torch-plugin": "unknown"}
+    monkeypatch.setattr(device_hpu.metadata, "version", lambda name: {"habana-torch-plugin": "1.22.0"}[name])
+    assert accelerator.current().software()["habana-torch-plugin"] == "1.22.0"
     run_on(monkeypatch, "cuda")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     expected = {"device": "NVIDIA L40S", "cuda": "12.8", "cudnn": "91002", "nccl": "2.27.3"}
-    assert accelerator.software() == expected
+    assert accelerator.current().software() == expected
     run_on(monkeypatch, "cpu")
-    assert accelerator.software() == {}
+    assert accelerator.current().software() == {}
 
 
 def test_peak_asks_the_device_in_use(monkeypatch: pytest.MonkeyPatch, habana: Any) -> None:
@@ -485,7 +495,7 @@ def test_deterministic_sets_torchs_switch(monkeypatch: pytest.MonkeyPatch, devic
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     try:
-        accelerator.set_deterministic(device)
+        accelerator.set_deterministic(devices.find_device(device))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if device == "cuda" else None)
@@ -497,9 +507,10 @@ def test_deterministic_sets_torchs_switch(monkeypatch: pytest.MonkeyPatch, devic
 
 def test_the_device_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"hpu": 0, "cuda": 0}
-    monkeypatch.setattr(devices, "count_devices", counts.__getitem__)
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(device_hpu, "count_devices", lambda: counts["hpu"])
+    monkeypatch.setattr(device_cuda, "count_devices", lambda: counts["cuda"])
+    monkeypatch.setattr(device_cuda, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(device_hpu, "has_gaudi_plugin", lambda: True)
     assert devices.detect_device() == "cpu"
     counts["cuda"] = 1
     assert devices.detect_device() == "cuda"

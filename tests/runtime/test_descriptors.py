@@ -10,6 +10,7 @@ import pytest
 from megatron.launch.plan import LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.runtime import descriptors
+from megatron.runtime.device_cpu import CPU
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_limit_is_raised_as_far_as_it_may(limits: list[tuple[int, int]]) -> None:
-    assert descriptors.limit_fault("cpu", 480, 1) is None
+    assert descriptors.limit_fault(CPU, 480, 1) is None
     assert limits[-1] == (4096, 4096)
     limits.append((1024, resource.RLIM_INFINITY))
     assert descriptors.raise_limit() == descriptors.HIGHEST

@@ -367,7 +367,7 @@ def test_a_flag_without_its_value_is_named(value: str) -> None:
         ("--zzzzzz", "unknown flag --zzzzzz; see --help"),
         ("--rampup-batch-size 1 2", "training.rampup_batch_size=1 2: expected 3 values, not 2"),
         ("--num-layers 2.5", "model.num_layers='2.5': input should be a valid integer"),
-        ("--device tpu", "parallel.device='tpu': input should be 'auto', 'hpu', 'cuda' or 'cpu'"),
+        ("--device tpu", "parallel.device='tpu': must be auto, hpu, cuda, cpu, or your own as package.module:RECORD"),
         ("--bf16 maybe", "training.bf16='maybe': input should be a valid boolean"),
         ("--lr nan", "optimizer.lr='nan': input should be a finite number"),
         ("--hidden-dropout 1", "model.hidden_dropout='1': input should be less than 1"),

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.devices import count_devices, query_devices
+from megatron.runtime.device_hpu import HPU, count_devices
 from megatron.runtime.files import IMPORT_ROOT, replacing
 
 
@@ -264,7 +264,7 @@ def release_of(version: str) -> Release | None:
 
 def cards() -> list[tuple[str, str, str]]:
     """Return (name, driver, memory in MiB) of each card, by the vendor's hl-smi; [] where that fails."""
-    rows = query_devices("hpu", "name", "driver_version", "memory.total", timeout_s=30.0)
+    rows = HPU.query("name", "driver_version", "memory.total", timeout_s=30.0)
     return [(name, driver, memory) for name, driver, memory in rows]
 
 
@@ -273,7 +273,7 @@ def check_software(devices: int) -> Group:
     group = Group("software")
     found = cards()
     group.facts = {
-        "cards": f"{devices} of {count_devices('hpu')}",
+        "cards": f"{devices} of {count_devices()}",
         "card": ", ".join(sorted({name for name, _, _ in found})) or "unknown (no hl-smi)",
         "driver": ", ".join(sorted({driver for _, driver, _ in found})) or "unknown (no hl-smi)",
         "memory, MiB": ", ".join(sorted({memory for _, _, memory in found})) or "unknown (no hl-smi)",

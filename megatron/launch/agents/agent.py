@@ -34,10 +34,11 @@ from megatron.launch.agents.rendezvous import (
 )
 from megatron.launch.agents.restart_policy import Failure, ending
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals
-from megatron.launch.host_environment import CoresError, ModulesError, require_modules
+from megatron.launch.host_environment import CoresError, ModulesError, require_devices
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
 from megatron.runtime.descriptors import raise_limit
+from megatron.runtime.devices import launched_device
 from megatron.runtime.messages import MissingSecretError, find_secret
 from megatron.runtime.network import leave_mpi
 
@@ -256,7 +257,7 @@ def rendezvous_of(options: AgentOptions) -> Rendezvous:
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
     """Run this node's part of a run to its end, and return the exit status.
 
-    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On
+    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On most
     accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
     which importing deepspeed does.
     """
@@ -267,11 +268,13 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     with noted_signals(SIGNALS) as received:
         if start_method is None:
             shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
-            start_method = "forkserver" if shares_imports and os.environ.get("DS_ACCELERATOR") == "cpu" else "spawn"
+            device = launched_device()
+            forks = shares_imports and device is not None and device.survives_fork
+            start_method = "forkserver" if forks else "spawn"
         helpers = HelperProcesses(start_method)
         try:
             if options.ends_with_connection:  # the launcher has not checked this machine
-                require_modules(options.ranks_per_node)
+                require_devices(options.ranks_per_node)
             if options.nodes > 1:
                 with interruptible(SIGNALS, received):
                     find_secret(options.secret_file)

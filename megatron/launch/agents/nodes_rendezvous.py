@@ -30,16 +30,10 @@ from megatron.launch.agents.rendezvous import (
 )
 from megatron.launch.agents.rendezvous_server import LOST_BEATS
 from megatron.launch.agents.restart_policy import MOST_FAILURES, Failure
+from megatron.runtime import network
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.messages import SECRET, Connection, run_secret
-from megatron.runtime.network import (
-    address_towards,
-    bound_socket,
-    is_loopback,
-    listen_address,
-    listening_socket,
-    resolve,
-)
+from megatron.runtime.network import bound_socket, is_loopback, listen_address, listening_socket, resolve
 
 KINDS = (".py", ".yaml", ".cpp", ".h")
 
@@ -149,7 +143,7 @@ class NodesRendezvous(Rendezvous):
         while True:
             try:
                 first = resolve(self._host)
-                own = address_towards(first)
+                own = network.address_towards(first)
                 # towards 127.0.1.1, a machine's own name on Debian and Ubuntu, its own address is 127.0.0.1
                 is_here = own == first or is_loopback(first)
                 if self._options.node_rank == 0 or (self._options.node_rank is None and is_here):

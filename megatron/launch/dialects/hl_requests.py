@@ -27,6 +27,7 @@ from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Translation, flag_words, one_of
 from megatron.options.flags import dashed, flag
 from megatron.options.presets import ALTERNATIVES, UNSET, read_preset
+from megatron.runtime.device_hpu import HPU
 from megatron.settings.parser import build_parser
 from megatron.weights.huggingface_config import find_model, preset_of
 
@@ -240,18 +241,18 @@ def _run_name(settings: Mapping[str, Any], script: Script, preset: str | None) -
 
 
 def _device(settings: Mapping[str, Any], result: Translation, request: LaunchRequest) -> str:
-    """Return hpu, cuda, cpu, auto, or `no-hpu`: the first of cuda and cpu that is there."""
+    """Return the name of a device, auto, or `no-hpu`: the first of cuda and cpu that is there."""
     device, use_hpu = settings.get("device"), settings.get("use_hpu")
     if result.unread & {"device", "use_hpu"}:
         request.unread.add("device")
     if "device" in result.unread:
         return "auto"
-    if device is not None and use_hpu is not None and use_hpu != (device == "hpu"):
+    if device is not None and use_hpu is not None and use_hpu != (device == HPU.name):
         request.faults.append(f"{_given(result, 'use_hpu')} contradicts HL_DEVICE={device}; set one of them")
         request.unread.add("device")
     if device is not None:
         return str(device)
-    return {None: "auto", True: "hpu", False: "no-hpu"}[use_hpu]
+    return {None: "auto", True: HPU.name, False: "no-hpu"}[use_hpu]
 
 
 def _given(result: Translation, target: str) -> str:

@@ -17,6 +17,7 @@ from megatron.launch.plan import TOO_LONG, TRAIN_ON
 from megatron.options.data import DataConfig
 from megatron.options.dialect import Entry, Setting, WrongValueError, one_in, one_of, sets, whole
 from megatron.options.optimizer import OPTIMIZERS
+from megatron.runtime.devices import device_fault
 
 Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
 ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
@@ -63,6 +64,15 @@ def _one_in(
     name: str, target: str, choices: Sequence[str], text: str, hint: str = "", scripts: tuple[Script, ...] = ALL
 ) -> Entry:
     return sets(name, target, text, one_in(choices, hint), scripts)
+
+
+DEVICE = "hpu, cuda, cpu, or your own as package.module:RECORD"
+
+
+def _device_name(text: str) -> str:
+    if fault := device_fault(text):
+        raise WrongValueError(f"{fault}; unset it for the first of hpu, cuda and cpu that is there")
+    return text
 
 
 def _choice(
@@ -384,13 +394,7 @@ _VARIABLES: tuple[Entry, ...] = (
         scripts=FINE_TUNING,
     ),
     # device
-    _one_in(
-        "HL_DEVICE",
-        "device",
-        ("hpu", "cuda", "cpu"),
-        "hpu, cuda or cpu; unset: the first of them that is there",
-        "; unset it for the first of them that is there",
-    ),
+    sets("HL_DEVICE", "device", f"{DEVICE}; unset: the first of hpu, cuda and cpu that is there", _device_name, ALL),
     _switch("HL_USE_HPU", "use_hpu", "1: hpu; 0: not hpu. Unset: what is there"),
     _text("HL_ENV_FLAGS", "environment", "variables for the ranks on every node: NAME=VALUE,NAME=VALUE"),
     _switch("HL_HNIC", "hnic", "1: Gaudi nodes communicate through the hosts' network cards"),

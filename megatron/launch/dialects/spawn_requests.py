@@ -21,7 +21,7 @@ from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
 from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest
-from megatron.runtime.devices import detect_device
+from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface_config import find_hub_folder, find_model
 
@@ -113,9 +113,12 @@ def _graph_flags(command: SpawnCommand, variables: Mapping[str, str]) -> list[st
     evaluates = variables.get("HL_EVAL_ITERS", "0") != "0" or any(
         re.match(r"--eval[-_]iters", word) for word in command.train_flags
     )
-    if device == "hpu" and evaluates:
+    # a device that cannot be read is a fault of its own
+    known = is_device(device) and device_fault(device) is None
+    replays = known and find_device(device).replays_evaluations
+    if replays and evaluates:
         return ["--eval-graphs", "true"]
-    why = "the run has no validation; set HL_EVAL_ITERS" if device == "hpu" else f"{device} has no HPU graphs"
+    why = "the run has no validation; set HL_EVAL_ITERS" if replays else f"{device} has no HPU graphs"
     command.notes.append(f"{command.sources['graphs']} has no effect: {why}")
     return []
 

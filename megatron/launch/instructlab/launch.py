@@ -19,6 +19,7 @@ from megatron.launch.agents.agent_command import AgentOptions
 from megatron.launch.instructlab.arguments import TorchrunArgs
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
+from megatron.runtime.devices import find_device, rank_variables
 
 MEANINGS = {
     FAILED: "an unexpected fault; another attempt may succeed",
@@ -46,8 +47,10 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
 
 def environment_of_ranks(device: str, ranks_per_node: int) -> dict[str, str]:
     """Return this process's environment, with what the ranks need."""
-    threads = {"OMP_NUM_THREADS": child_processes.threads_per_rank(ranks_per_node)} if device == "cpu" else {}
-    return os.environ | threads | {"DS_ACCELERATOR": device, "PYTHONPATH": child_processes.python_path()}
+    environment = os.environ | rank_variables(device) | {"PYTHONPATH": child_processes.python_path()}
+    if find_device(device).is_host:
+        environment["OMP_NUM_THREADS"] = child_processes.threads_per_rank(ranks_per_node)
+    return environment
 
 
 def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

@@ -27,6 +27,7 @@ from megatron.launch.instructlab.arguments import (
 from megatron.options.config import Config, ConfigError, options
 from megatron.options.dialect import Dialect, Entry, nearest, no_effect, refused, sets
 from megatron.options.stored import from_dict
+from megatron.runtime.devices import find_device
 from megatron.runtime.files import replacing
 from megatron.runtime.messages import MissingSecretError, run_secret
 from megatron.settings.validation import check
@@ -194,7 +195,7 @@ def _backend_faults(args: TrainingArgs) -> Iterator[str]:
 def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[str]:
     """Yield what a user of InstructLab's library should know of the run."""
     yield _sharding_remark(args, setting, config)
-    if setting.device == "cpu" and not config.training.bf16:
+    if find_device(setting.device).is_host and not config.training.bf16:
         yield "on the CPU the training is in float32; on an accelerator it is in bfloat16"
     yield from _offload_remarks(args, config)
     yield from _adapter_remarks(args)
@@ -253,7 +254,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
     values: dict[str, Any] = {
         "device": setting.device,
         "task": "sft",
-        "bf16": setting.device != "cpu",
+        "bf16": not find_device(setting.device).is_host,
         "micro_batch_size": 1,
         "packing": "step",
         "log_interval": 1,

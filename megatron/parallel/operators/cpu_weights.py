@@ -78,14 +78,14 @@ def _parts(channels: int, num_threads: int) -> int:
 
 def pack(weight: Tensor) -> Tensor | None:
     """Return a bfloat16 weight [out, in] in oneDNN's blocks; None where oneDNN has no kernels for it."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _packs_bfloat16():
+    if not weight.is_cpu or weight.dtype != torch.bfloat16 or not _packs_bfloat16():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)  # type: ignore[no-any-return]
 
 
 def transpose(weight: nn.Parameter) -> bool:
     """Let a float32 weight on the CPU lie as [in, out] in memory, its shape as it was; return True if it does now."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if not weight.is_cpu or weight.dtype != torch.float32:
         return False
     weight.data = weight.data.t().contiguous().t()
     return True

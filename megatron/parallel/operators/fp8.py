@@ -25,7 +25,7 @@ from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.pass_state import Fp8Passes
 from megatron.parallel.shards import LayerDeclaration
-from megatron.runtime.accelerator import DeviceError
+from megatron.runtime.device import DeviceError
 
 
 def transformer_engine() -> Any:

@@ -23,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.operators import token_kernels
+from megatron.runtime.device import Device
+from megatron.runtime.devices import device_of
 
 log = logging.getLogger(__name__)
 
@@ -193,17 +195,17 @@ EAGER_WITHOUT_GRADIENTS = Kernels(
 
 
 @functools.cache
-def compiled(backend: str, device: str) -> Kernels:
+def compiled(backend: str, device: Device) -> Kernels:
     """Return the plain operators compiled by a backend of torch.compile, each at its first call.
 
     On CUDA RMSNorm stays torch's where it is one kernel, since torch 2.8: compiled alone it was slower. The backward
     pass of SwiGLU is a kernel of ours there, which reads less than the compiled one.
     """
-    one_kernel = device == "cuda" and hasattr(torch.ops.aten, "_fused_rms_norm")
+    one_kernel = device.compiles_by_triton and hasattr(torch.ops.aten, "_fused_rms_norm")
     rotate_, swiglu_, rms_norm_ = (
         cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm)
     )
-    if device == "cuda":
+    if device.compiles_by_triton:
         return Kernels(
             "compiled",
             rotate=rotate_,
@@ -230,11 +232,11 @@ def habana(*, fused_norm: bool) -> Kernels:
     return Kernels("habana", rotate=rotate_fused, rms_norm=FusedRMSNorm.apply if fused_norm else rms_norm)
 
 
-def missing_compiler(device: str) -> str:
-    """Return what torch.compile lacks on 'cuda' or 'cpu' ('': nothing)."""
+def missing_compiler(device: Device) -> str:
+    """Return what torch.compile lacks for a device ('': nothing)."""
     if not any(map(shutil.which, ("cc", "gcc", "g++", "clang", "clang++"))):
         return "no C compiler is on the PATH; install one, such as gcc"
-    if device == "cuda":
+    if device.compiles_by_triton:
         from torch.utils._triton import has_triton
 
         if not has_triton():
@@ -250,23 +252,24 @@ def choose_kernels(config: Config, device: torch.device, *, trains: bool = True)
     Raises ConfigError if `kernels=fused` cannot be compiled here.
     """
     choice, eager = config.model.kernels, EAGER if trains else EAGER_WITHOUT_GRADIENTS
-    if choice != "plain" and device.type == "hpu":
+    record = device_of(device.type)
+    if choice != "plain" and record.pointwise == "habana":
         return habana(fused_norm=config.model.use_fused_rmsnorm)
     # torch.compile of whole layers fuses the plain operators with their neighbours
     if choice == "plain" or config.training.torch_compile:
         return PLAIN
-    if choice == "auto" and device.type == "cpu":
+    if choice == "auto" and record.pointwise == "eager":
         if token_kernels.missing and not trains:
             log.warning(
                 "text is generated more slowly: %s; build the C++ extensions with `pip install -e .`",
                 token_kernels.missing,
             )
         return eager  # to compile takes seconds at each start
-    missing = missing_compiler(device.type)
+    missing = missing_compiler(record)
     if not missing:
         from deepspeed.accelerator import get_accelerator
 
-        return compiled(get_accelerator().get_compile_backend(), device.type)
+        return compiled(get_accelerator().get_compile_backend(), record)
     if choice == "fused":
         raise ConfigError([f"kernels=fused compiles operators, but {missing}; or use kernels=auto"])
     log.warning("kernels=auto takes eager operators: %s", missing)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.operators import products
 from megatron.parallel.operators.nf4_layout import BLOCK, DEQUANTIZED_AT_ONCE, GROUP, groups_of_units, sections, units
 from megatron.parallel.shards import Shard
+from megatron.runtime.devices import device_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -89,7 +90,7 @@ def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dequantize_plainly(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantize` by torch's operators, on any device."""
-    is_cpu = packed.device.type == "cpu"
+    is_cpu = packed.is_cpu
     pairs = _pairs(packed.device)
     # one 8-byte number is moved faster than a row of two; not every device has float64
     table = pairs.view(torch.float64).view(-1) if is_cpu else pairs
@@ -107,7 +108,7 @@ def dequantize_plainly(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
 def dequantizer(device: torch.device) -> str:
     """Return the line that says what dequantises weights on a device; a WARNING where bitsandbytes could, but fails."""
     said = "nf4: weights are dequantised by"
-    if device.type != "cuda":
+    if not device_of(device.type).has_bitsandbytes:
         return f"{said} torch's operators"
     fault = _bitsandbytes_fault()
     return f"{said} bitsandbytes" if fault is None else f"WARNING: {said} torch's operators: {fault}"

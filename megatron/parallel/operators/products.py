@@ -29,7 +29,7 @@ WIDENED = frozenset(
 
 def widens(x: Tensor) -> bool:
     """Return True if products of such a tensor are computed in float32."""
-    return x.dtype in WIDENED and x.device.type == "cpu"
+    return x.dtype in WIDENED and x.is_cpu
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _run_blocks(logits: Tensor, given: RowSums | None, *, write: bool) -> RowSum
     tokens, columns = logits.shape
     dtype = sum_dtype(logits.dtype)
     sums = given or RowSums(*(torch.empty(tokens, dtype=dtype, device=logits.device) for _ in range(2)))
-    size = BLOCK_LOGITS if logits.device.type == "cpu" else BLOCK_LOGITS_OF_A_DEVICE
+    size = BLOCK_LOGITS if logits.is_cpu else BLOCK_LOGITS_OF_A_DEVICE
     rows = max(1, min(tokens, size // columns))
     # allocated once: memory that is new to the process costs more than the arithmetic
     wide = torch.empty((0 if logits.dtype == dtype else rows, columns), dtype=dtype, device=logits.device)

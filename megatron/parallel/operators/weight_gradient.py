@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel.block_sizes import BLOCK_NUMBERS
 from megatron.parallel.operators import products
+from megatron.runtime.devices import device_of
 
 
 class GradientSum(ABC):
@@ -143,7 +144,7 @@ class Lookup(torch.autograd.Function):
 def adds_products_in_float32(device: torch.device) -> bool:
     """Return whether `addmm` adds 16-bit products to a float32 matrix: CUDA from torch 2.10."""
     version = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-    return device.type == "cuda" and torch.version.cuda is not None and version >= (2, 10)
+    return device_of(device.type).adds_16_bit_products and torch.version.cuda is not None and version >= (2, 10)
 
 
 def _largest(token_weights_N: Tensor) -> Tensor:

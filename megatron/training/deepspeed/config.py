@@ -20,6 +20,7 @@ from megatron.options.training import TrainingConfig
 from megatron.parallel.layout import Layout, LayoutError
 from megatron.plan.zero import has_gradient_buffers, reduce_bucket_size, zero_settings
 from megatron.runtime.accelerator import quiet
+from megatron.runtime.devices import find_device
 from megatron.settings.validation import check
 
 KEYS = {
@@ -313,10 +314,11 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
         zero["reduce_bucket_size"] = reduce_bucket_size(config)
     if stage >= 1 and has_gradient_buffers(config):
         zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
+    pins = config.parallel.device != "auto" and not find_device(config.parallel.device).is_host
     if optimizer.offload_optimizer and not training.skip_train:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pins}
     if optimizer.offload_param:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": config.parallel.device not in ("cpu", "auto")}
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pins}
     made: dict[str, Any] = {
         "train_batch_size": micro * layout.grad_size,
         "train_micro_batch_size_per_gpu": micro,

@@ -10,31 +10,31 @@ from typing import Any
 
 import pytest
 
-from megatron.observability import hpu_health
-from megatron.observability.hpu_health import driver_warning, module_id, read_health
 from megatron.observability.lines import memory_row
 from megatron.observability.memory import MemoryLog
 from megatron.observability.rank_times import RankStats
 from megatron.options.config import LoggingConfig
 from megatron.parallel.context import ParallelContext
-from megatron.runtime import accelerator
+from megatron.runtime import accelerator, device_hpu, hpu_driver
+from megatron.runtime.device_hpu import HPU
+from megatron.runtime.hpu_driver import module_id
 from tests.habana import stand_in_packages
 
 
 @pytest.fixture
 def habana(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with stand_in_packages(monkeypatch) as stand_in:
-        monkeypatch.setattr(accelerator, "_device", lambda: "hpu")
+        monkeypatch.setattr(accelerator, "current", lambda: HPU)
         for name in ("HLS_MODULE_ID", "HABANA_VISIBLE_MODULES", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
-        hpu_health._open.cache_clear()
+        hpu_driver._open.cache_clear()
         yield stand_in
-        hpu_health._open.cache_clear()
+        hpu_driver._open.cache_clear()
 
 
 def test_a_rank_reads_the_gaudi_of_its_module(habana: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
-    health = read_health()
+    health = HPU.health()
     assert health == pytest.approx(
         {"utilisation (%)": 90, "temperature (C)": 42, "power (W)": 450, "num_compiled_graphs": 17}
         | {"num_recipe_cache_hits": math.nan, "num_recipe_cache_misses": math.nan},
@@ -42,7 +42,7 @@ def test_a_rank_reads_the_gaudi_of_its_module(habana: Any, monkeypatch: pytest.M
     )
     habana.recipe_cache = (5, 2)
     monkeypatch.setenv("PT_HPU_ENABLE_CACHE_METRICS", "1")
-    assert [read_health()[f"num_recipe_cache_{name}"] for name in ("hits", "misses")] == [5, 2]
+    assert [HPU.health()[f"num_recipe_cache_{name}"] for name in ("hits", "misses")] == [5, 2]
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_the_module_is_the_one_that_habana_chooses(environment: dict[str, str], 
 def test_what_cannot_be_read_is_left_out(habana: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pyhlml = importlib.import_module("pyhlml")
     monkeypatch.setattr(pyhlml.devices[1], "power_mW", -1)  # module 0
-    assert math.isnan(read_health()["power (W)"])
-    assert read_health()["temperature (C)"] == 40
+    assert math.isnan(HPU.health()["power (W)"])
+    assert HPU.health()["temperature (C)"] == 40
     monkeypatch.setattr(pyhlml, "has_library", False)
-    hpu_health._open.cache_clear()
-    assert all(math.isnan(read_health()[key]) for key in ("utilisation (%)", "temperature (C)", "power (W)"))
+    hpu_driver._open.cache_clear()
+    assert all(math.isnan(HPU.health()[key]) for key in ("utilisation (%)", "temperature (C)", "power (W)"))
 
 
 def test_the_line_shows_the_hottest_and_fits_into_100_columns() -> None:
@@ -86,7 +86,7 @@ def test_the_line_shows_the_hottest_and_fits_into_100_columns() -> None:
 
 
 def test_records_on_cpu_have_none_of_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hpu_health, "_readings", lambda: pytest.fail("read"))
+    monkeypatch.setattr(hpu_driver, "_readings", lambda: pytest.fail("read"))
     MemoryLog(LoggingConfig(), ParallelContext()).take("before_model", 0)
     assert "temperature" not in capsys.readouterr().out
 
@@ -107,11 +107,11 @@ def test_records_on_hpu_have_all_of_it(habana: Any, capsys: pytest.CaptureFixtur
 def test_a_driver_of_another_release_is_warned_of(
     habana: Any, monkeypatch: pytest.MonkeyPatch, plugin: str, says: bool
 ) -> None:
-    monkeypatch.setattr(accelerator, "_plugin_version", lambda: plugin)
-    warning = driver_warning()
+    monkeypatch.setattr(device_hpu, "_plugin_version", lambda: plugin)
+    warning = HPU.health_warning()
     assert (warning is not None) is says
     if warning is not None:
         assert warning.startswith(f"the driver is of release 1.24.1-5b2d8f1, habana-torch-plugin of {plugin}; ")
     monkeypatch.setattr(importlib.import_module("pyhlml"), "has_library", False)
-    hpu_health._open.cache_clear()
-    assert driver_warning() is None
+    hpu_driver._open.cache_clear()
+    assert HPU.health_warning() is None
