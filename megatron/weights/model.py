@@ -21,6 +21,7 @@ from megatron.options.model import LoraConfig, differing
 from megatron.options.stored import from_dict
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.commands import command_name
+from megatron.runtime.devices import device_fault
 from megatron.weights.huggingface import parameters_of
 
 SHOWN = 4
@@ -73,7 +74,12 @@ def config_of_source(source: WeightSource) -> Config:
     if source.config is not None:
         return source.config
     try:
-        return from_dict(source.metadata["config"])
+        tree = source.metadata["config"]
+        parallel = dict(tree.get("parallel") or {})
+        # a user's record of the device that trained need not be importable where the weights are read
+        if device_fault(parallel.get("device", "auto")):
+            del parallel["device"]
+        return from_dict({**tree, "parallel": parallel})
     except (KeyError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
             f"{source.folder}/checkpoint.json holds no valid config of a run ({error}); load another checkpoint"

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from megatron.runtime.device import DeviceError
 from megatron.runtime.device_cpu import CPU
 from megatron.runtime.device_cuda import CUDA
 from megatron.runtime.device_hpu import HPU
+from megatron.weights.model import config_of_source
 from tests import runs
 from tests.ranks import HANG_S
 
@@ -120,6 +123,14 @@ def test_a_process_answers_by_the_record_that_was_chosen(folder: Path, monkeypat
     assert devices.device_of("cuda") is CUDA
     monkeypatch.setenv("DS_ACCELERATOR", "hpu")  # chosen since, by DeepSpeed's own name
     assert devices.launched_device() is HPU
+
+
+def test_the_weights_of_a_device_that_is_not_here_are_read(tmp_path: Path) -> None:
+    for device, expected in (("gone:RECORD", "auto"), ("hpu", "hpu")):
+        stored = {"parallel": {"device": device, "tensor_model_parallel_size": 2}}
+        source: Any = SimpleNamespace(config=None, metadata={"config": stored}, folder=tmp_path)
+        parallel = config_of_source(source).parallel
+        assert (parallel.device, parallel.tensor_model_parallel_size) == (expected, 2)
 
 
 def test_devices_of_the_package_have_different_names() -> None:
