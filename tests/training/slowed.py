@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from megatron.models.attention import SelfAttention
 from megatron.parallel.phase_clock import HostTicks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.loop import Loop
+from megatron.training.optimizer import AdamW
 from tests import runs
 
 
@@ -60,14 +60,14 @@ def slowed(phase: str, seconds: float, from_step: int) -> Iterator[None]:
         pause("data")
         return next_batch(loop)
 
-    update = inspect.unwrap(torch.optim.AdamW.step)
+    update = AdamW.step
 
     def update_slowly(optimizer: Any, *arguments: Any) -> Any:
         pause("optimizer")
         return update(optimizer, *arguments)
 
     with (
-        patch.object(torch.optim.AdamW, "step", update_slowly),
+        patch.object(AdamW, "step", update_slowly),
         patch.object(Loop, "_step", count_step),
         patch.object(SelfAttention, "forward", attend),
         patch.object(Loop, "_next_batch", read),
