@@ -1,6 +1,6 @@
 """InstructLab's arguments as they are given: defaults, wrong ones, and a model that is not there.
 
-Whole runs are in test_api_runs.py, what each argument becomes in instructlab/test_mapping.py.
+Whole runs are in test_api_runs.py, what each argument becomes in launch/instructlab/test_mapping.py.
 """
 
 from __future__ import annotations

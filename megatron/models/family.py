@@ -23,7 +23,7 @@ from megatron.parallel.shards import LayerDeclaration, declared_shards
 
 
 class ConfigFields(Protocol):
-    """A Hugging Face config.json while it is read: interop/huggingface_config.py."""
+    """A Hugging Face config.json while it is read: weights/huggingface_config.py."""
 
     where: Path | str
 

@@ -68,7 +68,7 @@ OBJECTIVES: dict[Objective, ObjectiveNeeds] = {
     "kto": _UNPAIRED,
     "apo_zero_unpaired": _UNPAIRED,
 }
-"""`tasks/preference_losses.py` has the function of each that compares pairs, `tasks/kto.py` of the others."""
+"""`tasks/preference_losses.py` has the function of each."""
 
 
 @dataclass(frozen=True, config=STRICT)

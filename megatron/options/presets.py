@@ -52,7 +52,7 @@ class _PresetLoader(yaml.SafeLoader):
 
 
 def is_finetune_file(tree: Mapping[str, Any]) -> bool:
-    """Return True for the values of a finetune_lora.yaml, which launch/finetune_file.py translates."""
+    """Return True for the values of a finetune_lora.yaml, which launch/dialects/finetune_file.py translates."""
     return not {"model_id", "LoRA"}.isdisjoint(tree)
 
 

@@ -46,7 +46,7 @@ def chunks(num_tokens: int, hidden_size: int) -> Iterator[slice]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Blocks of the products that a CPU without 16-bit ones computes in float32 (parallel/products.py); without torch.
+# Blocks of products that a CPU without 16-bit ones computes in float32: parallel/operators/products.py.
 
 ROWS, SUMMED, COLUMNS = 2048, 1024, 1024
 """Largest block of each dimension: two copies of 8 MiB and one of 4 MiB at once."""

@@ -322,7 +322,7 @@ def adds_to_optimizers_sum(config: Config) -> bool:
 
 
 def kernels_form(config: Config) -> str:
-    """Return the form of a layer's pointwise operators: plain, eager, compiled or habana (parallel/kernels.py)."""
+    """Return the form of pointwise operators: plain, eager, compiled or habana (parallel/operators/fused.py)."""
     form, model = _device(config).pointwise, config.model
     if model.kernels == "plain":
         return "plain"

@@ -1,7 +1,7 @@
 """Memory of weights, gradients and optimizer states as DeepSpeed 0.19.8 allocates them, by optimizer and ZeRO stage.
 
-Its optimizers and training/reduction.py hold flat buffers, and reduce gradients in buckets; both count. Sizes in bytes,
-of one rank.
+Its optimizers and training/deepspeed/reduction.py hold flat buffers, and reduce gradients in buckets; both count.
+Sizes in bytes, of one rank.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ PAIR_LOSSES: dict[str, Callable[[PairScores, PreferenceConfig], Tensor]] = {
         *(orpo, simpo, cpo),
     )
 }
-"""Loss [P] of each pair, by preference_loss. `config/preference.py` has what each reads."""
+"""Loss [P] of each pair, by preference_loss. `options/preference.py` has what each reads."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Engine(ABC):
         self.base: dict[str, Any] | None = None
         """With adapters, where the base model comes from and its identity."""
         self.start_fingerprint: str | None = None
-        """Fingerprint of the weights that the run started from, where a task needs it: start_weights.py."""
+        """Fingerprint of the weights that the run started from, where a task needs it: training/start.py."""
         marks = is_profiled(config.logging, ctx.rank)
         self.timers = StepTimers(config.logging.timing_log_level, ctx.device, marks=marks)
         self.passes = PassCounter(ctx)

@@ -5,7 +5,7 @@ into buckets, in the reverse of the order in which the forward pass uses the par
 a bucket is there, its reduction starts, in place and asynchronously; `finish` waits for all of them, once a step.
 
 The loss, and on CUDA linear layers and embeddings, add the gradient of their weight themselves
-(parallel/weight_gradient.py), in forward or backward.
+(parallel/operators/weight_gradient.py), in forward or backward.
 
 A gradient is final when it was added to as often as the step's microbatches require. That is counted for each
 parameter, not concluded from the number of backward passes: a schedule may defer a weight's gradient, and autograd may

@@ -33,7 +33,7 @@ from megatron.weights.model import config_of_source, different
 from megatron.weights.peft.folder import CONFIG, PREFIX, WEIGHTS
 
 START = "lora_start_"
-"""Begins the names of what PiSSA keeps of the factors' start (parallel/principal.py)."""
+"""Begins the names of what PiSSA keeps of the factors' start (parallel/low_rank.py)."""
 FACTORS = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
