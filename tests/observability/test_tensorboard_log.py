@@ -84,6 +84,7 @@ def test_a_deleted_folder_is_reported_once_and_recreated(tmp_path: Path, capsys:
     folder = tmp_path / "tensorboard"
     log = TensorBoardLog(folder)
     log.write({"loss": 1.0}, 1)
+    log._writer.flush()  # its thread would write the file while the folder is being removed
     shutil.rmtree(folder)
     for step in (2, 3):
         log.write({"loss": float(step)}, step)
