@@ -47,6 +47,8 @@ from megatron.options.stored import to_yaml
 from megatron.runtime.devices import detect_device, find_device
 from megatron.runtime.files import replacing
 from megatron.training.callbacks import TrainerCallback, TrainingContext
+from megatron.weights.huggingface_config import preset_of
+from megatron.weights.model_folder import find_model
 
 if TYPE_CHECKING:
     from megatron.generation.text_model import TextModel
@@ -131,8 +133,6 @@ def _ranks_per_node(torch_args: TorchrunArgs, device: str) -> int:
 
 def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_per_node: int) -> Config:
     """Validate the arguments, process the data, and return the config of the run."""
-    from megatron.weights.huggingface_config import find_model, preset_of  # it imports torch
-
     faults = list(refusals(torch_args, args))
     model_folder = find_model(args.model_path, "model_path")
     setting = Setting(

@@ -17,7 +17,7 @@ from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, Torchr
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.launch.instructlab.arguments import FSDPOptions
 from megatron.options.config import ConfigError
-from megatron.weights.huggingface_config import find_model
+from megatron.weights.model_folder import find_model
 from tests.finetuning_files import REQUIRED, write_chats, write_model, write_tokenizer
 
 

@@ -91,6 +91,7 @@ LIGHT = (
     "tasks.packed",
     "tasks.registry",
     "weights.huggingface_config",
+    "weights.model_folder",
 )
 
 

@@ -36,10 +36,10 @@ from megatron.runtime.accelerator import check_precision, widened_line
 from megatron.runtime.devices import device_of, name_of
 from megatron.weights.adapted import WEIGHTS, open_adapters
 from megatron.weights.formats import Given
-from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files
 from megatron.weights.loader import Load, open_source, tokenizer_of
 from megatron.weights.merging import MergedSource, merged_config
 from megatron.weights.model import check_quantization, config_of_source, source_of
+from megatron.weights.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 
 log = logging.getLogger(__name__)
 

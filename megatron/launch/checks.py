@@ -27,7 +27,8 @@ from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed
 from megatron.weights.folder_files import is_model_folder, missing_base, own_file, read_json
-from megatron.weights.huggingface_config import config_of, find_base, nothing_to_load, other_model
+from megatron.weights.huggingface_config import config_of, other_model
+from megatron.weights.model_folder import find_base, nothing_to_load
 
 BASE = "base_model_name_or_path"
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.options.config import Config
-from megatron.weights.huggingface_config import model_options
+from megatron.weights.model_folder import model_options
 
 DESCRIBING = ("architecture", "num_layers", "hidden_size", "num_attention_heads")
 """Options of which one at least is given wherever a model is described."""

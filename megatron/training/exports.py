@@ -26,12 +26,13 @@ from megatron.parallel.context import ParallelContext
 from megatron.runtime.commands import command_name
 from megatron.runtime.files import appearing, write_durably
 from megatron.weights.folder_files import EXPORT_RECORD, check_space, read_json
-from megatron.weights.huggingface import check_tokenizer, export_huggingface, name_map
+from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_files import DTYPES
 from megatron.weights.loader import tokenizer_of
 from megatron.weights.merging import merged_config, merged_model
 from megatron.weights.model import count, whole_model
 from megatron.weights.peft.export import check_exportable, export_adapter, native_adapter
+from megatron.weights.tokenizer_files import check_tokenizer
 
 #     SAVE_HF/samples_4096/                   the model or adapters after so many samples; or
 #     SAVE_HF/last_epoch/                     the newest one alone

@@ -31,9 +31,9 @@ from megatron.tasks.task import Task
 from megatron.training.engine import Engine
 from megatron.training.state import start_from_base
 from megatron.weights.adapted import AdaptedSource, open_adapters
-from megatron.weights.huggingface_config import nothing_to_load
 from megatron.weights.loader import TAG, find_checkpoint, first_whole
 from megatron.weights.model import check_quantization, holds_adapters
+from megatron.weights.model_folder import nothing_to_load
 
 NO_TRAINING = {
     "device", "distributed_timeout_minutes", "exit_interval", "exit_duration_in_mins", "kill_switch_path",

@@ -25,9 +25,9 @@ from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.base_identity import BaseIdentity, BaseSums, check_identity, parts_of_model, recorded_identity
 from megatron.weights.formats import Given, open_base
 from megatron.weights.huggingface import parameters_of
-from megatron.weights.huggingface_config import find_base
 from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.model import base_config, holds_adapters
+from megatron.weights.model_folder import find_base
 from megatron.weights.peft.start import PeftSource
 
 WEIGHTS = ("weight",)

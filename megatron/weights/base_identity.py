@@ -31,8 +31,8 @@ from megatron.parallel.shards import Shard
 from megatron.runtime.files import write_durably
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface import MappedTensor, name_map, parameters_of
-from megatron.weights.huggingface_config import hub_name_of
 from megatron.weights.huggingface_files import StoredTensor
+from megatron.weights.model_folder import hub_name_of
 
 FILE = "base_model.json"
 ALGORITHM = "row-column-sum-1"

@@ -30,11 +30,12 @@ from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
 from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, NATIVE, PEFT, Format, Given
-from megatron.weights.huggingface import export_huggingface, parameters_of, tokenizer_files
+from megatron.weights.huggingface import export_huggingface, parameters_of
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import DTYPES
 from megatron.weights.model import ReportNumel, WholeModel, whole_model
 from megatron.weights.peft.export import NativeAdapter, native_adapter
+from megatron.weights.tokenizer_files import tokenizer_files
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from megatron.options.config import Config
 from megatron.weights.deepspeed import deepspeed_checkpoint
 from megatron.weights.folder_files import is_adapter_folder
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface_config import find_base
 from megatron.weights.huggingface_source import HuggingFaceSource, is_huggingface
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
+from megatron.weights.model_folder import find_base
 from megatron.weights.peft.folder import open_adapter
 from megatron.weights.peft.start import PeftSource, with_options_of
 

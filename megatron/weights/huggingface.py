@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,28 +26,12 @@ from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.files import sync_folder
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.huggingface_config import OUTPUT, SPECIAL_TOKENS, form_of, restored_config, shown, their_config
+from megatron.weights.huggingface_config import OUTPUT, SPECIAL_TOKENS, form_of, restored_config, their_config
 from megatron.weights.huggingface_files import Precision, WeightsWriter, some, write_json
+from megatron.weights.tokenizer_files import TEMPLATES, copy_tokenizer, special_token_ids
 
 CHUNK_BYTES = 1 << 24
 """Bytes of a tensor that are read or written at once."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-TEMPLATES = "additional_chat_templates"
-"""Folder of the tokenizer's other templates by name, such as tool_use.jinja."""
-
-
-# The name map
 
 
 @dataclass(frozen=True)
@@ -71,6 +54,7 @@ class MappedTensor:
 
     def row_by_head(self, row: Any) -> Any:
         """Return the number of theirs for a row of ours, or a tensor of them, under `num_heads`."""
+        # ours: (piece * heads + head) * head size + rest; theirs: (head * 3 + piece) * head size + rest
         piece, head = row // (self.length // 3), row // self.head_size % self.num_heads
         return (3 * head + piece) * self.head_size + row % self.head_size
 
@@ -181,7 +165,7 @@ def export_huggingface(
     """
     precision = precision or config.training.precision
     mapped = name_map(config)
-    copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
+    copied = [] if tokenizer is None else copy_tokenizer(tokenizer, folder, config.model.vocab_size)
     special_tokens = _special_tokens(config, source, tokenizer)
     content = their_config(config, precision, special_tokens)
     if source is not None:
@@ -205,12 +189,10 @@ def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tupl
     missing = dict(mapped.shards)
     for name, tensor in tensors:
         shard = missing.pop(name, None)
-        if shard is None or tuple(tensor.shape) != shard.shape:
-            raise CheckpointError(
-                f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice"
-                if shard is None
-                else f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}"
-            )
+        if shard is None:
+            raise CheckpointError(f"{name} {list(tensor.shape)} is not a parameter of this model, or comes twice")
+        if tuple(tensor.shape) != shard.shape:
+            raise CheckpointError(f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}")
         for part in mapped.parts[name]:
             writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
         del tensor  # before the next one is made
@@ -225,67 +207,15 @@ def sync_export(folder: Path) -> None:
     sync_folder(folder)
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    """The names of the tokenizer's files in `folder`, those of its other templates with their folder's name."""
-    others = sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))
-    return [name for name in TOKENIZER_FILES if os.path.lexists(folder / name)] + others
-
-
-def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
-    """Return the names of a tokenizer's files.
-
-    Raises CheckpointError if one is not a file, or the tokenizer has ids beyond the model's.
-    """
-    names = tokenizer_files(tokenizer)
-    for path in (tokenizer / name for name in names):
-        own_file(path.parent, path.name)
-    if "tokenizer.json" in names:
-        largest = max(_token_ids(tokenizer / "tokenizer.json").values(), default=0)
-        if largest >= vocab_size:
-            raise CheckpointError(
-                f"{tokenizer / 'tokenizer.json'} has ids up to {largest}, but the model's vocab_size is {vocab_size}: "
-                "the tokenizer of another model; give its own"
-            )
-    return names
-
-
-def copy_tokenizer(tokenizer: Path, folder: Path, vocab_size: int) -> list[str]:
-    """Copy a tokenizer's files, and return their names. Raises CheckpointError as `check_tokenizer` does."""
-    names = check_tokenizer(tokenizer, vocab_size)
-    for name in names:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(tokenizer / name, folder / name)
-    return names
-
-
-def _token_ids(path: Path) -> dict[str, int]:
-    """Return every token's id in a tokenizer.json. Raises CheckpointError."""
-    content = read_json(path)
-    try:
-        vocabulary = (content.get("model") or {}).get("vocab") or {}
-        if isinstance(vocabulary, list):  # Unigram: [token, score] in order
-            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
-        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
-        ids: dict[str, int] = {**vocabulary, **added}
-    except (AttributeError, IndexError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is not a tokenizer.json of transformers; copy it again") from None
-    wrong = next((name for name, i in ids.items() if not isinstance(name, str) or not _is_id(i)), None)
-    if wrong is not None:
-        raise CheckpointError(f"{path} gives the token {wrong!r} the id {shown(ids[wrong])}; copy it again")
-    return ids
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
 def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any] | None:
     """Return the generation config beside the tokenizer, or of the source model, with the tokenizer's own end added."""
     if tokenizer is not None and os.path.lexists(tokenizer / "generation_config.json"):
         return read_json(own_file(tokenizer, "generation_config.json"))
     content: dict[str, Any] | None = (source or {}).get("generation_config")
-    end = None if tokenizer is None else _tokens_by_name(tokenizer).get("eos_token_id")
-    if content is None or end is None:
+    if content is None or tokenizer is None:
+        return content
+    end = special_token_ids(tokenizer).get("eos_token_id")
+    if end is None:
         return content
     known = content.get("eos_token_id")
     if known is None or known == []:
@@ -299,22 +229,13 @@ def _generation_config(source: Mapping[str, Any] | None, tokenizer: Path | None)
 
 def _special_tokens(config: Config, source: Mapping[str, Any] | None, tokenizer: Path | None) -> dict[str, Any]:
     """Ids of the special tokens, of the first that has them: generation config, tokenizer, source model, run."""
-    found: list[Mapping[str, Any]] = [_generation_config(source, tokenizer) or {}]
+    candidates: list[Mapping[str, Any]] = [_generation_config(source, tokenizer) or {}]
     if tokenizer is not None:
-        found += [_tokens_by_name(tokenizer)]
-    found += [(source or {}).get("config") or {}, {"eos_token_id": config.data.eod_token_id}]
-    return {name: next((ids[name] for ids in found if ids.get(name) is not None), None) for name in SPECIAL_TOKENS}
+        candidates.append(special_token_ids(tokenizer))
+    candidates.append((source or {}).get("config") or {})
+    candidates.append({"eos_token_id": config.data.eod_token_id})
+    return {name: _first_given(candidates, name) for name in SPECIAL_TOKENS}
 
 
-def _tokens_by_name(tokenizer: Path) -> dict[str, int]:
-    """Return the ids of the tokens that tokenizer_config.json names, looked up in tokenizer.json."""
-    if not {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tokenizer)):
-        return {}
-    names, ids = read_json(tokenizer / "tokenizer_config.json"), _token_ids(tokenizer / "tokenizer.json")
-    found = {}
-    for name in SPECIAL_TOKENS:
-        token = names.get(name.removesuffix("_id"))
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and token in ids:
-            found[name] = ids[token]
-    return found
+def _first_given(candidates: Iterable[Mapping[str, Any]], name: str) -> Any:
+    return next((ids[name] for ids in candidates if ids.get(name) is not None), None)

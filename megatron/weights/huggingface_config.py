@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import math
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import FAMILIES, family_named
-from megatron.options.config import Config, ConfigError, ModelConfig, TrainingConfig
+from megatron.options.config import Config, ModelConfig, TrainingConfig
 from megatron.options.model import differing
 from megatron.runtime.commands import command_name
-from megatron.weights.folder_files import (
-    ADAPTER_CONFIG,
-    Precision,
-    is_adapter_folder,
-    is_model_folder,
-    missing_base,
-    own_file,
-    read_json,
-)
+from megatron.weights.folder_files import Precision, own_file, read_json
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 OUTPUT = "lm_head.weight"
 
 
 def forms(architecture: str | None = None) -> dict[str, tuple[str, HuggingFaceForm]]:
     """Return (architecture, form) by model_type: of this package's families, and of `architecture`, if given."""
-    names = dict.fromkeys([*FAMILIES, *([architecture] if architecture else [])])
+    names = list(FAMILIES)
+    if architecture is not None and architecture not in FAMILIES:
+        names.append(architecture)
     return {form.model_type: (name, form) for name in names for form in family_named(name).huggingface.values()}
 
 
@@ -56,9 +44,10 @@ def form_of(model: ModelConfig) -> HuggingFaceForm:
     return form
 
 
-# config.json
+# Reading a config.json. A key that is read in no place may change what the model computes, and numbers that are a
+# little wrong look like a model that trains a little worse: so every key is known, off, or refused.
 
-# What changes no number in the forward pass, or follows from what is checked.
+# what changes no number in the forward pass, or follows from what is checked
 _HARMLESS = {
     "_name_or_path", "architectures", "attention_softmax_in_fp32", "bias_dropout_fusion", "dtype",
     "gradient_checkpointing", "id2label", "label2id", "masked_softmax_fusion", "model_type", "n_ctx", "offset_alibi",
@@ -98,9 +87,9 @@ _ON = (
 _WINDOWED = ("sliding_window", "max_window_layers")
 """Keys without effect where use_sliding_window is false."""
 
-
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 LARGEST = 2**63 - 1
+"""torch's sizes are int64: a larger integer would fail far from here, without the name of its field."""
 SHOWN_CHARACTERS = 60
 
 
@@ -111,6 +100,7 @@ def shown(value: object) -> str:
 
 
 def _is_of(kind: type, value: object) -> bool:
+    # True is an int to Python, but no size
     if isinstance(value, bool) or kind in (bool, str):
         return type(value) is kind
     if isinstance(value, int):
@@ -128,7 +118,7 @@ class _Fields:
         self.values, self.where = values, where
         self._outer, self._prefix = outer, prefix
         self.faults: list[str] = []
-        self._read = set(_HARMLESS)
+        self._read: set[str] = set()
 
     def take(self, *names: str, default: Any = ..., kind: type | None = None) -> Any:
         """The value under the first of these names that is there; without a default one must be.
@@ -141,7 +131,8 @@ class _Fields:
             if default is ...:
                 raise CheckpointError(f"{self.where} lacks {names[0]}; copy the model's own config.json there")
             return default
-        kind = kind or (int if default in (..., None) else type(default))
+        if kind is None:
+            kind = int if default in (..., None) else type(default)
         value = self.values[name]
         if not _is_of(kind, value):
             raise CheckpointError(
@@ -167,15 +158,15 @@ class _Fields:
         Refuses several that differ in more than the key `apart_from`: readers do not agree on which one counts.
         """
         self._read.update(names)
-        found = {name: self.values[name] for name in names if self.values.get(name) not in (None, {})}
-        for name, value in found.items():
+        given = {name: self.values[name] for name in names if self.values.get(name) not in (None, {})}
+        for name, value in given.items():
             if not isinstance(value, Mapping):
                 raise CheckpointError(f"{self.where}: {name} is {shown(value)}; it must be a mapping")
-        compared = [{key: value[key] for key in value if key != apart_from} for value in found.values()]
+        compared = [{key: value[key] for key in value if key != apart_from} for value in given.values()]
         if any(other != compared[0] for other in compared[1:]):
-            self.refuse(f"{' and '.join(found)} differ (supported: one of them, or both alike)")
-        name = next(iter(found), names[0])
-        return _Fields(found.get(name, {}), f"{self.where}: {name}", self, f"{name}: ")
+            self.refuse(f"{' and '.join(given)} differ (supported: one of them, or both alike)")
+        name = next(iter(given), names[0])
+        return _Fields(given.get(name, {}), f"{self.where}: {name}", self, f"{name}: ")
 
     @property
     def taken(self) -> set[str]:
@@ -186,9 +177,10 @@ class _Fields:
         """Raise CheckpointError with every unsupported value, and every key that may change what is computed."""
         unknown = [f"{name}={shown(self.values[name])}" for name in sorted(self.values) if not self._is_idle(name)]
         if unknown:
+            verb = "is" if len(unknown) == 1 else "are"
             self.refuse(
-                f"{', '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not known here; if the model computes the "
-                "same without, remove from config.json"
+                f"{', '.join(unknown)} {verb} not known here; if the model computes the same without, remove from "
+                "config.json"
             )
         if self.faults and self._outer is None:
             raise CheckpointError(
@@ -198,7 +190,7 @@ class _Fields:
     def _is_idle(self, name: str) -> bool:
         """Return True for a key that is read, or has a value by which it changes nothing."""
         value = self.values[name]
-        if name in self._read:
+        if name in self._read or name in _HARMLESS:
             return True
         if name in _ON:
             return value is True or value is None
@@ -208,6 +200,7 @@ class _Fields:
             return True
         if name == "layer_types":
             return isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        # True equals 1, but is a switch, whatever it turns on
         return not isinstance(value, bool) and name in _NEUTRAL and value == _NEUTRAL[name]
 
 
@@ -218,17 +211,10 @@ def config_of(
 
     Raises CheckpointError naming every field whose value changes what is computed, or may, and is not supported.
     """
+    name, form = _form_described(theirs, where, architecture)
     fields = _Fields(theirs, where)
     fields.demand("auto_map", None)  # code of its own: whatever it computes
     fields.demand("quantization_config", None)
-    kind = theirs.get("model_type")
-    known = forms(architecture)
-    if not isinstance(kind, str) or kind not in known:
-        raise CheckpointError(
-            f"{where} has model_type={shown(kind)}; only {', '.join(known)} can be converted"
-            + ("" if kind else " (is it a transformers config.json?)")
-        )
-    name, form = known[kind]
     model, seq_length = form.options(fields)
     # keys that every export has, which the form of a family of one's own need not read
     fields.take("initializer_range", default=0.02)
@@ -243,7 +229,23 @@ def config_of(
     except ValidationError as error:
         faults = [f"{fault['loc'][0]}={shown(fault['input'])}: {fault['msg']}" for fault in error.errors()]
         raise CheckpointError(f"{where} describes no model: {'; '.join(faults)}") from None
-    ours = config.model
+    _check_heads(config.model, where)
+    return config
+
+
+def _form_described(
+    theirs: Mapping[str, Any], where: Path | str, architecture: str | None
+) -> tuple[str, HuggingFaceForm]:
+    """Return the architecture and the form that model_type names. Raises CheckpointError."""
+    kind = theirs.get("model_type")
+    known = forms(architecture)
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    remedy = "" if kind else " (is it a transformers config.json?)"
+    raise CheckpointError(f"{where} has model_type={shown(kind)}; only {', '.join(known)} can be converted{remedy}")
+
+
+def _check_heads(ours: ModelConfig, where: Path | str) -> None:
     if ours.kv_channels is None and ours.hidden_size % ours.num_attention_heads:
         raise CheckpointError(f"{where}: {ours.num_attention_heads} heads do not divide width {ours.hidden_size}")
     if ours.num_attention_heads % ours.num_kv_heads:
@@ -251,10 +253,9 @@ def config_of(
             f"{where}: num_key_value_heads={ours.num_kv_heads} does not divide "
             f"num_attention_heads={ours.num_attention_heads}"
         )
-    return config
 
 
-# A run's options from a folder
+# A run's options from a config.json
 
 _OF_THE_RUN = (
     "freeze",
@@ -266,80 +267,8 @@ _OF_THE_RUN = (
     "fused_sdpa_recompute",
     "use_fused_rmsnorm",
 )
+"""Options of a run or its machine, which no config.json settles."""
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
-
-
-def find_model(model: str, option: str) -> Path:
-    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
-    folder = Path(model)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        raise ConfigError(
-            [
-                f"{option}={model} holds adapters, not a model; give their base, and go on with the adapters by --load "
-                f"{model}, or merge them into it with tools/merge_adapter.py"
-            ]
-        )
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
-    if _is_hub_name(model):
-        if (found := find_hub_folder(model, "model")) is not None:
-            return found
-        raise ConfigError(
-            [
-                f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
-                f"with `hf download {model}`, or give the folder of a model"
-            ]
-        )
-    raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
-
-
-def find_hub_folder(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> Path | None:
-    """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
-    if _is_hub_name(name):
-        with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
-            hub = importlib.import_module("huggingface_hub")
-            return Path(hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
-    return None
-
-
-def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
-    """Return the fault of a `load` that is missing or empty; None: it is not given."""
-    if skip_train or load is None:
-        return f"skip_train evaluates a checkpoint, and {load} holds none; give its folder as --load"
-    if not os.path.lexists(load) and (downloaded := find_hub_folder(load, "model")) is not None:
-        return f"load={load} is a name on the hub, not a folder; give the folder of its download, {downloaded}"
-    state = "is empty" if os.path.lexists(load) else "does not exist"
-    return (
-        f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
-        "ckpt_step and universal_checkpoint) to train from random weights"
-    )
-
-
-def find_base(folder: Path, name: str | None, revision: str | None, given: str | None) -> Path:
-    """Return the base's folder of the adapters in `folder`: the given one, or the one of that name, also of the hub's.
-
-    Raises CheckpointError.
-    """
-    if given is not None:
-        return Path(given)
-    if name is not None and Path(name).is_dir():
-        return Path(name)
-    found = None if name is None else find_hub_folder(name, "model", revision)
-    if found is None:
-        raise CheckpointError(missing_base(folder, name))
-    return found
-
-
-def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
-    """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
-    found = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
-    return (None, None) if found is None else (found[1].replace("--", "/"), found[2])
-
-
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
@@ -357,7 +286,9 @@ def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
             f"vocab_size={vocab_size} is below the {model.vocab_size} of {path}: rows of its embedding would be lost; "
             f"give {model.vocab_size} or more"
         )
-    idle = {*_OF_THE_RUN, *(() if model.rope_scaling_factor else _ROPE_SCALING)}
+    idle = set(_OF_THE_RUN)
+    if model.rope_scaling_factor is None:
+        idle.update(_ROPE_SCALING)
     if model.position_embedding_type != "rope":
         idle.add("rotary_base")
     options = {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
@@ -375,11 +306,11 @@ def differences(config: Config, theirs: Config) -> list[str]:
 
 def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
     """Return the fault of options that describe another model than the folder does; None: they describe it."""
-    found = differences(config, theirs)
-    if not found:
+    different = differences(config, theirs)
+    if not different:
         return None
     return (
-        f"{folder} is of another model than the options describe: {'; '.join(found)}. Take them from it: leave "
+        f"{folder} is of another model than the options describe: {'; '.join(different)}. Take them from it: leave "
         f"all of them out, or {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
     )
 
@@ -415,19 +346,18 @@ def restored_config(
     form, ours = form_of(config.model), their_config(config, precision, tokens[1])
     if theirs.get("model_type") != form.model_type:
         return ours
+    # against our own spelling of what it was: a key that theirs spells otherwise has not changed by that
     before = their_config(config_of(theirs, "source", precision, config.model.architecture), precision, tokens[0])
     changed = {name: value for name, value in ours.items() if before.get(name, ...) != value}
-    unset = (name for name in SPECIAL_TOKENS if theirs.get(name) is None)
-    changed |= {name: ours[name] for name in unset if ours[name] is not None}
+    for name in SPECIAL_TOKENS:
+        if theirs.get(name) is None and ours[name] is not None:
+            changed[name] = ours[name]
     result = {**theirs, "architectures": [form.class_name], **changed}
-    try:
-        is_ours = not differences(config, config_of(result, "result", architecture=config.model.architecture))
-    except CheckpointError:
-        is_ours = False
-    if not is_ours:  # what changed has another spelling in theirs
+    if not _describes(result, config):  # what changed has another spelling in theirs
         fields = _Fields(theirs, "source")
         form.options(fields)
         result = {name: value for name, value in theirs.items() if name not in fields.taken} | ours
+    # transformers 4 writes torch_dtype, 5 dtype: where both are, both must say the same
     result.pop("torch_dtype", None)
     spellings = [name for name in ("torch_dtype", "dtype") if name in theirs]
     if not spellings and precision != "fp32":  # fp32 is the default
@@ -435,39 +365,8 @@ def restored_config(
     return result | dict.fromkeys(spellings, ours["torch_dtype"])
 
 
-# The model that a run loads, where its options describe none: that of a folder of transformers.
-
-
-def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, Any]]:
-    """Return the place of the model and the options that describe it; none where nothing does.
-
-    Args:
-        load: folder to start from: a model of transformers, or adapters in PEFT's format.
-        save: folder of the run's own checkpoints, which describe the model once `load` has gone.
-        lora_base: folder of the adapters' base; None: the one that they name.
-
-    Raises ConfigError.
-    """
-    folder = Path(load)
+def _describes(theirs: Mapping[str, Any], config: Config) -> bool:
     try:
-        if is_adapter_folder(folder):
-            named = lora_base or read_json(own_file(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
-            folder = Path(named) if isinstance(named, str) else folder
-        if is_model_folder(folder):
-            return str(folder / "config.json"), preset_of(folder)["model"]
-    except CheckpointError as error:
-        raise ConfigError([str(error)]) from None
-    if isinstance(save, str) and os.path.isdir(save) and not os.path.lexists(load):
-        return _saved_model(Path(save))
-    return "", {}
-
-
-def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
-    """Return the model of the newest checkpoint in a folder."""
-    from megatron.checkpoint.format import read_metadata  # late: they import torch
-    from megatron.checkpoint.reader import checkpoint_folders
-
-    for newest in checkpoint_folders(save)[:1]:
-        config = (read_metadata(newest) or {}).get("config") or {}
-        return str(newest), dict(config.get("model") or {})
-    return "", {}
+        return not differences(config, config_of(theirs, "result", architecture=config.model.architecture))
+    except CheckpointError:
+        return False

@@ -48,7 +48,7 @@ def open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]
     text, data_start = files.safetensors_header(path)
     header = json_object(text, path)
     header.pop("__metadata__", None)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         dtype = STORED_DTYPES.get(entry["dtype"])
         if entry["dtype"] == "F64":
@@ -60,8 +60,8 @@ def open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]
             )
         shape = tuple(entry["shape"])
         begin = data_start + entry["data_offsets"][0]
-        found[name] = StoredTensor(path, shape, dtype, partial(_read_rows, path, name, begin, shape, dtype), begin)
-    return found
+        tensors[name] = StoredTensor(path, shape, dtype, partial(_read_rows, path, name, begin, shape, dtype), begin)
+    return tensors
 
 
 def _read_rows(
@@ -92,22 +92,24 @@ def open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     content = files.load(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold tensors by name")
-    found = {}
+    tensors = {}
     for name, tensor in content.items():
-        is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_cpu
-        if not is_plain or tensor.is_quantized or not (tensor.dtype in STORED_DTYPES.values() or _is_mask(tensor)):
-            what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not _is_plain(tensor):
+            kind = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise CheckpointError(
-                f"{path} holds {name} as {what}; only float32, bfloat16 and float16 tensors are converted"
+                f"{path} holds {name} as {kind}; only float32, bfloat16 and float16 tensors are converted"
             )
-        found[name] = StoredTensor(
-            path, tuple(tensor.shape), tensor.dtype, partial(_bin_rows, path, files, tensor.detach())
-        )
-    return found
+        rows = partial(_bin_rows, path, files, tensor.detach())
+        tensors[name] = StoredTensor(path, tuple(tensor.shape), tensor.dtype, rows)
+    return tensors
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)  # the causal masks in GPT-2's files; refused elsewhere by name
+def _is_plain(tensor: object) -> bool:
+    """Return True for a dense tensor on the CPU of a dtype that is read."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.is_cpu or tensor.is_quantized:
+        return False
+    # bool and uint8 are the causal masks in GPT-2's files; as a weight they are refused by name
+    return tensor.dtype in (*STORED_DTYPES.values(), torch.bool, torch.uint8)
 
 
 def _bin_rows(path: Path, files: ForeignFiles, tensor: Tensor, first: int, end: int) -> Tensor:
@@ -121,6 +123,7 @@ def open_weights(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     Raises CheckpointError for missing, damaged and contradictory files, and tensors that are twice or not where the
     index says.
     """
+    # transformers reads safetensors first where a folder holds both
     for stem, suffix, opened in (
         ("model", ".safetensors", open_safetensors),
         ("pytorch_model", ".bin", open_bin),
@@ -128,17 +131,17 @@ def open_weights(folder: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
         single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
         shards = {path.name for path in folder.glob(f"{stem}-*-of-*{suffix}")}
         present = [name for name in (single, index) if os.path.lexists(folder / name)]
-        if not present and not shards:
-            continue
-        if len(present) != 1 or (present == [single] and shards):
-            beside = " and ".join([*present, *sorted(shards)[:1]])
-            raise CheckpointError(
-                f"{folder} holds {beside}{'' if present else f', but no {index}'}: the files of one model are either "
-                f"{single} alone, or {index} and the shards it names; keep those of one"
-            )
-        if present == [single]:
+        if present == [index]:
+            return _open_sharded(folder, index, shards, partial(opened, files=files))
+        if present == [single] and not shards:
             return opened(own_file(folder, single), files)
-        return _open_sharded(folder, index, shards, partial(opened, files=files))
+        if present or shards:
+            held = " and ".join([*present, *sorted(shards)[:1]])
+            lacking = "" if present else f", but no {index}"
+            raise CheckpointError(
+                f"{folder} holds {held}{lacking}: the files of one model are either {single} alone, or {index} and the "
+                "shards it names; keep those of one"
+            )
     neither = f"{folder} holds no weights: neither model.safetensors, nor its index, nor pytorch_model.bin"
     raise CheckpointError(foreign_format(folder) or neither)
 
@@ -154,24 +157,27 @@ def _open_sharded(
     strays = sorted(shards - set(files))
     if strays:
         raise CheckpointError(f"{folder / strays[0]} is not named in {index}: files of two models; keep those of one")
-    found: dict[str, StoredTensor] = {}
-    for name, path in zip(files, paths, strict=True):
-        for tensor_name, tensor in opened(path).items():
-            if tensor_name in found:
-                raise CheckpointError(f"{tensor_name} is both in {found[tensor_name].file} and in {path}; keep one")
-            if weight_map.get(tensor_name) != name:
-                said = weight_map.get(tensor_name, "nowhere")
-                raise CheckpointError(f"{path} holds {tensor_name}, which {index} has in {said}; copy the folder again")
-            found[tensor_name] = tensor
-    missing = sorted(set(weight_map) - set(found))
+    tensors: dict[str, StoredTensor] = {}
+    for file, path in zip(files, paths, strict=True):
+        for name, tensor in opened(path).items():
+            if name in tensors:
+                raise CheckpointError(f"{name} is both in {tensors[name].file} and in {path}; keep one")
+            if weight_map.get(name) != file:
+                indexed = weight_map.get(name, "nowhere")
+                raise CheckpointError(f"{path} holds {name}, which {index} has in {indexed}; copy the folder again")
+            tensors[name] = tensor
+    missing = sorted(set(weight_map) - set(tensors))
     if missing:
         raise CheckpointError(f"{folder / weight_map[missing[0]]} lacks {some(missing)}, named in {index}")
-    return found
+    return tensors
 
 
 def some(names: Sequence[str]) -> str:
+    """Return the first of the names, and the number of the others, for a message."""
     shown = ", ".join(names[:SHOWN_NAMES])
-    return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES} more"
+    if len(names) > SHOWN_NAMES:
+        shown += f" and {len(names) - SHOWN_NAMES} more"
+    return shown
 
 
 # Writing
@@ -193,17 +199,13 @@ class WeightsWriter:
         stem: str = "model",
     ) -> None:
         self.dtype = DTYPES[precision]
-        self._places: dict[str, tuple[int, int]] = {}
+        self._offsets: dict[str, tuple[int, int]] = {}
         """By name: the descriptor of its file, and the offset there."""
-        shards: list[dict[str, int]] = [{}]
-        """Tensors of each file, and their bytes."""
-        for name, shape in shapes.items():
-            size = math.prod(shape) * self.dtype.itemsize
-            if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
-                shards.append({})
-            shards[-1][name] = size
-        names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        names = names if len(shards) > 1 else [f"{stem}.safetensors"]
+        sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in shapes.items()}
+        shards = _shards(sizes, max_shard_bytes)
+        names = [f"{stem}.safetensors"]
+        if len(shards) > 1:
+            names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         self._files = [os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) for name in names]
         for file, shard in zip(self._files, shards, strict=True):
             self._begin(file, shard, shapes)
@@ -221,14 +223,15 @@ class WeightsWriter:
             header[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": [offset, offset + size]}
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
+        # the format's own padding, by which tensors begin at multiples of 8 bytes
         text += b" " * (-len(text) % 8)
         write_at(file, 0, memoryview(len(text).to_bytes(8, "little") + text))
         for name in shard:
-            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+            self._offsets[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
     def write(self, name: str, parts: Iterable[Tensor]) -> None:
         """A whole tensor, as consecutive parts of its rows. Raises CheckpointError if one does not fit the dtype."""
-        file, offset = self._places[name]
+        file, offset = self._offsets[name]
         for part in parts:
             rows = part.to(self.dtype).contiguous()
             # bfloat16 has float32's range
@@ -246,6 +249,17 @@ class WeightsWriter:
             if kind is None:
                 os.fsync(file)
             os.close(file)
+
+
+def _shards(sizes: Mapping[str, int], max_shard_bytes: float) -> list[dict[str, int]]:
+    """Return the tensors of each file, and their bytes, in the order of `sizes`."""
+    shards: list[dict[str, int]] = [{}]
+    for name, size in sizes.items():
+        # a tensor larger than a whole file has one of its own
+        if shards[-1] and sum(shards[-1].values()) + size > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = size
+    return shards
 
 
 def write_at(file: int, offset: int, data: memoryview) -> None:

@@ -76,16 +76,17 @@ class MappedSource(WeightSource):
         if at.name not in self.map.parts or kind not in self.kinds:
             raise CheckpointError(f"{self.folder} holds no {kind} of {at.name}: it is of another model")
         target = torch.zeros(at.numel)
-        rows_first = at.shard.dim != 1  # else the matrix of `regions` is the tensor itself
+        # regions of a tensor cut by columns are of the tensor as it is; those of others, of the tensor as one row
+        is_one_row = at.shard.dim != 1
         inner = math.prod(at.shard.shape[1:])
         for wanted in regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
             rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
-            if rows_first:
+            if is_one_row:
                 rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
             for begin, window in self._windows(at.name, rows, columns):
                 count, width = window.shape
                 held = Region(begin, begin + count, *columns, 0, width)
-                if rows_first:
+                if is_one_row:
                     held = Region(0, 1, begin * inner, (begin + count) * inner, 0, count * inner)
                 copy_overlap(window.flatten(), [held], target, [wanted])
         return target
@@ -100,8 +101,9 @@ class MappedSource(WeightSource):
                 continue
             for begin, window in self._of_part(part, first, last, columns):
                 yield part.begin + begin, window
+        # tokens that the folder does not have: rows behind the last of its parts
         step = max(1, CHUNK_BYTES // (4 * (columns[1] - columns[0])))
-        for begin in range(max(rows[0], end), rows[1], step):  # tokens that the folder does not have
+        for begin in range(max(rows[0], end), rows[1], step):
             count = min(begin + step, rows[1]) - begin
             yield begin, self._mean(name)[columns[0] : columns[1]].expand(count, -1)
 
@@ -110,7 +112,7 @@ class MappedSource(WeightSource):
     ) -> Iterator[tuple[int, Tensor]]:
         """Rows [first, last) of what one tensor of theirs is in ours."""
         stored = self.stored[part.name]
-        if part.transposed:
+        if part.transposed:  # its rows are our columns
             step = max(1, CHUNK_BYTES // (4 * part.shape[1]))
             window = torch.empty(last - first, columns[1] - columns[0])
             for begin in range(*columns, step):
@@ -124,6 +126,7 @@ class MappedSource(WeightSource):
             end, theirs = min(begin + step, last), begin
             if part.num_heads is not None:
                 theirs = part.row_by_head(begin)
+                # rows of one head and piece alone are neighbours on both sides
                 end = min(end, begin + part.head_size - begin % part.head_size)
             window = stored.rows(theirs, theirs + end - begin).float().view(end - begin, -1)
             yield begin, window[:, columns[0] : columns[1]]
@@ -161,6 +164,7 @@ class HuggingFaceSource(MappedSource):
         described = config_of(theirs, path, architecture=architecture)
         files = ForeignFiles()
         stored = open_weights(folder, files)
+        # before a map of as many layers as config.json pretends is built
         if described.model.num_layers > len(stored):
             raise CheckpointError(f"{path} has {described.model.num_layers} layers, but {folder} lacks most of them")
         mapped = name_map(described)
@@ -168,6 +172,7 @@ class HuggingFaceSource(MappedSource):
             folder, mapped, stored, is_tied=not described.model.untie_embeddings_and_output_weights
         )
         dtypes = {tensor.dtype for tensor in tensors.values()}
+        # tensors of several dtypes are held exactly by float32 alone
         precision: Precision = next((name for name, dtype in DTYPES.items() if dtypes == {dtype}), "fp32")
         described = config_of(theirs, str(path), precision, architecture)
         if config is not None and (fault := other_model(folder, config, described)) is not None:
@@ -253,14 +258,19 @@ def _is_like(tensor: StoredTensor, part: MappedTensor) -> bool:
 
 def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
     """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
-    same = output.shape == embedding.shape
-    if same:
-        step = max(1, CHUNK_BYTES // (4 * math.prod(embedding.shape[1:])))
-        for begin in range(0, embedding.shape[0], step):
-            end = min(begin + step, embedding.shape[0])
-            same = same and torch.equal(output.rows(begin, end), embedding.rows(begin, end))
-    if not same:
+    if not _are_equal(output, embedding):
         raise CheckpointError(
             f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
             "tie_word_embeddings to false if it is a weight of its own"
         )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    step = max(1, CHUNK_BYTES // (4 * math.prod(one.shape[1:])))
+    for begin in range(0, one.shape[0], step):
+        end = min(begin + step, one.shape[0])
+        if not torch.equal(one.rows(begin, end), other.rows(begin, end)):
+            return False
+    return True

@@ -22,8 +22,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.formats import DEEPSPEED, FORMATS, NATIVE, Given, recognise
-from megatron.weights.huggingface import TOKENIZER_FILES, tokenizer_files
 from megatron.weights.model import check_model
+from megatron.weights.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 
 TAG = "global_step"
 

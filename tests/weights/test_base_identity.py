@@ -29,8 +29,8 @@ from megatron.weights.base_identity import (
 )
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import MappedTensor
-from megatron.weights.huggingface_config import hub_name_of
 from megatron.weights.huggingface_files import open_safetensors
+from megatron.weights.model_folder import hub_name_of
 
 
 def sum_of(values: Tensor) -> int:

@@ -1,6 +1,6 @@
-"""checkpoint/huggingface*.py: names and shapes against transformers' own models, and what is refused.
+"""weights/huggingface*.py: names and shapes against transformers' own models, and what is refused.
 
-Whole conversions, with logits, are in tests/tools/test_convert_checkpoint.py.
+Whole conversions, with logits, are in tests/cli/test_convert_checkpoint.py.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface import _tokens_by_name, check_tokenizer
 from megatron.weights.huggingface_config import config_of
+from megatron.weights.tokenizer_files import check_tokenizer, special_token_ids
 from tests.finetuning_files import write_tokenizer
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 10**400, 1.5, "48", [], [1], ["a"], {}, {"a": 1}, [{}], [[]])
@@ -146,7 +146,7 @@ def test_any_value_in_a_tokenizers_files_is_read_or_named(tmp_path: Path) -> Non
             for read in (
                 lambda: accelerate(build_tokenizer("HFTokenizer", str(tmp_path))).encode("the sum"),
                 lambda: check_tokenizer(tmp_path, 1000),
-                lambda: _tokens_by_name(tmp_path),
+                lambda: special_token_ids(tmp_path),
                 lambda: job.encoder(),
             ):
                 assert len(said_of(read)) < 1000

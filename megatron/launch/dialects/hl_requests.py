@@ -29,7 +29,8 @@ from megatron.options.flags import dashed, flag
 from megatron.options.presets import ALTERNATIVES, UNSET, read_preset
 from megatron.runtime.device_hpu import HPU
 from megatron.settings.parser import build_parser
-from megatron.weights.huggingface_config import find_model, preset_of
+from megatron.weights.huggingface_config import preset_of
+from megatron.weights.model_folder import find_model
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 FIELDS = (

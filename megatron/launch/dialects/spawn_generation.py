@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.checkpoint.errors import CheckpointError
 from megatron.options.config import ConfigError
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.huggingface_config import find_model
+from megatron.weights.model_folder import find_model
 
 OF_MODEL = ("temperature", "top_p", "repetition_penalty")
 """Keys of generation_config.json that the script leaves as they are."""

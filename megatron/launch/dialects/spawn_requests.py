@@ -23,7 +23,7 @@ from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest
 from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.huggingface_config import find_hub_folder, find_model
+from megatron.weights.model_folder import find_hub_folder, find_model
 
 Kind = Literal["sft", "dpo"]
 STACK_EXCHANGE = "lvwerra/stack-exchange-paired"

@@ -26,11 +26,12 @@ from megatron.parallel.shards import Shard, declared_shards
 from megatron.weights.base_identity import BaseIdentity, recorded_identity, write_identity
 from megatron.weights.folder_files import Precision
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface import MappedTensor, NameMap, copy_tokenizer, parts_of, sync_export, write_tensors
+from megatron.weights.huggingface import MappedTensor, NameMap, parts_of, sync_export, write_tensors
 from megatron.weights.huggingface_config import OUTPUT, form_of
 from megatron.weights.huggingface_files import DTYPES, WeightsWriter, open_safetensors, write_json
 from megatron.weights.model import config_of_source, different
 from megatron.weights.peft.folder import CONFIG, PREFIX, WEIGHTS
+from megatron.weights.tokenizer_files import copy_tokenizer
 
 START = "lora_start_"
 """Begins the names of what PiSSA keeps of the factors' start (parallel/low_rank.py)."""

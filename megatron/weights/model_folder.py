@@ -1,0 +1,145 @@
+"""Location of a model's folder: given by its path, downloaded from the hub, or left by an earlier run.
+
+Imports no torch, so that a launcher can read a model's config.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.options.config import ConfigError
+from megatron.weights.folder_files import (
+    ADAPTER_CONFIG,
+    is_adapter_folder,
+    is_model_folder,
+    missing_base,
+    own_file,
+    read_json,
+)
+from megatron.weights.huggingface_config import preset_of
+
+
+def find_model(model: str, option: str) -> Path:
+    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
+    folder = Path(model)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
+        raise ConfigError(
+            [
+                f"{option}={model} holds adapters, not a model; give their base, and go on with the adapters by --load "
+                f"{model}, or merge them into it with tools/merge_adapter.py"
+            ]
+        )
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
+    if not _is_hub_name(model):
+        raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
+    downloaded = find_hub_folder(model, "model")
+    if downloaded is None:
+        raise ConfigError(
+            [
+                f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
+                f"with `hf download {model}`, or give the folder of a model"
+            ]
+        )
+    return downloaded
+
+
+def find_hub_folder(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> Path | None:
+    """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
+    if not _is_hub_name(name):
+        return None
+    with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
+        hub = importlib.import_module("huggingface_hub")
+        # local_files_only: a launch reports what is missing, it downloads nothing
+        return Path(hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
+    return None
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+
+
+def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
+    """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
+    match = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
+    if match is None:
+        return None, None
+    return match[1].replace("--", "/"), match[2]
+
+
+def find_base(folder: Path, name: str | None, revision: str | None, given: str | None) -> Path:
+    """Return the base's folder of the adapters in `folder`: the given one, or the one of that name, also of the hub's.
+
+    Raises CheckpointError.
+    """
+    if given is not None:
+        return Path(given)
+    if name is None:
+        raise CheckpointError(missing_base(folder, name))
+    if Path(name).is_dir():
+        return Path(name)
+    downloaded = find_hub_folder(name, "model", revision)
+    if downloaded is None:
+        raise CheckpointError(missing_base(folder, name))
+    return downloaded
+
+
+def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
+    """Return the fault of a `load` that is missing or empty; None: it is not given."""
+    if skip_train or load is None:
+        return f"skip_train evaluates a checkpoint, and {load} holds none; give its folder as --load"
+    exists = os.path.lexists(load)
+    downloaded = None if exists else find_hub_folder(load, "model")
+    if downloaded is not None:
+        return f"load={load} is a name on the hub, not a folder; give the folder of its download, {downloaded}"
+    state = "is empty" if exists else "does not exist"
+    return (
+        f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
+        "ckpt_step and universal_checkpoint) to train from random weights"
+    )
+
+
+def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, Any]]:
+    """Return where the model that a run loads is described, and its options; "" and none where nothing describes it.
+
+    Args:
+        load: folder to start from: a model of transformers, or adapters in PEFT's format.
+        save: folder of the run's own checkpoints, which describe the model once `load` has gone.
+        lora_base: folder of the adapters' base; None: the one that they name.
+
+    Raises ConfigError.
+    """
+    folder = Path(load)
+    try:
+        if is_adapter_folder(folder):
+            base = lora_base or read_json(own_file(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
+            if isinstance(base, str):
+                folder = Path(base)
+        if is_model_folder(folder):
+            return str(folder / "config.json"), preset_of(folder)["model"]
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from None
+    # a run's command, typed again, continues the run, also after `load` has gone
+    if isinstance(save, str) and os.path.isdir(save) and not os.path.lexists(load):
+        return _saved_model(Path(save))
+    return "", {}
+
+
+def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
+    """Return the newest checkpoint in a folder and the options of its model."""
+    from megatron.checkpoint.format import read_metadata  # late: they import torch
+    from megatron.checkpoint.reader import checkpoint_folders
+
+    folders = checkpoint_folders(save)
+    if not folders:
+        return "", {}
+    config = (read_metadata(folders[0]) or {}).get("config") or {}
+    return str(folders[0]), dict(config.get("model") or {})
