@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cli import preprocess_data, train_tokenizer
+from megatron.cli.data import preprocess_data, train_tokenizer
 from tests import runs
 from tests.finetuning_files import CHAT_TEMPLATE
 from tests.ranks import RankPools

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.cli import preprocess_data, train_tokenizer
+from megatron.cli.data import preprocess_data, train_tokenizer
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import preprocess_chats
 from tests import runs

@@ -56,7 +56,6 @@ LIMITS = {
 }
 MOST_FILES = 18
 CROWDED = {
-    "megatron/cli": 24,
     "megatron/generation": 20,
     "megatron/options": 19,
     "megatron/parallel": 19,

@@ -1,16 +1,19 @@
 """The process of a command: tools/NAME.py of a checkout, and `megatron-NAME` where the package is installed.
 
-`entry.preprocess_data()` imports megatron/cli/preprocess_data.py and runs its `main`. Nothing else is imported before,
-so that Ctrl-C ends the process at once, without a traceback, while modules such as torch are imported.
+`entry.preprocess_data()` imports megatron/cli/data/preprocess_data.py, or a file of that name in another folder of
+COMMANDS, and runs its `main`. Nothing else is imported before, so that Ctrl-C ends the process at once, without a
+traceback, while modules such as torch are imported.
 """
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from megatron.runtime.early_interrupt import end_process_at_interrupt, raise_at_interrupt
 
+COMMANDS = ("megatron.cli", "megatron.cli.data")
 FAILED = 1
 
 
@@ -31,7 +34,7 @@ def _run(name: str) -> int:
     """Return the exit status of a command."""
     end_process_at_interrupt()
     try:
-        module = importlib.import_module(f"megatron.cli.{name}")
+        module = importlib.import_module(module_of(name))
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -39,3 +42,11 @@ def _run(name: str) -> int:
         raise_at_interrupt()
     status: int = module.main()
     return status
+
+
+def module_of(name: str) -> str:
+    """Return the module of a command."""
+    for package in COMMANDS:
+        if importlib.util.find_spec(f"{package}.{name}") is not None:
+            return f"{package}.{name}"
+    raise AttributeError(f"no command is named {name}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from megatron.cli import entry
 from megatron.cli.command import command, run_command
 from megatron.runtime.files import IMPORT_ROOT, READER_LEFT
 from megatron.settings.command_line import load_config
@@ -33,7 +34,7 @@ def reader_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_tool_ends_quietly_when_the_reader_of_its_help_leaves(tool: str) -> None:
-    main = importlib.import_module(f"megatron.cli.{tool}").main
+    main = importlib.import_module(entry.module_of(tool)).main
     with reader_left():
         try:
             status = main(["--help"])
@@ -85,7 +86,7 @@ def test_the_help_fits_100_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with contextlib.suppress(SystemExit):
-        importlib.import_module(f"megatron.cli.{tool}").main(["--help"])
+        importlib.import_module(entry.module_of(tool)).main(["--help"])
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 100] == []
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatron.cli import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
+from megatron.cli.data import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.verification import Findings, verify_manifest
 from megatron.data.prepare.manifest import read_manifest

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.cli import inspect_dataset
+from megatron.cli.data import inspect_dataset
 from megatron.data.index import verification
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import build_tokenizer

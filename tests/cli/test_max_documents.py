@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron.cli import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
+from megatron.cli.data import inspect_dataset, merge_datasets, preprocess_chat, preprocess_data
 from megatron.data.index.indexed import IndexedDataset
 from megatron.data.prepare.manifest import read_manifest
 from megatron.data.read import document_blocks

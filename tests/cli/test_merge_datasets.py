@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from megatron.cli import merge_datasets
+from megatron.cli.data import merge_datasets
 from megatron.data.index import indexed_builder
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import IndexedDataset

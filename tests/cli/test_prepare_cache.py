@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.prepare_cache import main
+from megatron.cli.data.prepare_cache import main
 from tests import runs
 from tests.data.datasets import write_dataset
 from tests.ranks import HANG_S, RankPools
@@ -95,7 +95,7 @@ def test_a_fault_is_a_message_and_a_status(
 def test_it_needs_neither_torch_nor_a_launcher(data: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = sys.modules['deepspeed'] = None\n"
-        "from megatron.cli.prepare_cache import main; sys.exit(main(sys.argv[1:]))"
+        "from megatron.cli.data.prepare_cache import main; sys.exit(main(sys.argv[1:]))"
     )
     # 8 ranks are not here, and need not be
     flags = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "2"]

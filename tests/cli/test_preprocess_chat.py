@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cli import preprocess_chat
+from megatron.cli.data import preprocess_chat
 from megatron.data.index.indexed import IndexedDataset
 from tests.data.chat.test_conversation import bytes_json, turn
 
@@ -137,7 +137,7 @@ def test_wrong_flags_are_reported(flags: tuple[str, ...], said: str, capsys: pyt
 
 def test_help_answers_without_loading_anything_heavy() -> None:
     code = (
-        "import sys\nfrom megatron.cli import preprocess_chat\ntry:\n    preprocess_chat.main(['--help'])\n"
+        "import sys\nfrom megatron.cli.data import preprocess_chat\ntry:\n    preprocess_chat.main(['--help'])\n"
         "except SystemExit:\n    print({'numpy', 'torch', 'tokenizers', 'jinja2'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.cli import merge_datasets, preprocess_data, train_tokenizer
+from megatron.cli.data import merge_datasets, preprocess_data, train_tokenizer
 from megatron.data.index.indexed import IndexedDataset
 from megatron.data.read.document_blocks import BLOCK_BYTES
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
@@ -195,7 +195,7 @@ def test_a_line_of_a_gigabyte_costs_neither_memory_nor_the_rest(tmp_path: Path) 
         file.write(b'\n{"text": "2"}\n')
     # VmHWM, and not what getrusage says: that counts the process this one was forked from too
     program = (
-        "import sys; from megatron.cli import preprocess_data; status = preprocess_data.main(sys.argv[1:]);"
+        "import sys; from megatron.cli.data import preprocess_data; status = preprocess_data.main(sys.argv[1:]);"
         "print([line for line in open('/proc/self/status') if line.startswith('VmHWM')][0]); sys.exit(status)"
     )
     command = [sys.executable, "-c", program, "--input", "in.jsonl", "--output-prefix", "out", *NULL]

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cli import preprocess_data
+from megatron.cli.data import preprocess_data
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import IndexedDataset
 from megatron.data.prepare import text as text_preparation

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import preprocess_data
-from megatron.cli.data_commands import REFUSED
+from megatron.cli.data import preprocess_data
+from megatron.cli.data.flags import REFUSED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "preprocess_flags.md"
 MEGATRONS = {

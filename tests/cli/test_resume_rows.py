@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron.cli import preprocess_chat, preprocess_preferences
+from megatron.cli.data import preprocess_chat, preprocess_preferences
 from megatron.data.index.indexed import IndexedDataset
 from megatron.data.prepare import rows as row_preparation
 from megatron.runtime.files import IMPORT_ROOT
@@ -118,7 +118,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
 
 SMALL_BLOCKS = """
 import sys
-from megatron.cli import preprocess_chat
+from megatron.cli.data import preprocess_chat
 from megatron.data.prepare import rows, workers
 workers.BYTES_WORTH_A_PROCESS = rows.BLOCK_BYTES = 1 << 12
 sys.exit(preprocess_chat.main(sys.argv[1:]))

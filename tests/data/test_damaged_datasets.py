@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.cli import inspect_dataset, merge_datasets
+from megatron.cli.data import inspect_dataset, merge_datasets
 from megatron.data.index.indexed import HEADER_BYTES, DataError, IndexedDataset
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from tests.data.datasets import write_dataset

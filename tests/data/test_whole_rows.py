@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron.cli.preprocess_chat import main as preprocess_chat
-from megatron.cli.preprocess_preferences import main as preprocess_preferences
+from megatron.cli.data.preprocess_chat import main as preprocess_chat
+from megatron.cli.data.preprocess_preferences import main as preprocess_preferences
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.row_forms import RowReader
 from megatron.data.index.indexed import DataError, IndexedDataset

@@ -13,9 +13,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from megatron.cli.inspect_dataset import main as inspect
-from megatron.cli.merge_datasets import main as merge
-from megatron.cli.preprocess_chat import main
+from megatron.cli.data.inspect_dataset import main as inspect
+from megatron.cli.data.merge_datasets import main as merge
+from megatron.cli.data.preprocess_chat import main
 from megatron.data.chat.preprocessing import preprocess_chats
 from megatron.data.index.indexed import DataError
 from megatron.data.prepare.manifest import read_manifest
@@ -26,7 +26,7 @@ from tests.data.chat.test_preprocessing import SPECIAL, chat, job_of, names, row
 PEAK = """
 import contextlib, io, sys
 from pathlib import Path
-from megatron.cli import preprocess_chat, preprocess_preferences
+from megatron.cli.data import preprocess_chat, preprocess_preferences
 from megatron.data.chat.job import ChatJob
 from megatron.data.prepare.block_encoder import find_input
 from megatron.data.read.archives import read_batches

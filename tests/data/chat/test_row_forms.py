@@ -13,7 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from megatron.cli.preprocess_chat import main
+from megatron.cli.data.preprocess_chat import main
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import preprocess_chats
 from megatron.data.index.indexed import DataError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cli.preprocess_preferences import main
+from megatron.cli.data.preprocess_preferences import main
 from megatron.data.chat.conversation import BadRow
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.preference.formats import parse_preference

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron.cli.preprocess_preferences import main
+from megatron.cli.data.preprocess_preferences import main
 from megatron.data.chat.conversation import BadRow
 from megatron.data.preference.formats import parse_preference
 

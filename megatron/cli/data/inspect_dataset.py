@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from megatron.cli.command import command
-from megatron.cli.data_commands import TOKENIZER, add_flags, tokenizer_of
+from megatron.cli.data.flags import TOKENIZER, add_flags, tokenizer_of
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.verification import (

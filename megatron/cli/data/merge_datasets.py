@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
-from megatron.cli.data_commands import add_flags
+from megatron.cli.data.flags import add_flags
 from megatron.data.index.checksums import ReportBytes
 from megatron.data.index.indexed import DataError
 from megatron.data.index.merge import merge, open_inputs

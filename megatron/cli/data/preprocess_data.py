@@ -14,8 +14,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli import data_commands
 from megatron.cli.command import command
+from megatron.cli.data import flags, jobs
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Tokenize text into PREFIX_KEY_document.bin and .idx, Megatron's indexed format.",
         allow_abbrev=False,
     )
-    source = data_commands.add_text_flags(parser, "keys or columns to tokenize, each into a dataset (default: text)")
-    data_commands.add_flags(source, "--max-document-mb", *data_commands.SHARE)
+    source = flags.add_text_flags(parser, "keys or columns to tokenize, each into a dataset (default: text)")
+    flags.add_flags(source, "--max-document-mb", *flags.SHARE)
     tokenizer = parser.add_argument_group("tokenizer")
-    data_commands.add_flags(tokenizer, "--tokenizer-type", required=True)
-    data_commands.add_flags(tokenizer, *data_commands.TOKENIZER[1:], "--append-eod", "--reference-tokenizer")
+    flags.add_flags(tokenizer, "--tokenizer-type", required=True)
+    flags.add_flags(tokenizer, *flags.TOKENIZER[1:], "--append-eod", "--reference-tokenizer")
     output = parser.add_argument_group("output")
     files = "files are PREFIX_KEY_document.bin, .idx, .sha256"
-    data_commands.add_flags(output, "--output-prefix", required=True, help=files)
-    data_commands.add_flags(output, "--overwrite")
-    data_commands.add_flags(output, "--workers", help="threads (default: all cores)")
-    data_commands.add_flags(output, "--partitions", "--keep-sequential-samples", "--dataset-impl", "--keep-newlines")
-    data_commands.add_flags(output, "--log-interval", *data_commands.RESUME)
-    arguments = data_commands.parse(parser, argv)
+    flags.add_flags(output, "--output-prefix", required=True, help=files)
+    flags.add_flags(output, "--overwrite")
+    flags.add_flags(output, "--workers", help="threads (default: all cores)")
+    flags.add_flags(output, "--partitions", "--keep-sequential-samples", "--dataset-impl", "--keep-newlines")
+    flags.add_flags(output, "--log-interval", *flags.RESUME)
+    arguments = flags.parse(parser, argv)
     check_keys(parser, arguments.json_keys)
     if arguments.shard is not None and arguments.partitions > 1 and not arguments.keep_sequential_samples:
         parser.error("--shard with --partitions: merged shards would not have the order of the partitions; drop one")
@@ -61,7 +61,7 @@ def text_job(arguments: argparse.Namespace) -> TextJob:
     from megatron.data.index.indexed import DataError
     from megatron.data.prepare.text import TextJob
 
-    tokenizer = data_commands.tokenizer_of(arguments)
+    tokenizer = flags.tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this tokenizer has no end-of-document token; name it with --eod-token")
     if arguments.append_eod and tokenizer.identity["after"][-1:] == [tokenizer.eod]:
@@ -69,13 +69,13 @@ def text_job(arguments: argparse.Namespace) -> TextJob:
             f"--append-eod would end each document twice: the tokenizer's own files end it with id {tokenizer.eod}. "
             "Leave out --append-eod, or give --no-prepend-bos"
         )
-    return data_commands.job_of(
+    return jobs.job_of(
         TextJob,
         arguments,
         tokenizer=tokenizer,
         eod=tokenizer.eod if arguments.append_eod else None,
         uses_reference=arguments.reference_tokenizer or arguments.tokenizer_type == "NullTokenizer",
-        separator=data_commands.separator_of(arguments),
+        separator=flags.separator_of(arguments),
         num_partitions=1 if arguments.keep_sequential_samples else arguments.partitions,
         max_document_bytes=arguments.max_document_mb << 20,
         skips_faults=arguments.on_bad_line == "skip",
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     if len(job.keys) > 1 and any(source.kind == "text" for source in files.whole.sources):
         raise DataError(f"--json-keys {' '.join(job.keys)}: text files have no keys; give JSONL, or one key")
     gc.freeze()  # a list of a million files would be searched for garbage again and again, a third of the time
-    summarize(job, preprocess_text(job, files, data_commands.ProgressReport(arguments.log_interval)))
+    summarize(job, preprocess_text(job, files, jobs.ProgressReport(arguments.log_interval)))
 
 
 def summarize(job: TextJob, counts: TextCounts) -> None:
@@ -119,4 +119,4 @@ def summarize(job: TextJob, counts: TextCounts) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return data_commands.run_preparation(lambda: run(arguments), arguments.output_prefix)
+    return jobs.run_preparation(lambda: run(arguments), arguments.output_prefix)

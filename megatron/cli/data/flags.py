@@ -1,4 +1,4 @@
-"""Flags of the commands for data, each declared once, jobs made of them, progress, and how these commands end.
+"""Flags of the commands for data, each declared once.
 
 --help must be quick, so nothing heavy is imported.
 """
@@ -7,19 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from megatron.cli.command import run_command
-from megatron.runtime.commands import DONE
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.data.prepare.block_encoder import Counts, JobInput, PreparationJob
-    from megatron.data.prepare.rows import RowsJob
-    from megatron.data.read.sources import InputListing
     from megatron.data.tokenizers.base import Tokenizer
 
 _TRIAL = "there is nothing to search for: threads share one tokenizer; use --workers, by default all cores"
@@ -352,135 +343,3 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
         tiktoken_pattern=arguments.tiktoken_pattern,
         tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Jobs, progress and ends
-
-FLAG_OF = {
-    "inputs": "input",
-    "tokenizer": "tokenizer_model",
-    "resume_interval_s": "resume_interval",
-    "keys": "json_keys",
-}
-"""Field of a job -> name of its flag, where they differ."""
-
-Job = TypeVar("Job", bound="PreparationJob")
-
-
-def job_of(kind: type[Job], arguments: argparse.Namespace, **values: Any) -> Job:
-    """Return a job with the values of the flags named as its fields, and further ones. Raises DataError."""
-    given = {**vars(arguments), **values}
-    for field in fields(kind):
-        flag = FLAG_OF.get(field.name, field.name)
-        if field.name not in values and flag in given:
-            value = given[flag]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    # samples may be shown without any output
-    values["output_prefix"] = values["output_prefix"] or ""
-    return kind(**values)
-
-
-class ProgressReport:
-    """A bar on a terminal, elsewhere a line every `log_interval` documents, or none. On stderr."""
-
-    def __init__(self, log_interval: int | None = None):
-        self._log_interval = log_interval
-        self._is_done = False
-
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
-
-    def describe(self, listing: InputListing) -> None:
-        if self._log_interval is not None:
-            self.note(listing.describe())
-
-    def start(self, num_bytes: int | None, counts: Counts) -> None:
-        from tqdm import tqdm
-
-        self._started_bytes, self._started_documents = counts.num_bytes, counts.num_documents
-        self._started_s = time.monotonic()
-        self._set_next_line(counts)
-        self._bar = tqdm(
-            total=num_bytes,
-            initial=counts.num_bytes,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1000,
-            smoothing=0.1,
-            disable=not sys.stderr.isatty(),
-            leave=False,
-        )
-
-    def _set_next_line(self, counts: Counts) -> None:
-        interval = self._log_interval or sys.maxsize
-        self._next_line = counts.num_documents // interval * interval + interval
-
-    def show(self, counts: Counts) -> None:
-        if not self._bar.disable:
-            self._bar.set_postfix_str(f"{counts.num_documents} documents", refresh=False)
-            self._bar.update(counts.num_bytes - self._bar.n)
-        elif counts.num_documents >= self._next_line:
-            self._print(counts)
-            self._set_next_line(counts)
-
-    def finish(self, counts: Counts) -> None:
-        self.close()
-        self._is_done = True
-        if self._log_interval is not None:
-            self._print(counts)
-
-    def close(self) -> None:
-        self._bar.close()
-
-    def _print(self, counts: Counts) -> None:
-        elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
-        num_documents = counts.num_documents - self._started_documents
-        megabytes = (counts.num_bytes - self._started_bytes) / 1e6
-        ends = f" in {elapsed_s:.1f} s"
-        if not self._is_done and self._bar.total is not None:
-            left_s = (self._bar.total - counts.num_bytes) / 1e6 / max(megabytes / elapsed_s, 1e-9)
-            ends = f", {max(0, left_s):.0f} s left"
-        print(
-            f"{counts.num_documents} documents, {num_documents / elapsed_s:.0f} docs/s, "
-            f"{megabytes / elapsed_s:.2f} MB/s{ends}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def print_table(rows: Sequence[tuple[str, str]], counts: dict[str, int]) -> None:
-    """Print named values, and those of the counts that are not 0."""
-    rows = [*rows, *((name, f"{count:,}") for name, count in counts.items() if count)]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-
-
-def spread(levels: dict[int, int]) -> str:
-    return ", ".join(f"{percent} %: {length}" for percent, length in levels.items())
-
-
-def samples_to_show(job: RowsJob, files: JobInput, count: int) -> tuple[Any, Iterator[Any]]:
-    """Return the encoder of a job, and its first samples, without bad rows: named if samples run short.
-
-    Raises DataError, also while the samples are read if there are none.
-    """
-    from megatron.data.prepare.rows import first_samples
-
-    rows = replace(job, bad_rows="skip").encoder()
-    return rows, first_samples(rows, files, count, ProgressReport().note)
-
-
-def run_preparation(work: Callable[[], None], output_prefix: str | None) -> int:
-    """Run a command, and return its exit status."""
-    from megatron.data.index.indexed import DataError
-    from megatron.data.prepare.pipeline import Finished
-    from megatron.data.prepare.resume_state import kept_work
-
-    prefix = output_prefix or ""
-    try:
-        return run_command(work, (DataError,), prefix, lambda: kept_work(prefix) if prefix else "")
-    except Finished:
-        print("nothing to resume: the datasets are finished")
-        return DONE

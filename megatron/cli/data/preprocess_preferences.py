@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli import data_commands
 from megatron.cli.command import command
+from megatron.cli.data import flags, jobs
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
@@ -35,34 +35,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files, "
         "all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow"
     )
-    data_commands.add_flags(source, "--input", help=files)
-    data_commands.add_flags(source, *data_commands.FILES[1:])
-    data_commands.add_flags(
-        source, "--split", help="read the files of this split of a downloaded dataset, such as train_prefs"
-    )
-    data_commands.add_flags(source, "--ignore-columns", *data_commands.SHARE, "--bad-rows")
+    flags.add_flags(source, "--input", help=files)
+    flags.add_flags(source, *flags.FILES[1:])
+    flags.add_flags(source, "--split", help="read the files of this split of a downloaded dataset, such as train_prefs")
+    flags.add_flags(source, "--ignore-columns", *flags.SHARE, "--bad-rows")
     text = parser.add_argument_group("tokenizer and template")
-    data_commands.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
+    flags.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
     template = (
         "for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the tokenizer's)"
     )
-    data_commands.add_flags(text, "--chat-template", help=template)
-    data_commands.add_flags(text, "--as-chat")
+    flags.add_flags(text, "--chat-template", help=template)
+    flags.add_flags(text, "--as-chat")
     append = (
         "do not append EOS to texts, and to conversations that the template leaves without an end (default: append it)"
     )
-    data_commands.add_flags(text, "--no-append-eos", help=append)
+    flags.add_flags(text, "--no-append-eos", help=append)
     output = parser.add_argument_group("output")
-    data_commands.add_flags(output, "--output-prefix", help="files are PREFIX.bin and PREFIX.idx")
-    data_commands.add_flags(output, "--overwrite", "--workers", *data_commands.RESUME)
+    flags.add_flags(output, "--output-prefix", help="files are PREFIX.bin and PREFIX.idx")
+    flags.add_flags(output, "--overwrite", "--workers", *flags.RESUME)
     shown = "print the first N pairs as they are tokenized; without --output-prefix do nothing else"
-    data_commands.add_flags(output, "--show", help=shown)
-    return data_commands.parse(parser, argv)
+    flags.add_flags(output, "--show", help=shown)
+    return flags.parse(parser, argv)
 
 
 def show_pairs(job: PreferenceJob, files: JobInput, count: int) -> None:
     """Print the first pairs of the input. Raises DataError."""
-    rows, pairs = data_commands.samples_to_show(job, files, count)
+    rows, pairs = jobs.samples_to_show(job, files, count)
     for number, pair in enumerate(pairs, start=1):
         print(f"--- pair {number} ---")
         for name, ids in zip(("prompt", "chosen", "rejected"), pair.parts, strict=True):
@@ -75,13 +73,13 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
     from megatron.data.prepare.block_encoder import find_input
 
-    job = data_commands.job_of(PreferenceJob, arguments)
+    job = jobs.job_of(PreferenceJob, arguments)
     files = find_input(job)
     if arguments.show:
         show_pairs(job, files, arguments.show)
     if job.output_prefix:
         started_s = time.monotonic()
-        totals = preprocess_preferences(job, data_commands.ProgressReport(), files)
+        totals = preprocess_preferences(job, jobs.ProgressReport(), files)
         summarize(job, totals, time.monotonic() - started_s)
 
 
@@ -92,10 +90,10 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
         *((f"format: {form}", _of_form(counts, form)) for form in counts.forms),
         ("pairs", f"{totals.num_pairs - counts.num_unpaired:,}"),
         ("tokens", ", ".join(f"{name}: {count:,}" for name, count in totals.num_tokens.items())),
-        *((f"lengths, {name}", data_commands.spread(levels)) for name, levels in totals.length_percentiles.items()),
+        *((f"lengths, {name}", jobs.spread(levels)) for name, levels in totals.length_percentiles.items()),
         ("vocabulary", f"{totals.vocab_size:,}"),
     ]
-    data_commands.print_table(rows, {"blank lines": counts.num_blank, **counts.outcomes()})
+    jobs.print_table(rows, {"blank lines": counts.num_blank, **counts.outcomes()})
     print(f"written in {elapsed_s:.1f} s: {job.output_prefix}.bin, {job.output_prefix}.idx")
 
 
@@ -107,4 +105,4 @@ def _of_form(counts: PairCounts, form: str) -> str:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return data_commands.run_preparation(lambda: run(arguments), arguments.output_prefix)
+    return jobs.run_preparation(lambda: run(arguments), arguments.output_prefix)

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli import data_commands
 from megatron.cli.command import command
+from megatron.cli.data import flags, jobs
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
@@ -44,30 +44,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .parquet "
         "and .arrow with one a row, .tar of JSONL; all but tables also compressed: .gz, .zst, .xz, .bz2"
     )
-    data_commands.add_flags(source, "--input", help=files)
-    data_commands.add_flags(source, *data_commands.FILES[1:])
-    data_commands.add_flags(
-        source, "--split", help="read the files of this split of a downloaded dataset, such as train"
-    )
-    data_commands.add_flags(
-        source, "--row-format", "--prompt-template", "--answer-key", "--ignore-columns", *data_commands.SHARE
-    )
-    data_commands.add_flags(source, "--bad-rows", "--skip-bad-rows")
+    flags.add_flags(source, "--input", help=files)
+    flags.add_flags(source, *flags.FILES[1:])
+    flags.add_flags(source, "--split", help="read the files of this split of a downloaded dataset, such as train")
+    flags.add_flags(source, "--row-format", "--prompt-template", "--answer-key", "--ignore-columns", *flags.SHARE)
+    flags.add_flags(source, "--bad-rows", "--skip-bad-rows")
     text = parser.add_argument_group("tokenizer and template")
-    data_commands.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
+    flags.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
     template = "a preset, a .jinja file, or a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS (default: the tokenizer's)"
-    data_commands.add_flags(text, "--chat-template", help=template)
-    data_commands.add_flags(text, "--add-special-tokens", "--tokenizer-output")
+    flags.add_flags(text, "--chat-template", help=template)
+    flags.add_flags(text, "--add-special-tokens", "--tokenizer-output")
     append = "do not append EOS to a last turn that the template leaves without an end (default: append it)"
-    data_commands.add_flags(text, "--no-append-eos", help=append)
+    flags.add_flags(text, "--no-append-eos", help=append)
     samples = parser.add_argument_group("samples")
-    data_commands.add_flags(samples, "--max-length", "--too-long", "--min-length", "--train-on", "--turns")
+    flags.add_flags(samples, "--max-length", "--too-long", "--min-length", "--train-on", "--turns")
     output = parser.add_argument_group("output")
-    data_commands.add_flags(output, "--output-prefix", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
-    data_commands.add_flags(output, "--overwrite", "--workers", *data_commands.RESUME)
+    flags.add_flags(output, "--output-prefix", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
+    flags.add_flags(output, "--overwrite", "--workers", *flags.RESUME)
     shown = "print the first N samples with their trained tokens in colour; without --output-prefix do nothing else"
-    data_commands.add_flags(output, "--show", help=shown)
-    return data_commands.parse(parser, argv)
+    flags.add_flags(output, "--show", help=shown)
+    return flags.parse(parser, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ def in_colour(sample: Sample, rows: ChatRows, has_colour: bool) -> str:
 
 
 def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
-    rows, samples = data_commands.samples_to_show(job, files, count)
+    rows, samples = jobs.samples_to_show(job, files, count)
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     legend = f"{TRAINED}trained{PLAIN}" if has_colour else f"{WITHOUT_COLOUR[0]}trained{WITHOUT_COLOUR[1]}"
     print(f"template: {rows.source.origin}; tokens that are {legend}:")
@@ -123,13 +119,13 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron.data.chat.preprocessing import preprocess_chats
     from megatron.data.prepare.block_encoder import find_input
 
-    job = data_commands.job_of(ChatJob, arguments)
+    job = jobs.job_of(ChatJob, arguments)
     files = find_input(job)
     if arguments.show:
         show_samples(job, files, arguments.show)
     if job.output_prefix:
         started_s = time.monotonic()
-        totals = preprocess_chats(job, data_commands.ProgressReport(), files)
+        totals = preprocess_chats(job, jobs.ProgressReport(), files)
         summarize(job, totals, time.monotonic() - started_s)
 
 
@@ -145,12 +141,12 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
         ("samples", f"{totals.num_samples:,}"),
         ("tokens", f"{totals.num_tokens:,}"),
         ("trained tokens", f"{counts.num_loss_tokens:,} ({share:.1f} %)"),
-        ("lengths", data_commands.spread(totals.length_percentiles)),
+        ("lengths", jobs.spread(totals.length_percentiles)),
         ("vocabulary", f"{totals.vocab_size:,}"),
     ]
     if totals.added_tokens:
         rows.append(("added tokens", " ".join(totals.added_tokens)))
-    data_commands.print_table(rows, {"blank lines": counts.num_blank, **counts.outcomes()})
+    jobs.print_table(rows, {"blank lines": counts.num_blank, **counts.outcomes()})
     manifest = read_manifest(job.output_prefix)
     if manifest is not None:
         print(f"{manifest.path}: {manifest.describe(with_outcomes=False)}")
@@ -163,4 +159,4 @@ def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return data_commands.run_preparation(lambda: run(arguments), arguments.output_prefix)
+    return jobs.run_preparation(lambda: run(arguments), arguments.output_prefix)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command, run_command
-from megatron.cli.data_commands import add_flags, add_text_flags, check, separator_of
+from megatron.cli.data.flags import add_flags, add_text_flags, check, separator_of
 from megatron.runtime.commands import command_name
 
 NUM_BYTE_SYMBOLS = 256
