@@ -81,7 +81,7 @@ def score(
     rows = list(_rows(documents, row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
     for row, (log_probs, largest) in _run(model, rows, on_row, graphs):
         places = np.concatenate([np.arange(ends[n] - len(requests[n].ids), ends[n]) for n in row.requests])
-        found[:, torch.from_numpy(places)] = torch.stack([log_probs.double(), largest.double()]).cpu()
+        found[:, torch.from_numpy(places)] = torch.stack([log_probs, largest.to(log_probs.dtype)]).cpu().double()
     if ctx.world_size > 1:
         dist.all_reduce(found, group=ctx.control_group)
     logprobs, largest = found.numpy()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.resilience.errors import TrainingAborted
+from megatron.runtime.devices import device_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -94,14 +95,16 @@ class ReplicaCheck:
         return next((each for each in ctx.gather_objects(text) if each is not None), "")
 
 
-# Sums of bits on the device: 8 bytes a parameter travel, over the host's network, since a device's collectives may
-# lack int64.
+# Sums of bits on the device, where it has such numbers: 8 bytes a parameter travel, over the host's network, since a
+# device's collectives may lack int64.
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 scalar on the tensor's device, equal for equal bits.
+    """Return an int64 scalar on the tensor's device, or on the CPU, equal for equal bits.
 
     Sums of the bits over rows and over columns, each with a weight of its own, modulo 2^64: changes that cancel each
     other in one of the two do not in the other.
     """
+    if not device_of(tensor.device.type).has_int64:
+        tensor = tensor.cpu()
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     rows = bits.numel() // COLUMNS
     body = bits[: rows * COLUMNS].view(rows, COLUMNS)

@@ -165,6 +165,8 @@ class Device:
     pointwise: Literal["eager", "compiled", "habana"] = "compiled"
     """Form of the pointwise operators that `kernels=auto` takes."""
     has_fp8: bool = False
+    has_int64: bool = True
+    """int64 has all its bits. Elsewhere it has those of int32, and what needs more is computed by the host."""
     has_linear_algebra: bool = False
     """It computes singular values; elsewhere the host does."""
     fuses_adam: bool = False

@@ -254,5 +254,6 @@ HPU = Device(
     stores_scores=True,
     pointwise="habana",
     has_fp8=True,
+    has_int64=False,  # in lazy mode, unless PT_ENABLE_INT64_SUPPORT=1: scripts/env_flags.yaml of the bridge
     adamw=_adamw,
 )

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,6 +72,100 @@ def test_results_are_those_of_the_cpu_bit_for_bit(hpu_ranks: RankPools, function
     assert len(there) == len(here)
     for one, other in zip(there, here, strict=True):
         assert torch.equal(one, other)
+
+
+def whole_numbers(lazy: bool, flag: str | None) -> dict[str, list[int]]:
+    """Return numbers of int64 as they come back from the device; PT_ENABLE_INT64_SUPPORT=`flag`."""
+    variables = {} if flag is None else {"PT_ENABLE_INT64_SUPPORT": flag}
+    with devices.on_hpu(lazy=lazy), patch.dict(os.environ, variables):
+        large = torch.tensor([2**31, 2**32 + 5, -(2**40) - 7, 2**31 - 1])
+        ours = large.to(HPU)
+        filled, grown = torch.zeros(4, dtype=torch.int64, device=HPU), torch.empty(0, dtype=torch.int64, device=HPU)
+        torch.add(ours, ours, out=grown)
+        part = ours.clone()
+        part[2:].add_(1)
+        found = {
+            "copied": ours,
+            "converted": torch.empty(4, dtype=torch.int64, device=HPU).copy_(large.double()),
+            "from a type": large.to(HPU, torch.float32).long(),
+            "sum": (ours[3:] + 1),
+            "product": (ours[1:] * -7046029254386353131),
+            "total": torch.ones(4, 2**10, dtype=torch.int32, device=HPU).mul_(2**20).sum(1),
+            "filled": filled.fill_(2**33 + 1),
+            "out": grown,
+            "part": part,
+            "range": torch.arange(2**31 - 1, 2**31 + 2, device=HPU),
+        }
+        return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+WIDE = {
+    "copied": [2**31, 2**32 + 5, -(2**40) - 7, 2**31 - 1],
+    "converted": [2**31, 2**32 + 5, -(2**40) - 7, 2**31 - 1],
+    "from a type": [2**31, 2**32, -(2**40), 2**31],
+    "sum": [2**31],
+    "product": [(n * -7046029254386353131 + 2**63) % 2**64 - 2**63 for n in (2**32 + 5, -(2**40) - 7, 2**31 - 1)],
+    "total": [2**30] * 4,
+    "filled": [2**33 + 1] * 4,
+    "out": [2**32, 2**33 + 10, -(2**41) - 14, 2**32 - 2],
+    "part": [2**31, 2**32 + 5, -(2**40) - 6, 2**31],
+    "range": [2**31 - 1, 2**31, 2**31 + 1],
+}
+
+
+def low_bits(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize(
+    ("lazy", "flag", "is_wide"), [(True, None, False), (True, "1", True), (False, None, True), (False, "0", False)]
+)
+def test_int64_has_32_bits_where_the_bridge_gives_it_no_more(
+    hpu_ranks: RankPools, lazy: bool, flag: str | None, is_wide: bool
+) -> None:
+    (found,) = hpu_ranks(1)(whole_numbers, lazy, flag)
+    narrow = {name: [low_bits(number) for number in numbers] for name, numbers in WIDE.items()}
+    # rounded to float32 before, on the host or on the device
+    narrow["from a type"] = [low_bits(int(torch.tensor(low_bits(n)).float())) for n in WIDE["copied"]]
+    narrow["converted"] = [low_bits(int(torch.tensor(n).float())) for n in WIDE["copied"]]
+    wide = WIDE | {"converted": [int(torch.tensor(n).float()) for n in WIDE["copied"]]}
+    assert found == (wide if is_wide else narrow)
+
+
+def float64() -> dict[str, str]:
+    """Return what each use of float64 raises."""
+    with devices.on_hpu():
+        ours, doubles = on(HPU, 4), on(torch.device("cpu"), 4).double()
+        tries: dict[str, Callable[[], Any]] = {
+            "made": lambda: torch.zeros(4, dtype=torch.float64, device=HPU),
+            "strided": lambda: torch.empty_strided((2, 2), (1, 2), dtype=torch.float64, device=HPU),
+            "moved": lambda: doubles.to(HPU),
+            "converted": ours.double,
+            "sum": lambda: ours.sum(dtype=torch.float64),
+            "bits": lambda: ours.view(torch.float64),
+            "bits of 64": lambda: _ones().view(torch.int32),
+            "norm": lambda: torch.linalg.vector_norm(ours, dtype=torch.float64),
+            # the host has it, and a Python number is not a tensor's
+            "read": lambda: ours.to("cpu", torch.float64),
+            "written": lambda: doubles.to(HPU, torch.float32),
+            "number": lambda: ours * 0.1,
+        }
+        raised = {}
+        for name, action in tries.items():
+            try:
+                action()
+            except RuntimeError as error:
+                raised[name] = str(error).splitlines()[0]
+            else:
+                raised[name] = ""
+        return raised
+
+
+def test_float64_is_refused(hpu_ranks: RankPools) -> None:
+    (raised,) = hpu_ranks(1)(float64)
+    assert raised.pop("bits of 64") == "hpu holds int64 as int32: its bits cannot be viewed as another type"
+    assert {name for name, text in raised.items() if not text} == {"read", "written", "number"}
+    assert {text for text in raised.values() if text} == {"hpu has no float64: the bridge would compute it in float32"}
 
 
 def refusals() -> dict[str, str]:
@@ -203,11 +298,14 @@ def collectives() -> dict[str, Any]:
             dist.send(received, 1)
         dist.broadcast(own, src=1)
         dist.barrier()
+        whole = torch.tensor([2**24 + 1, -3], device=HPU) * (1 - rank)
+        dist.all_reduce(whole)
         found: dict[str, Any] = {
             name: tensor.tolist()
             for name, tensor in (
                 *(("sum", total), ("gathered", gathered), ("parts", torch.cat(parts))),
                 *(("scattered", scattered), ("received", received), ("broadcast", own)),
+                ("sum of whole numbers", whole),
             )
         }
         control = dist.new_group(backend="gloo")
@@ -231,6 +329,7 @@ def test_hccl_computes_on_the_device_alone(hpu_ranks: RankPools) -> None:
             "scattered": [2.0 + 2.0 * rank],
             "received": [1.0],
             "broadcast": [2.0],
+            "sum of whole numbers": [2**24, -3],  # in float32, as hccl sums them
             "on the host": [2.0],
             "host's": "No backend type associated with device type cpu",
             "device's": "No backend type associated with device type hpu",

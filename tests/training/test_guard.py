@@ -26,6 +26,7 @@ from megatron.options.progress import Progress, RunningEstimate
 from megatron.resilience.replica_check import checksum, odd_ones
 from megatron.settings.command_line import load_config
 from tests import runs
+from tests.habana import devices
 from tests.ranks import HANG_S, RankPools
 from tests.training import layouts, planted
 from tests.training.test_layouts import arguments
@@ -354,6 +355,21 @@ def test_checksum_sees_every_single_change_and_pairs_that_cancel(dtype: torch.dt
         assert int(checksum(spoiled)) != expected
         bits[one], bits[other] = tensor.view(-1).view(integers)[[other, one]]
         assert int(checksum(spoiled)) != expected
+
+
+def sums_on_hpu() -> list[tuple[int, int]]:
+    """Return the checksums of tensors on the device and on the host."""
+    with devices.on_hpu():
+        tensors = [torch.randn(3, 5000, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+        tensors += [tensor.bfloat16() for tensor in tensors]
+        return [(int(checksum(tensor.to("hpu"))), int(checksum(tensor))) for tensor in tensors]
+
+
+def test_a_checksum_has_64_bits_where_the_device_has_32(hpu_ranks: RankPools) -> None:
+    (found,) = hpu_ranks(1)(sums_on_hpu)
+    assert [there for there, _ in found] == [here for _, here in found]
+    assert len({here % 2**32 for _, here in found}) == len(found)
+    assert all(abs(here) >= 2**31 for _, here in found)
 
 
 def test_the_majority_is_believed() -> None:

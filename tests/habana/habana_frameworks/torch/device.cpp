@@ -2,7 +2,8 @@
 //
 // A tensor on it has the device hpu:0. Operators run the CPU's kernels on the same memory: the fallback replaces each
 // tensor by a CPU tensor over its storage, and gives results the device again. It refuses tensors of two devices, and
-// notes each operator for which a card's host would wait.
+// notes each operator for which a card's host would wait. int64 has 32 bits where the bridge gives it no more, and
+// there is no float64.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <set>
 
@@ -155,6 +158,32 @@ void note(const char* kind, const std::string& operator_name) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Types that the device lacks
+
+bool is_set(const char* variable, bool otherwise) {
+  const char* value = std::getenv(variable);
+  return value == nullptr ? otherwise : std::string(value) != "0" && std::string(value) != "false";
+}
+
+// Whether int64 is held and computed as int32, as on Gaudi 2 and 3: unless PT_ENABLE_INT64_SUPPORT=1 in lazy mode, if it
+// is 0 in eager mode (IsInt64Supported in common/{lazy,eager}/utils.cpp and scripts/env_flags.yaml of the bridge 1.19).
+bool narrows() { return !is_set("PT_ENABLE_INT64_SUPPORT", !is_set("PT_HPU_LAZY_MODE", true)); }
+
+// The low 32 bits with their sign, as the bridge's copies convert (habana_eager/ops/copy_from.cpp). What a kernel has
+// computed in 64 bits from such numbers ends with the 32 bits that int32 would have.
+void narrow(const Tensor& on_cpu) {
+  if (on_cpu.defined() && on_cpu.scalar_type() == at::kLong && on_cpu.numel() > 0 && narrows()) {
+    on_cpu.copy_(on_cpu.to(at::kInt));
+  }
+}
+
+// The bridge calls it double and holds float32, without a word (getInternalDtype in habana_kernels/kernel_utils.cpp,
+// backend/habana_operator.cpp): whoever asks for it gets other numbers than on any other device. So it is refused here.
+void refuse_float64(at::ScalarType type) {
+  TORCH_CHECK(type != at::kDouble, "hpu has no float64: the bridge would compute it in float32");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // CPU tensors over the device's memory
 
 class Aliases {
@@ -210,7 +239,9 @@ class Aliases {
         storage = original;
       }
     }
+    refuse_float64(tensor.scalar_type());
     if (!storage) {
+      narrow(tensor);
       storage = over(tensor.storage(), kHpu);
     }
     auto impl = c10::make_intrusive<c10::TensorImpl>(
@@ -247,6 +278,7 @@ Tensor empty(
     std::optional<Device>,
     std::optional<bool>,
     std::optional<at::MemoryFormat> format) {
+  refuse_float64(c10::dtype_or_default(dtype));
   return at::detail::empty_generic(
       size, &memory, DispatchKeySet(DispatchKey::HPU), c10::dtype_or_default(dtype), format);
 }
@@ -258,8 +290,18 @@ Tensor empty_strided(
     std::optional<at::Layout>,
     std::optional<Device>,
     std::optional<bool>) {
+  refuse_float64(c10::dtype_or_default(dtype));
   return at::detail::empty_strided_generic(
       size, stride, &memory, DispatchKeySet(DispatchKey::HPU), c10::dtype_or_default(dtype));
+}
+
+// The views of torch count 8 bytes for an int64 of which the bridge holds 4, so such a view finds other numbers.
+Tensor view_dtype(const Tensor& self, at::ScalarType type) {
+  refuse_float64(type);
+  TORCH_CHECK(
+      self.scalar_type() == type || !narrows() || (self.scalar_type() != at::kLong && type != at::kLong),
+      "hpu holds int64 as int32: its bits cannot be viewed as another type");
+  return at::native::view_dtype(self, type);
 }
 
 Tensor& set_to_empty(Tensor& self) {
@@ -275,7 +317,16 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   }
   Aliases aliases;
   Tensor target = reads ? to : aliases.of(to);
-  target.copy_(writes ? self : aliases.of(self));
+  Tensor source = writes ? self : aliases.of(self);
+  if (writes && self.scalar_type() == at::kDouble) {
+    source = self.to(at::kFloat);  // types are converted on the device, from what it holds
+  } else if (writes && self.scalar_type() == at::kLong && narrows()) {
+    source = self.to(at::kInt);
+  }
+  target.copy_(source);
+  if (!reads) {
+    narrow(target);
+  }
   return to;
 }
 
@@ -392,6 +443,14 @@ IValue gloo_of(const IValue& value) {
   return IValue(std::move(same));
 }
 
+// hccl sums bfloat16 and float32; all else is converted to float32 before and back afterwards (allreduce in
+// process_group_hccl_base.cpp and process_group_lazy_hccl.cpp), which ends whole numbers above 2^24.
+void round_to_float(const Tensor& on_cpu) {
+  if (on_cpu.scalar_type() != at::kFloat && on_cpu.scalar_type() != at::kBFloat16) {
+    on_cpu.copy_(on_cpu.to(at::kFloat));
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.operator_name().name;
@@ -403,11 +462,26 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
   }
   static const auto group_type = c10::getCustomClassType<c10::intrusive_ptr<c10d::ProcessGroup>>();
   Aliases aliases;
+  std::vector<Tensor> written;
+  bool writes = false;
+  const bool sums = name == "c10d::allreduce_";
   const auto alias = [&](const Tensor& tensor) {
-    return tensor.defined() && tensor.device() == kHpu ? aliases.of(tensor) : tensor;
+    if (!tensor.defined() || tensor.device() != kHpu) {
+      return tensor;
+    }
+    const Tensor on_cpu = aliases.of(tensor);
+    if (writes) {
+      written.push_back(on_cpu);
+    }
+    if (sums) {
+      round_to_float(on_cpu);
+    }
+    return on_cpu;
   };
   for (size_t i = first; i < stack->size(); ++i) {
     IValue& argument = (*stack)[i];
+    const auto* info = schema.arguments()[i - first].alias_info();
+    writes = info != nullptr && info->isWrite();
     if (argument.isDevice() && argument.toDevice().type() == DeviceType::HPU) {
       argument = kCpu;
     } else if (argument.isObject() && *argument.type() == *group_type) {
@@ -417,6 +491,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
     }
   }
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+  std::for_each(written.begin(), written.end(), narrow);
   aliases.hand_back();
   for (size_t i = first; i < stack->size(); ++i) {
     (*stack)[i] = converted((*stack)[i], [&](const Tensor& tensor) { return aliases.result(tensor); });
@@ -436,6 +511,7 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
+  m.impl("view.dtype", &view_dtype);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("resize_", &at::native::resize_);
   m.impl("set_", &set_to_empty);
