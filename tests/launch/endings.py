@@ -55,7 +55,7 @@ def rank() -> NoReturn:
             if signals.first:
                 break
         say(f"done: {name}")
-    os._exit(0)
+        os._exit(0)  # signals are received to the end of the process, as in megatron.train
 
 
 def run(trial: dict[str, Any], node: int, folder: str) -> NoReturn:

@@ -38,9 +38,10 @@ def check(came: SimpleNamespace, *, what: str, number: int, restarts: int, fails
     assert (came.left, came.files) == (0, []), out
     for words in ("Traceback", "Warning", "EOFError", "status 255"):
         assert words not in out, out
-    healthy = out.replace("rank 1 on", "", 1) if fails else out  # the one that fails by design
-    assert " on vm was killed by SIGTERM" not in out
-    assert not (fails and healthy.count("rank 1 on") > out.count("runs: 1 in attempt"))
+    assert f" on {socket.gethostname()} was killed by SIGTERM" not in out
+    if fails:  # by design, once: its node, where there are several, the restart and a stop in its delay may name it
+        assert out.count("rank 1 on") <= 1 + len(came.statuses), out
+        assert "rank 1 on" not in out.partition("runs: 1 in attempt 1")[2], out
     if what == "owner" and number == QUIT:
         assert statuses <= {0, 128 + QUIT}, out
     elif what == "owner":
