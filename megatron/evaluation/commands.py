@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
+from megatron.generation.prompts import tokenizer_of
 from megatron.generation.requests import Reason, Request
 from megatron.generation.scoring import Continuation, RowGraphs, Score, score
-from megatron.generation.text import GeneratedText
+from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.resilience.errors import OtherRankFailed, exit_status
 
 T = TypeVar("T")
@@ -89,17 +90,10 @@ class Commands:
         return self._generate(prompts, GenerationOptions(**options), eos_ids)
 
     def _generate(self, prompts: list[list[int]], options: GenerationOptions, eos_ids: list[int]) -> list[list[int]]:
-        tokenizer = self.model.tokenizer
-        texts: dict[int, tuple[GeneratedText, list[int]]] = {}
+        texts = GrowingTexts(lambda number: GeneratedText(tokenizer_of(self.model), prompts[number], options))
 
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
-            if not options.stop or tokenizer is None:
-                return None
-            text, seen = texts.setdefault(number, (GeneratedText(tokenizer, prompts[number], options), []))
-            for token in ids[len(seen) :]:
-                text.add(token)
-                seen.append(token)
-            return "stop" if text.is_stopped else None
+            return "stop" if options.stop and texts.is_stopped(number, sample, ids) else None
 
         requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
         completions = generate(

@@ -22,6 +22,10 @@ from megatron.generation.sampling import Penalties, TokenSampler, final_ids
 
 IMPOSSIBLE = -1.0e9
 
+IsFinished = Callable[[int, int, Sequence[int]], Reason | None]
+"""(number of the request, sample or beam, generated ids so far) -> why the text ends here, as by a stop string; None:
+it goes on. A beam may continue the ids of another one."""
+
 
 class BeamResult(NamedTuple):
     """A finished text."""
@@ -47,6 +51,8 @@ class BeamStep(NamedTuple):
 class _Sequence:
     """Beams of one prompt."""
 
+    number: int
+    """That of the request."""
     scores: list[float]
     texts: list[tuple[int, ...]]
     complete: list[BeamResult] = field(default_factory=list)
@@ -59,10 +65,17 @@ class BeamSearch:
     Args:
         vocab_size: size of the true vocabulary, without padding.
         eos_ids: ids that end a text by the model's own account.
+        is_finished: is called for each candidate that may become a beam.
     """
 
-    def __init__(self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int]):
-        self.options = options
+    def __init__(
+        self,
+        options: GenerationOptions,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        is_finished: IsFinished | None = None,
+    ):
+        self.options, self._is_finished = options, is_finished
         self.num_beams = options.num_beams
         self._final = final_ids(options, eos_ids)
         # so many that num_beams of them are not final ones
@@ -71,12 +84,17 @@ class BeamSearch:
         self._penalties = Penalties(options, vocab_size, self._final)
         self._sequences: dict[int, _Sequence] = {}
 
-    def add(self, first_row: int, prompt: Sequence[int], device: torch.device | str = "cpu") -> None:
-        """Begin a sequence in num_beams rows, each of which holds the prompt. `device`: that of the logits to come."""
+    def add(
+        self, first_row: int, prompt: Sequence[int], device: torch.device | str = "cpu", *, number: int = 0
+    ) -> None:
+        """Begin a sequence in num_beams rows, each of which holds the prompt.
+
+        `device`: that of the logits to come. `number`: that of the request.
+        """
         rows = range(first_row, first_row + self.num_beams)
         self._penalties.add(rows, [prompt] * self.num_beams, torch.device(device))
         scores = [0.0] + [IMPOSSIBLE] * (self.num_beams - 1)  # the beams are still the same
-        self._sequences[first_row] = _Sequence(scores, [()] * self.num_beams)
+        self._sequences[first_row] = _Sequence(number, scores, [()] * self.num_beams)
 
     def remove(self, first_row: int) -> None:
         """Empty the rows of a sequence."""
@@ -127,37 +145,41 @@ class BeamSearch:
         Returns the beam and the token of each continued beam, and the best texts if the search has ended.
         """
         count, options = self.num_beams, self.options
-        length = len(sequence.texts[0]) + 1
-        at_end = length == options.max_new_tokens
-        divisor = length**options.length_penalty
-        ends = [at_end or token in self._final for _, _, token in candidates]
+        divisor = (len(sequence.texts[0]) + 1) ** options.length_penalty
+        reasons = [self._reason(sequence, beam, token) for _, beam, token in candidates]
+        ends = [reason is not None for reason in reasons]
         if not (options.early_stopping and len(sequence.complete) == count):
             sequence.complete += [
-                BeamResult(
-                    (*sequence.texts[beam], token), score / divisor, "stop" if token in self._final else "length"
-                )
-                for (score, beam, token), ended in zip(candidates[:count], ends, strict=False)
-                if ended
+                BeamResult((*sequence.texts[beam], token), score / divisor, reason)
+                for (score, beam, token), reason in zip(candidates[:count], reasons, strict=False)
+                if reason is not None
             ]
             sequence.complete = sorted(sequence.complete, key=lambda text: -text.score)[:count]
-        # those that end go on only where all do, and the search ends
+        # those that end fill up where too few go on, and then win nothing
         ongoing = sorted(zip(ends, candidates, strict=True), key=lambda pair: pair[0])[:count]
         kept = [candidate for _, candidate in ongoing]
         sequence.texts = [(*sequence.texts[beam], token) for _, beam, token in kept]
-        sequence.scores = [score for score, _, _ in kept]
+        sequence.scores = [IMPOSSIBLE if ended else score for ended, (score, _, _) in ongoing]
         is_full = len(sequence.complete) == count
         can_improve = not is_full or sequence.scores[0] / divisor > sequence.complete[-1].score
         has_ended = all(ends) or not can_improve or (options.early_stopping and is_full)
         results = sequence.complete[: options.num_samples] if has_ended else []
         return [(beam, token) for _, beam, token in kept], results
 
+    def _reason(self, sequence: _Sequence, beam: int, token: int) -> Reason | None:
+        """Return why a beam ends if this token continues it."""
+        ids = (*sequence.texts[beam], token)
+        # of each candidate: the next ones may continue it
+        found = None if self._is_finished is None else self._is_finished(sequence.number, beam, ids)
+        if token in self._final:
+            return "stop"
+        if found is not None and len(ids) >= self.options.min_new_tokens:
+            return found
+        return "length" if len(ids) == self.options.max_new_tokens else None
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decisions of the rank that decides: the next token of each row, and which texts end with it.
-
-IsFinished = Callable[[int, int, Sequence[int]], Reason | None]
-"""(number of the request, sample, generated ids so far) -> why the text ends here, as by a stop string; None: it goes
-on."""
 
 
 class Chooser:
@@ -169,13 +191,13 @@ class Chooser:
         self._options, self._is_finished = options, is_finished
         self._final = final_ids(options, eos_ids)
         self._sampler = TokenSampler(options, vocab_size, eos_ids) if options.num_beams == 1 else None
-        self._beams = BeamSearch(options, vocab_size, eos_ids) if options.num_beams > 1 else None
+        self._beams = BeamSearch(options, vocab_size, eos_ids, is_finished) if options.num_beams > 1 else None
 
     def add(self, unit: Unit, rows: Sequence[int], device: torch.device) -> None:
         """Begin the texts of a unit in these rows."""
         prompt = unit.request.prompt
         if self._beams is not None:
-            self._beams.add(rows[0], prompt, device)
+            self._beams.add(rows[0], prompt, device, number=unit.request.number)
         if self._sampler is not None:
             keys = [(unit.request.number, sample) for sample in unit.samples]
             self._sampler.add(rows, keys, [prompt] * len(rows), device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.chat.template import TEMPLATE_NAME, ChatTemplate, find_template, named_tokens, read_config
 from megatron.data.index.indexed import DataError
@@ -29,6 +29,13 @@ def tokenizer_of(model: InferenceModel) -> Tokenizer:
             "--tokenizer-model and, unless that is a tokenizer.json, its kind with --tokenizer-type"
         )
     return model.tokenizer
+
+
+class Ends(NamedTuple):
+    """Ids and strings that end a text."""
+
+    ids: Collection[int]
+    strings: tuple[str, ...] = ()
 
 
 class PromptEncoder:
@@ -108,6 +115,10 @@ class PromptEncoder:
             )
         if self._model.ctx.rank == 0:
             log.warning("%s: they are read as plain text, as a model has to be trained to expect", writes)
+
+    def ends(self, *, of_chats: bool) -> Ends:
+        """Return what ends an answer, or a text to continue. Raises DataError."""
+        return Ends(self.final_ids(of_chats=of_chats), self.final_strings() if of_chats else ())
 
     def final_ids(self, *, of_chats: bool) -> frozenset[int]:
         """Return the ids that end a text: those of generation_config.json and of the tokenizer, and of a turn."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -25,9 +24,9 @@ from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line,
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import KeptText
-from megatron.generation.prompts import PromptEncoder
+from megatron.generation.prompts import Ends, PromptEncoder
 from megatron.generation.requests import Completion, Reason, Request
-from megatron.generation.text import GeneratedText
+from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.options.config import ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.runtime.accelerator import MAX_ALLOCATED, memory_stats
@@ -36,13 +35,6 @@ PROMPTS_AT_ONCE = 64
 """Prompts that are read ahead, for each row of the batch of a copy of the model."""
 
 OnText = Callable[[str], object]
-
-
-class _Ends(NamedTuple):
-    """Ids and strings that end a text."""
-
-    ids: frozenset[int]
-    strings: tuple[str, ...]
 
 
 class Session:
@@ -58,7 +50,7 @@ class Session:
             raise ConfigError(faults)
         self.settings = BatchSettings(batch_size=prompts.batch_size, use_graphs=prompts.use_graphs)
         self.statistics = GenerationStatistics()
-        self._ends: dict[bool, _Ends] = {}
+        self._ends: dict[bool, Ends] = {}
         self._ends_of(is_chat=prompts.chat or prompts.as_chat)  # its faults come first
         self.num_out_of_positions = 0
         """Texts that ended at the last of the model's learned positions, before max_new_tokens. On rank 0."""
@@ -94,23 +86,15 @@ class Session:
         self, requests: Sequence[Request], is_chat: bool, on_text: OnText | None, kept: KeptText | None
     ) -> Iterator[Completion]:
         ends = self._ends_of(is_chat=is_chat)
-        begin = {request.number: partial(self._text, request) for request in requests}
-        growing: dict[tuple[int, int], GeneratedText] = {}
-        num_seen: dict[tuple[int, int], int] = defaultdict(int)
+        by_number = {request.number: request for request in requests}
+        texts = GrowingTexts(lambda number: self._text(by_number[number]), of_beams=self.options.num_beams > 1)
 
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
             if self.is_interrupted:
                 return "interrupted"
-            if not ends.strings:
-                return None
-            key = number, sample
-            text = growing.setdefault(key, begin[number]())
-            for token in ids[num_seen[key] :]:
-                text.add(token)
-            num_seen[key] = len(ids)
-            return "stop" if text.is_stopped else None
+            return "stop" if ends.strings and texts.is_stopped(number, sample, ids) else None
 
-        shown = begin[requests[0].number]() if on_text is not None else None
+        shown = self._text(requests[0]) if on_text is not None else None
 
         def on_token(number: int, sample: int, token: int) -> None:
             if shown is not None and on_text is not None:
@@ -137,11 +121,11 @@ class Session:
         options = dataclasses.replace(self.options, stop=self._ends_of(is_chat=request.is_chat).strings)
         return GeneratedText(self.encoder.tokenizer, request.prompt, options, keep_special=keep_special)
 
-    def _ends_of(self, *, is_chat: bool) -> _Ends:
+    def _ends_of(self, *, is_chat: bool) -> Ends:
         """Return what ends a text, or an answer of a chat. Raises DataError."""
         if is_chat not in self._ends:
-            of_turns = self.encoder.final_strings() if is_chat else ()
-            self._ends[is_chat] = _Ends(self.encoder.final_ids(of_chats=is_chat), (*self.options.stop, *of_turns))
+            own = self.encoder.ends(of_chats=is_chat)
+            self._ends[is_chat] = Ends(own.ids, (*self.options.stop, *own.strings))
         return self._ends[is_chat]
 
     def text_of(self, request: Request, completion: Completion) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
@@ -56,6 +57,12 @@ class TextDecoder:
         """Return what is left: the replacement of a character that was not completed."""
         return self._tokenizer.decode(self._window)[self._num_written :]
 
+    def branch(self) -> TextDecoder:
+        """Return a decoder that goes on from here on its own."""
+        other = copy.copy(self)
+        other._window, other._whole = list(self._window), list(self._whole)
+        return other
+
     def _shorten(self) -> None:
         """Forget the ids before a whole character, as decoders need a few of the last ones only."""
         starts = [size for size in self._whole if size <= len(self._window) - CONTEXT]
@@ -104,6 +111,12 @@ class GeneratedText:
         rest, self._kept = self._kept, ""
         return text + rest
 
+    def branch(self) -> GeneratedText:
+        """Return a text that goes on from here on its own."""
+        other = copy.copy(self)
+        other._decoder = self._decoder.branch()
+        return other
+
     def _released(self, text: str) -> str:
         places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if places:
@@ -121,3 +134,40 @@ class GeneratedText:
         )
         self._kept = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+class GrowingTexts:
+    """Texts of a batch as their ids arrive, and whether a stop string has ended them.
+
+    Args:
+        begin: returns the empty text of a request, by its number.
+        of_beams: texts branch, so that one is known by its ids; else by its sample.
+    """
+
+    def __init__(self, begin: Callable[[int], GeneratedText], *, of_beams: bool = False):
+        self._begin, self._of_beams = begin, of_beams
+        self._samples: dict[tuple[int, int], tuple[GeneratedText, int]] = {}
+        self._beams: dict[int, list[dict[tuple[int, ...], GeneratedText]]] = {}
+        """By number of the request: the texts of the step before, and of this one."""
+
+    def is_stopped(self, number: int, sample: int, ids: Sequence[int]) -> bool:
+        """Return whether a stop string is in a text. Its ids begin with those of an earlier call; of beams, one less.
+
+        Of beams the earlier call may be that of another sample.
+        """
+        if self._of_beams:
+            return self._beam(number, tuple(ids)).is_stopped
+        text, num_seen = self._samples.get((number, sample)) or (self._begin(number), 0)
+        for token in ids[num_seen:]:
+            text.add(token)
+        self._samples[number, sample] = text, len(ids)
+        return text.is_stopped
+
+    def _beam(self, number: int, ids: tuple[int, ...]) -> GeneratedText:
+        steps = self._beams.setdefault(number, [{(): self._begin(number)}, {}])
+        if ids[:-1] not in steps[0]:  # all beams have got one more token
+            steps[:] = steps[1], {}
+        text = steps[0][ids[:-1]].branch()
+        text.add(ids[-1])
+        steps[1][ids] = text
+        return text

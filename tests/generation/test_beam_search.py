@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation.chooser import BeamResult, BeamSearch
+from megatron.generation.chooser import BeamResult, BeamSearch, IsFinished
 from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Reason
 
 Model = Callable[[list[int]], Tensor]
 """Logits of the next token."""
 
 
 def search(
-    options: GenerationOptions, model: Model, prompts: list[list[int]], eos: tuple[int, ...]
+    options: GenerationOptions,
+    model: Model,
+    prompts: list[list[int]],
+    eos: tuple[int, ...],
+    is_finished: IsFinished | None = None,
 ) -> list[list[BeamResult]]:
     """Best texts of each prompt, in one batch. Each row's text is put together here, by the sources."""
     vocab_size = len(model([0]))
-    beams, count = BeamSearch(options, vocab_size, eos), options.num_beams
+    beams, count = BeamSearch(options, vocab_size, eos, is_finished), options.num_beams
     texts: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        beams.add(number * count, prompt)
+        beams.add(number * count, prompt, number=number)
         texts |= {number * count + beam: prompt for beam in range(count)}
     results: dict[int, list[BeamResult]] = {}
     while len(results) < len(prompts):
@@ -70,10 +75,13 @@ def test_with_enough_beams_the_best_text_of_all_is_found(length_penalty: float) 
         {"num_beams": 4, "num_samples": 4},
         {"num_beams": 3, "num_samples": 2, "early_stopping": True},
         {"num_beams": 3, "repetition_penalty": 1.3, "min_new_tokens": 4, "length_penalty": 0.0},
+        {"num_beams": 4, "num_samples": 4, "ends": {1, 3}},
+        {"num_beams": 3, "early_stopping": True, "ends": set(range(9))},
     ],
     ids=str,
 )
 def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None:
+    """`ends`: a text ends behind two ids of these too, as a stop string might."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -88,9 +96,24 @@ def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None
         logits: Tensor = theirs(torch.tensor([ids])).logits[0, -1]
         return logits
 
-    options, given = GenerationOptions(max_new_tokens=12, **given), dict(given)
+    given = dict(given)
+    criteria, seen = given.pop("ends", set()), set()
+
+    def stops(ids: Sequence[int]) -> bool:
+        return len(ids) > 1 and set(ids[-2:]) <= criteria
+
+    def is_finished(number: int, beam: int, ids: Sequence[int]) -> Reason | None:
+        seen.add(number)
+        return "stop" if stops(ids) else None
+
+    class Ends(transformers.StoppingCriteria):  # type: ignore[misc, name-defined]
+        def __call__(self, ids: Tensor, scores: Any, **options: Any) -> Tensor:
+            return torch.tensor([stops(row[len(prompt) :]) for row in ids.tolist()])
+
+    options = GenerationOptions(max_new_tokens=12, **given)
     count = given.pop("num_samples", 1)
-    found = search(options, model, prompts, eos)
+    found = search(options, model, prompts, eos, is_finished if criteria else None)
+    assert seen == (set(range(len(prompts))) if criteria else set())
     ended = set()
     for prompt, ours in zip(prompts, found, strict=True):
         output = theirs.generate(
@@ -98,16 +121,17 @@ def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False, max_new_tokens=12, eos_token_id=list(eos), pad_token_id=0, top_k=None,
             num_return_sequences=count, output_scores=True, return_dict_in_generate=True,
+            stopping_criteria=[Ends()] if criteria else None,
             **given,
         )  # fmt: skip
         texts = output.sequences[:, len(prompt) :].tolist()
         assert len(ours) == len(texts) == count
         for each, text, score in zip(ours, texts, output.sequences_scores.tolist(), strict=True):
-            place = next((place for place, token in enumerate(text) if token in eos), len(text))
-            text = text[: place + 1]  # it is filled up to the longest one
+            ends = [text[place] in eos or stops(text[: place + 1]) for place in range(len(text))]
+            text = text[: ends.index(True) + 1] if any(ends) else text  # it is filled up to the longest one
             assert list(each.ids) == text
             assert each.score == pytest.approx(score, rel=1e-5)
-            assert each.reason == ("stop" if text[-1] in eos else "length")
-            ended.add(text[-1] in eos)
+            assert each.reason == ("stop" if any(ends) else "length")
+            ended.add(any(ends))
     if "early_stopping" in given:
         assert True in ended

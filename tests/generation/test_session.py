@@ -21,6 +21,7 @@ from megatron.data.index.indexed import DataError
 from megatron.generate import run
 from megatron.generation import jsonl
 from megatron.generation.chat import TerminalChat
+from megatron.generation.chooser import BeamSearch
 from megatron.generation.command import read_command
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
@@ -304,6 +305,34 @@ def test_a_marker_of_plain_text_ends_an_answer(tmp_path: Path) -> None:
         (done,) = session.generate([request])
     assert (session.text_of(request, done), done.reason) == ("ok", "stop")
     assert len(done.ids) == len("ok<|im_end|>")
+
+
+def test_a_marker_of_plain_text_ends_beams(tmp_path: Path) -> None:
+    """Each beam's own text is read, whichever beam it continues; the best one says more than the marker at once."""
+    write_model(tmp_path, special=("</s>",))
+    (tmp_path / "chat_template.jinja").write_text(PRESETS["chatml"].template)
+    words = ["--load", str(tmp_path), "--prompt", "Hi", "--as-chat", "--device", "cpu", "--num-beams", "3"]
+    command, _ = read_command([*words, "--num-samples", "3", "--max-new-tokens", "20"])
+    session = Session(load_model(command.load, ParallelContext.single()), command)
+    encode, decode = session.encoder.tokenizer.encode, session.encoder.tokenizer.decode
+    request = Request(0, session.encoder.chat([{"role": "user", "content": "Hi"}]), is_chat=True)
+    answers = [encode(f"{answer}<|im_end|>\n<|im_start|>user") for answer in ("ok", "or")]
+    search = BeamSearch.choose
+
+    def choose(self: BeamSearch, logits_BV: Any, rows: Any) -> Any:
+        """One of the answers goes on from each text that is its beginning."""
+        logits = torch.full_like(logits_BV, -10.0)
+        (sequence,) = self._sequences.values()
+        for row, text in enumerate(sequence.texts):
+            for rank, answer in enumerate(answers):
+                if tuple(answer[: len(text)]) == text and len(text) < len(answer):
+                    logits[row, answer[len(text)]] = 10.0 - rank
+        return search(self, logits, rows)
+
+    with patch.object(BeamSearch, "choose", choose):
+        done = list(session.generate([request]))
+    assert [(session.text_of(request, each), each.reason) for each in done[:2]] == [("ok", "stop"), ("or", "stop")]
+    assert [decode(list(each.ids)) for each in done[:2]] == ["ok<|im_end|>", "or<|im_end|>"]
 
 
 def test_an_answer_to_messages_ends_with_its_turn_whatever_is_beside_it(model: InferenceModel, tmp_path: Path) -> None:
