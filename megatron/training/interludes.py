@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.jsonl import ids_of, rows_of
 from megatron.generation.model import InferenceModel, ModelOrigin, training_model
 from megatron.generation.options import GenerationOptions
-from megatron.generation.prompts import PromptEncoder
-from megatron.generation.requests import Request
+from megatron.generation.prompts import Ends, PromptEncoder
+from megatron.generation.requests import Completion, Reason, Request
+from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.observability.metrics import GeneratedAnswer, MetricsLog
 from megatron.options.config import Config
 from megatron.options.progress import Progress
@@ -108,57 +110,79 @@ class Answers(Interlude):
         self._prompts: list[str] = []
         with self._model() as model:
             found = raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._read(model))
-        requests, self._eos_ids = engine.ctx.broadcast_object(found)
-        self._requests = [Request(number, tuple(ids)) for number, ids in enumerate(requests)]
+        self._requests: list[Request]
+        self._ends: dict[bool, Ends]
+        self._requests, self._ends = engine.ctx.broadcast_object(found)
+        if any(ends.strings for ends in self._ends.values()):  # on every rank: they end texts on the last stage
+            self._tokenizer = raise_on_all_ranks(engine.ctx, self._read_tokenizer)
 
     def run(self) -> None:
         """Generate and log an answer for each prompt. Collective. Raises ConfigError for a prompt that is too long."""
         iteration, samples = self._progress.iteration, self._progress.consumed_samples
         self._watchdog.phase("generation", iteration)
-        found = []
         with self._engine.timers.on_host("generate"), self._model() as model:
-            for completion in generate(
-                model,
-                self._requests,
-                self._options,
-                eos_ids=self._eos_ids,
-                # no graphs: they would be captured at each evaluation, and hold memory that training needs
-                settings=BatchSettings(
-                    batch_size=min(len(self._requests), BatchSettings().batch_size), use_graphs=False
-                ),
-                on_token=lambda *token: self._watchdog.beat(),
-            ):
-                found.append(completion)
-        if self._encoder is not None:
-            decode = self._encoder.tokenizer.decode
-            hidden = self._encoder.tokenizer.special_ids
-            texts = [decode([token for token in each.ids if token not in hidden]) for each in found]
-            answers = [
-                GeneratedAnswer(prompt, text, each.reason, len(each.ids))
-                for prompt, text, each in zip(self._prompts, texts, found, strict=True)
-            ]
-            self._log.log_answers(iteration, samples, answers)
+            # a batch has one set of final ids, so texts and chats are generated one after the other
+            found = {each.request: each for is_chat in self._ends for each in self._generate(model, is_chat)}
+        if self._encoder is None:
+            return
+        decode, hidden = self._encoder.tokenizer.decode, self._encoder.tokenizer.special_ids
+        answers = []
+        for request, prompt in zip(self._requests, self._prompts, strict=True):
+            each = found[request.number]
+            text = decode([token for token in each.ids if token not in hidden])
+            for end in self._ends[request.is_chat].strings:
+                text = text.partition(end)[0]
+            answers.append(GeneratedAnswer(prompt, text, each.reason, len(each.ids)))
+        self._log.log_answers(iteration, samples, answers)
 
-    def _read(self, model: InferenceModel) -> tuple[list[list[int]], list[int]]:
-        """Return the ids of the prompts, and those that end an answer. On rank 0."""
+    def _generate(self, model: InferenceModel, is_chat: bool) -> Iterator[Completion]:
+        """Yield the answers to chats, or the texts, on rank 0. Collective."""
+        ends, requests = self._ends[is_chat], [each for each in self._requests if each.is_chat == is_chat]
+        prompts = {request.number: request.prompt for request in requests}
+        options = replace(self._options, stop=ends.strings)
+        texts = GrowingTexts(lambda number: GeneratedText(self._tokenizer, prompts[number], options))
+
+        def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
+            return "stop" if ends.strings and texts.is_stopped(number, sample, ids) else None
+
+        # no graphs: they would be captured at each evaluation, and hold memory that training needs
+        settings = BatchSettings(batch_size=min(len(requests), BatchSettings().batch_size), use_graphs=False)
+        yield from generate(
+            model,
+            requests,
+            self._options,
+            eos_ids=ends.ids,
+            settings=settings,
+            is_finished=is_finished,
+            on_token=lambda *token: self._watchdog.beat(),
+        )
+
+    def _read_tokenizer(self) -> Tokenizer:
+        config = self._engine.config
+        return tokenizer_of_texts(config, tokenizer_of(config), "generate_prompts")
+
+    def _read(self, model: InferenceModel) -> tuple[list[Request], dict[bool, Ends]]:
+        """Return the prompts, and what ends a text and an answer, by `is_chat`. On rank 0."""
         config = self._engine.config
         folder = tokenizer_of(config)
-        model.tokenizer = tokenizer_of_texts(config, folder, "generate_prompts")
+        model.tokenizer = self._read_tokenizer()
         model.origin = origin_of_run(folder)
         self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
-        prompts, of_chats = [], False
+        requests = list[Request]()
         as_chat = config.training.task != "pretrain" and self._path.suffix != ".jsonl"
         for where, read in _rows(self._path):
             try:
                 row = read()
-                prompts.append(list(ids_of(row, self._encoder, as_chat=as_chat)))
+                ids = ids_of(row, self._encoder, as_chat=as_chat)
             except DataError as error:
                 raise DataError(f"generate_prompts: {where}: {error}") from None
-            of_chats |= as_chat or row.get("messages") is not None
+            is_chat = as_chat or row.get("messages") is not None
+            requests.append(Request(len(requests), ids, is_chat=is_chat))
             self._prompts.append(row.get("prompt") or str(row["messages"][-1].get("content")))
-        if not prompts:
+        if not requests:
             raise DataError(f"generate_prompts={self._path} has no prompts; write one a line")
-        return prompts, sorted(self._encoder.final_ids(of_chats=of_chats))
+        kinds = sorted({request.is_chat for request in requests})
+        return requests, {is_chat: self._encoder.ends(of_chats=is_chat) for is_chat in kinds}
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

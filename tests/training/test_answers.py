@@ -10,6 +10,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice
+from megatron.generation.sampling import Choice, TokenSampler
 from megatron.models.kv_cache import KVCache
 from megatron.training.interludes import kept_random_state
 from tests import runs
@@ -220,3 +222,47 @@ def test_a_line_is_a_message_to_a_chat_model(ranks: RankPools, tmp_path: Path) -
     assert row["prompt"] == "hello"
     assert row["text"] == tokenizer.decode(expected[: row["num_tokens"]])
     assert row["num_tokens"] == COUNT or row["reason"] == "stop"
+
+
+def train_with_tokens(flags: str, token_ids: list[int]) -> str:
+    """A run in which each text is these tokens, again and again."""
+
+    right = TokenSampler.choose
+
+    def choose(sampler: TokenSampler, logits_BV: torch.Tensor, rows: list[int]) -> Choice:
+        logits_BV = torch.zeros_like(logits_BV)
+        for logits, row in zip(logits_BV, rows, strict=True):
+            logits[token_ids[sampler._penalties.lengths[row] % len(token_ids)]] = 1.0
+        return right(sampler, logits_BV, rows)
+
+    with patch.object(TokenSampler, "choose", choose):
+        return runs.train(flags)
+
+
+@pytest.mark.parametrize(("marker", "is_token"), [("<|pad|>", True), ("<|im_end|>", False)])
+def test_answers_end_with_their_turn_and_texts_beside_them_do_not(
+    ranks: RankPools, tmp_path: Path, marker: str, is_token: bool
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab_size = write_tokenizer(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"chat_template": config["chat_template"].replace("eos_token", f"'{marker}'")}))
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).encode(f"so{marker}").ids
+    assert (ids[-1] == 1) == is_token
+    rows = [{"prompt": "say"}, {"messages": [{"role": "user", "content": "hello"}]}, {"prompt": "and"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    flags = (
+        f"{MODEL} --vocab-size {vocab_size} --task sft --train-iters 1 --tokenizer-type HFTokenizer "
+        f"--data-path {chats.write_chats(tmp_path / 'chats', [12] * 40)} --micro-batch-size 1 "
+        f"--tokenizer-model {tmp_path / 'model'} --results-dir {tmp_path / 'out'} "
+        f"--generate-prompts {tmp_path / 'prompts.jsonl'} --generate-max-new-tokens {2 * len(ids)}"
+    )
+    assert ranks(2)(train_with_tokens, f"{flags} --pipeline-model-parallel-size 2", ids) == ["", ""]
+    found = [(row["prompt"], row["text"], row["num_tokens"], row["reason"]) for row in answers(tmp_path / "out")[:3]]
+    text = "soso" if is_token else 2 * f"so{marker}"  # special tokens are not part of a text
+    assert found == [
+        ("say", text, 2 * len(ids), "length"),
+        ("hello", "so", len(ids), "stop"),
+        ("and", text, 2 * len(ids), "length"),
+    ]
