@@ -43,6 +43,6 @@ def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
     may_resume = save is not None and os.path.isdir(save) and not os.path.lexists(load)
     if not may_resume and not os.path.lexists(Path(load, "adapter_config.json")):
         return config
-    from megatron.weights.peft.start import with_options_of  # imports torch
+    from megatron.weights.peft.options import with_options_of  # imports torch
 
     return with_options_of(config, Path(load), given)

@@ -28,7 +28,7 @@ from megatron.weights.huggingface import parameters_of
 from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.model import base_config, holds_adapters
 from megatron.weights.model_folder import find_base
-from megatron.weights.peft.start import PeftSource
+from megatron.weights.peft.source import PeftSource
 
 WEIGHTS = ("weight",)
 
@@ -42,20 +42,15 @@ class AdaptedSource(WeightSource):
         self, config: Config, base: WeightSource | None, trained: WeightSource | None, record: Mapping[str, Any]
     ) -> None:
         """`base`: None for one drawn from the seed in `record`. `trained`: None for a new start of the adapters."""
-        source = trained or base
         metadata: dict[str, Any] = {}
         if isinstance(trained, Checkpoint):
             metadata = trained.metadata
         elif base is not None:
             metadata = {"source": base.metadata.get("source")}
-        super().__init__(
-            Path() if source is None else source.folder,
-            parameters_of(config),
-            kinds=("weight",) if trained is None else trained.kinds,
-            metadata=metadata,
-            config=config,
-        )
         self.base, self.trained = base, trained
+        folder = self.parts[0].folder if self.parts else Path()
+        kinds = WEIGHTS if trained is None else trained.kinds
+        super().__init__(folder, parameters_of(config), kinds=kinds, metadata=metadata, config=config)
         self.holds_run = trained is not None and trained.holds_run
         self.record: dict[str, Any] = dict(record)
         """Description of the base that a checkpoint of the adapters keeps; with its identity after `identify`."""
@@ -80,10 +75,11 @@ class AdaptedSource(WeightSource):
     def _read(self, at: Slice, kind: str) -> Tensor:
         if self.trained is not None and at.name in self.trained.parameters:
             return self.trained.read(at, kind)
-        is_of_base = at.name in self._base_names
-        if is_of_base and self.base is not None:
-            return self.base.read(at, kind)
-        seed = self.record.get("seed", self._seed) if is_of_base else self._seed
+        seed = self._seed
+        if at.name in self._base_names:
+            if self.base is not None:
+                return self.base.read(at, kind)
+            seed = self.record.get("seed", seed)  # that of the run that drew the base, which this one may not have
         drawn = at.shard.initial(at.name, seed, at.tensor_rank, at.tensor_size)
         return drawn.flatten()[at.start : at.start + at.numel]
 
@@ -92,15 +88,13 @@ class AdaptedSource(WeightSource):
 
     def lines(self) -> list[str]:
         """Return what is said of the base."""
-        where = f"drawn with seed={self.record['seed']}" if self.base is None else self.base_place
-        return [f"base model: {where}; its weights are frozen"]
+        origin = f"drawn with seed={self.record['seed']}" if self.base is None else str(self.base.folder)
+        return [f"base model: {origin}; its weights are frozen"]
 
     @property
     def base_place(self) -> str:
         """The base's folder, for messages."""
         return "this seed" if self.base is None else str(self.base.folder)
-
-    # The base's identity
 
     def _new_sums(self) -> BaseSums:
         if isinstance(self.base, HuggingFaceSource):
@@ -110,7 +104,8 @@ class AdaptedSource(WeightSource):
 
     def identify(self, ctx: ParallelContext) -> list[str]:
         """Quantised weights count as they were read."""
-        folder, expected = None if self.base is None else self.base.folder, self._expected()
+        expected = self._expected()
+        folder = None if self.base is None else self.base.folder
         identity = BaseIdentity.of_base(folder, ctx.gather_objects(self._sums.totals)).named_as(expected)
         self._sums = self._new_sums()
         self.record = {**self.record, "identity": identity.to_json()}
@@ -128,11 +123,13 @@ class AdaptedSource(WeightSource):
     def check_counted(self) -> None:
         """Raise CheckpointError unless the tensors of the base that one process has counted are those trained on."""
         expected = self._expected()
-        wrong = [] if expected is None else expected.changed_in(self._sums.totals)
-        if wrong:
+        if expected is None:
+            return
+        changed = expected.changed_in(self._sums.totals)
+        if changed:
             raise CheckpointError(
-                f"{self.base_place} has another {wrong[0]} than when the adapters were trained; restore the folder of "
-                "their base"
+                f"{self.base_place} has another {changed[0]} than when the adapters were trained; restore the folder "
+                "of their base"
             )
 
     def _expected(self) -> BaseIdentity | None:
@@ -140,36 +137,33 @@ class AdaptedSource(WeightSource):
         return None if self.trained is None else recorded_identity(self.trained)
 
 
-# Opening
-
-
-def open_adapters(found: WeightSource | None, config: Config, ctx: ParallelContext) -> AdaptedSource:
+def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelContext) -> AdaptedSource:
     """Return the start of a run with adapters from what `load` or `save` holds: a base, or adapters. Collective.
 
     Raises CheckpointError if the base is missing or is another model.
     """
     given = config.lora.lora_base
-    if isinstance(found, PeftSource):
-        return _open_peft(found, config, ctx)
-    if found is not None and not holds_adapters(found):
+    if isinstance(loaded, PeftSource):
+        return _open_peft(loaded, config, ctx)
+    if loaded is not None and not holds_adapters(loaded):
         if given is not None:
             raise CheckpointError(
                 f"lora_base={given} and load={config.checkpoint.load} are both base models; leave lora_base out, which "
                 "is for the base of a checkpoint of adapters"
             )
-        return AdaptedSource(config, found, None, _record(found))
-    record: Mapping[str, Any] = {} if found is None else found.metadata["base"]
+        return AdaptedSource(config, loaded, None, _record(loaded))
+    record: Mapping[str, Any] = {} if loaded is None else loaded.metadata["base"]
     folder = given or record.get("folder")
     if folder is None:
-        return AdaptedSource(config, None, found, {"seed": record.get("seed", config.training.seed)})
+        return AdaptedSource(config, None, loaded, {"seed": record.get("seed", config.training.seed)})
 
     def opened() -> WeightSource:
-        if found is None or given is not None:
+        if loaded is None or given is not None:
             return open_base(Path(folder), Given(config))
-        return base_of(found, config)
+        return base_of(loaded, config)
 
     base = _verified(ctx, Path(folder), opened)
-    return AdaptedSource(config, base, found, _record(base))
+    return AdaptedSource(config, base, loaded, _record(base))
 
 
 def _open_peft(trained: PeftSource, config: Config, ctx: ParallelContext) -> AdaptedSource:

@@ -18,7 +18,8 @@ from megatron.weights.huggingface_source import HuggingFaceSource, is_huggingfac
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.folder import open_adapter
-from megatron.weights.peft.start import PeftSource, with_options_of
+from megatron.weights.peft.options import with_options_of
+from megatron.weights.peft.source import PeftSource
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,16 @@ def _open_deepspeed(folder: Path, given: Given) -> WeightSource:
 
 
 def _open_peft(folder: Path, given: Given) -> WeightSource:
-    return PeftSource(folder, given.config or _adapted_config(folder, given))
+    if given.config is None:
+        return PeftSource(folder, _adapted_config(folder, given))
+    return PeftSource(folder, given.config)
 
 
-# a generation has no options of the model: those of the adapters are read on those of their base
 def _adapted_config(folder: Path, given: Given) -> Config:
-    """Return the options of PEFT's adapters on the base that their config or the user names."""
+    """Return the options of PEFT's adapters on the base that their config or the user names.
+
+    A generation has no options of the model: those of the base are its folder's.
+    """
     named = open_adapter(folder, ForeignFiles()).base
     base = open_base(find_base(folder, named.name, named.revision, given.lora_base), given)
     return with_options_of(config_of_source(base), folder, ())
@@ -113,7 +118,9 @@ def open_base(folder: Path, given: Given, recorded: str | None = None) -> Weight
     """
     if not folder.exists():
         raise CheckpointError(f"lora_base={folder} is not there; give the folder of the base model")
-    known = DEEPSPEED if recorded == DEEPSPEED.name else recognise(folder)
+    known = recognise(folder)
+    if recorded == DEEPSPEED.name:  # not recognised by itself
+        known = DEEPSPEED
     base = None if known is PEFT else known.open(folder, given)
     if base is None or holds_adapters(base):
         raise CheckpointError(f"lora_base={folder} holds adapters; give the folder of a whole model")

@@ -23,7 +23,7 @@ from megatron.options.config import Config
 from megatron.parallel.shards import declared_shards
 from megatron.settings.command_line import read_command_line
 from megatron.weights.peft.export import AdaptedModel
-from megatron.weights.peft.start import PeftSource
+from megatron.weights.peft.source import PeftSource
 from tests.models.outputs import COMMON, config_of
 from tests.models.test_hf_logits import CASES as MODELS
 from tests.weights.test_peft_export import CASES, PREFIX, expected

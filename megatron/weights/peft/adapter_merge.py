@@ -25,7 +25,7 @@ from megatron.weights.huggingface_files import StoredTensor, open_weights, some
 from megatron.weights.peft.folder import CONFIG, INPUTS, OUTPUTS, PeftAdapter, PeftFactors, open_adapter
 from megatron.weights.peft.merged_files import PIECE_BYTES, BiasUpdate, LowRankUpdate, TensorChange, copy_changed, cuts
 
-# Verification, in float64 and without any merged weight in between. A merged weight W' is compared with base and
+# Verification is in float64 and without any merged weight in between. A merged weight W' is compared with base and
 # adapters by what they make of random vectors, W' x with W x + s B (A x): a wrong row shows in its own output.
 NUM_VECTORS = 4
 ROUNDINGS = 8
@@ -44,18 +44,21 @@ def verify_merge(
     """
     worst = 0.0
     for name, tensor in base.items():
-        found = merged.get(name)
-        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+        result = merged.get(name)
+        if result is None or (result.shape, result.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(f"{name} is missing in the merged model, or of another shape; nothing was kept")
-        error = (
-            _error(tensor, found, changes[name]) if name in changes else 0.0 if _is_equal(tensor, found) else math.inf
-        )
-        if not error <= 1:  # NaN neither
-            off = f"off by {error:.3g} times what rounding allows" if name in changes else "not the base's"
+        fault = ""
+        if name in changes:
+            error = _error(tensor, result, changes[name])
+            worst = max(worst, error)
+            if not error <= 1:  # NaN neither
+                fault = f"off by {error:.3g} times what rounding allows"
+        elif not _is_equal(tensor, result):
+            fault = "not the base's"
+        if fault:
             raise CheckpointError(
-                f"the merged {name} is {off}; nothing was kept. Merge again; if this repeats, test memory and disk"
+                f"the merged {name} is {fault}; nothing was kept. Merge again; if this repeats, test memory and disk"
             )
-        worst = max(worst, error)
         progress(math.prod(tensor.shape))
     return (
         f"{len(changes)} merged tensors against base and adapters by {NUM_VECTORS} random vectors each, largest error "
@@ -69,42 +72,74 @@ def _pieces(tensor: StoredTensor, width: int) -> list[tuple[int, int]]:
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Compare bytes: NaN equals itself, and minus zero differs from zero."""
     return all(
         torch.equal(one.rows(*piece).flatten().view(torch.uint8), other.rows(*piece).flatten().view(torch.uint8))
         for piece in _pieces(one, one.dtype.itemsize)
     )
 
 
-def _error(base: StoredTensor, found: StoredTensor, change: TensorChange) -> float:
-    """Return the largest error of an output, in parts of what is allowed.
+def _error(base: StoredTensor, merged: StoredTensor, change: TensorChange) -> float:
+    """Return the largest error of an output, in parts of what is allowed."""
+    expected = _Expected(base, change)
+    outputs, squares = _outputs(merged, expected.vectors, expected.transposed)
+    limit = expected.tolerance * (expected.sizes + squares.sqrt()) + torch.finfo(base.dtype).tiny
+    return float(((outputs - expected.outputs).abs() / limit[:, None]).max())
+
+
+class _Expected:
+    """Outputs that a merged weight must have, from base and adapters, and how far rounding may move them.
 
     Shapes: weights [out, in], where the files hold [in, out] their transposed; vectors [in, 4], outputs [out, 4].
     """
-    transposed = any(isinstance(step, LowRankUpdate) and step.transposed for step in change.added)
-    num_inputs = 1 if len(base.shape) < 2 else base.shape[0] if transposed else math.prod(base.shape[1:])
-    vectors = torch.randn(num_inputs, NUM_VECTORS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    of_base, squares = _outputs(base, vectors, transposed)
-    expected, sizes = of_base, squares.sqrt()  # of the rows of all that is added up
-    allowed = ROUNDINGS * torch.finfo(base.dtype).eps * max(1, len(change.whole) + len(change.added))
-    for weight, saved in change.whole:
-        outputs, saved_squares = _outputs(saved, vectors, transposed)
-        expected = expected + weight * (outputs - of_base)
-        sizes = sizes + abs(weight) * (saved_squares.sqrt() + squares.sqrt())
-    for step in change.added:
-        if isinstance(step, BiasUpdate):
-            bias = step.scaling * step.bias.rows(0, base.shape[0]).double()[:, None]
-            expected, sizes = expected + bias @ vectors, sizes + bias.abs()[:, 0]
-        elif isinstance(step, LowRankUpdate):
-            b, a, magnitude = step.in_float64(base)
-            expected, sizes = expected + b @ (a @ vectors), sizes + b.norm(dim=1) * a.norm()
-            if magnitude is not None:
-                crossed = (_outputs(base, a.T, transposed)[0] * b).sum(dim=1)
-                factor = magnitude / (squares + 2 * crossed + (b @ (a @ a.T) * b).sum(dim=1)).sqrt()
-                expected, sizes = factor[:, None] * expected, factor.abs() * sizes
-                allowed += ROUNDINGS * torch.finfo(torch.float32).eps * math.sqrt(num_inputs)  # of a float32 norm
-    outputs, found_squares = _outputs(found, vectors, transposed)
-    limit = allowed * (sizes + found_squares.sqrt()) + torch.finfo(base.dtype).tiny
-    return float(((outputs - expected).abs() / limit[:, None]).max())
+
+    def __init__(self, base: StoredTensor, change: TensorChange) -> None:
+        self._base = base
+        self.transposed = any(isinstance(step, LowRankUpdate) and step.transposed for step in change.added)
+        self._num_inputs = self._inputs_of(base.shape)
+        generator = torch.Generator().manual_seed(0)
+        self.vectors = torch.randn(self._num_inputs, NUM_VECTORS, dtype=torch.float64, generator=generator)
+        self._of_base, self._squares = _outputs(base, self.vectors, self.transposed)
+        self.outputs = self._of_base
+        self.sizes = self._squares.sqrt()
+        """Lengths of the rows of all that is added up, in sum: rounding is relative to them."""
+        self.tolerance = ROUNDINGS * torch.finfo(base.dtype).eps * max(1, len(change.whole) + len(change.added))
+        for weight, saved in change.whole:
+            self._replace(weight, saved)
+        for step in change.added:
+            if isinstance(step, BiasUpdate):
+                self._add_bias(step)
+            elif isinstance(step, LowRankUpdate):
+                self._add_product(step)
+
+    def _inputs_of(self, shape: Sequence[int]) -> int:
+        if len(shape) < 2:
+            return 1
+        return shape[0] if self.transposed else math.prod(shape[1:])
+
+    def _replace(self, weight: float, saved: StoredTensor) -> None:
+        outputs, squares = _outputs(saved, self.vectors, self.transposed)
+        self.outputs = self.outputs + weight * (outputs - self._of_base)
+        self.sizes = self.sizes + abs(weight) * (squares.sqrt() + self._squares.sqrt())
+
+    def _add_bias(self, step: BiasUpdate) -> None:
+        bias = step.scaling * step.bias.rows(0, self._base.shape[0]).double()[:, None]
+        self.outputs = self.outputs + bias @ self.vectors
+        self.sizes = self.sizes + bias.abs()[:, 0]
+
+    def _add_product(self, step: LowRankUpdate) -> None:
+        b, a, magnitude = step.in_float64(self._base)
+        self.outputs = self.outputs + b @ (a @ self.vectors)
+        self.sizes = self.sizes + b.norm(dim=1) * a.norm()
+        if magnitude is None:
+            return
+        # |W + B A|^2 of each row = |W|^2 + 2 W (B A)^T + |B A|^2, without the sum in memory
+        crossed = (_outputs(self._base, a.T, self.transposed)[0] * b).sum(dim=1)
+        factor = magnitude / (self._squares + 2 * crossed + (b @ (a @ a.T) * b).sum(dim=1)).sqrt()
+        self.outputs = factor[:, None] * self.outputs
+        self.sizes = factor.abs() * self.sizes
+        # the norm that PEFT divides by is one of float32
+        self.tolerance += ROUNDINGS * torch.finfo(torch.float32).eps * math.sqrt(self._num_inputs)
 
 
 def _outputs(weight: StoredTensor, vectors: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -112,15 +147,19 @@ def _outputs(weight: StoredTensor, vectors: Tensor, transposed: bool) -> tuple[T
     outputs, squares = [], []
     for first, end in _pieces(weight, 8):
         rows = weight.rows(first, end).double()
-        rows = rows[:, None] if rows.dim() == 1 else rows.flatten(1)
-        outputs.append(rows.T @ vectors[first:end] if transposed else rows @ vectors)
-        squares.append(rows.square().sum(dim=0 if transposed else 1))
+        if rows.dim() == 1:
+            rows = rows[:, None]
+        rows = rows.flatten(1)
+        if transposed:  # a part of the sum of every output
+            outputs.append(rows.T @ vectors[first:end])
+            squares.append(rows.square().sum(dim=0))
+        else:
+            outputs.append(rows @ vectors)
+            squares.append(rows.square().sum(dim=1))
     if transposed:
         return torch.stack(outputs).sum(dim=0), torch.stack(squares).sum(dim=0)
     return torch.cat(outputs), torch.cat(squares)
 
-
-# The merge
 
 PREFIXES = ("transformer.", "model.")
 """Modules that hold the model without its output projection; published files may leave them out of the names."""
@@ -174,18 +213,7 @@ class Merge:
         self._refuse_missing(adapter, names)
         self._refuse_tied(adapter)
         for module, factors in adapter.low_rank.items():
-            name = names[f"{module}.weight"]
-            transposed = factors.of_embedding or self._is_conv1d(module)
-            self._check_shapes(adapter, module, factors, self.tensors[name].shape, transposed)
-            self.changes.setdefault(name, TensorChange()).added.append(LowRankUpdate(factors, weight, transposed))
-            if factors.bias is not None:
-                bias = names.get(f"{module}.bias")
-                if bias is None or self.tensors[bias].shape != factors.bias.shape:
-                    raise CheckpointError(
-                        f"{adapter.path} has a bias for {module} (lora_bias), which has none in the base"
-                    )
-                update = BiasUpdate(factors.bias, factors.scaling(weight))
-                self.changes.setdefault(bias, TensorChange()).added.append(update)
+            self._add_factors(adapter, module, factors, weight, names)
         for saved, tensor in adapter.whole.items():
             expected = self.tensors[names[saved]].shape
             if tensor.shape != expected:
@@ -196,6 +224,21 @@ class Merge:
             self.changes.setdefault(names[saved], TensorChange()).whole.append((weight, tensor))
         self._note(adapter, names)
         self._check_base(adapter, names)
+
+    def _add_factors(
+        self, adapter: PeftAdapter, module: str, factors: PeftFactors, weight: float, names: Mapping[str, str]
+    ) -> None:
+        name = names[f"{module}.weight"]
+        transposed = factors.of_embedding or self._is_conv1d(module)
+        self._check_shapes(adapter, module, factors, self.tensors[name].shape, transposed)
+        self.changes.setdefault(name, TensorChange()).added.append(LowRankUpdate(factors, weight, transposed))
+        if factors.bias is None:
+            return
+        bias = names.get(f"{module}.bias")
+        if bias is None or self.tensors[bias].shape != factors.bias.shape:
+            raise CheckpointError(f"{adapter.path} has a bias for {module} (lora_bias), which has none in the base")
+        update = BiasUpdate(factors.bias, factors.scaling(weight))
+        self.changes.setdefault(bias, TensorChange()).added.append(update)
 
     def _check_base(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
         """Compare the base with the one that the adapter belongs to, where its folder says which that is."""
@@ -230,8 +273,8 @@ class Merge:
             if wanted <= set(form):
                 return form
         lacking = sorted(wanted - set(forms[0]))
-        tied = any(name.startswith(OUTPUTS) for name in lacking)
-        remedy = " Its output may be tied with its embedding: untie them first" if tied else ""
+        lacks_output = any(name.startswith(OUTPUTS) for name in lacking)
+        remedy = " Its output may be tied with its embedding: untie them first" if lacks_output else ""
         raise CheckpointError(f"{adapter.path} is for {some(lacking)}, which {self.base} does not hold.{remedy}")
 
     def _refuse_missing(self, adapter: PeftAdapter, names: dict[str, str]) -> None:
@@ -241,13 +284,14 @@ class Merge:
             for name, stored in names.items()
             if name.endswith(".weight") and len(self.tensors[stored].shape) == 2
         }
-        is_tied = not any(_module(name) in OUTPUTS for name in self.tensors)
-        tied = {module for module in matrices if is_tied and module.split(".")[-1] in INPUTS}
+        tied = set()
+        if not self._has_output:
+            tied = {module for module in matrices if module.split(".")[-1] in INPUTS}
         adapter.check_complete(matrices, names, tied, lora_only=False)
 
     def _join_tied(self, adapter: PeftAdapter) -> None:
         """Keep one of two equal weights for an embedding and its output, where the base holds one for both."""
-        if any(_module(name) in OUTPUTS for name in self.tensors):
+        if self._has_output:
             return
         inputs, outputs = ([name for name in adapter.whole if _module(name) in kinds] for kinds in (INPUTS, OUTPUTS))
         if len(inputs) == len(outputs) == 1 and _equal(adapter.whole[inputs[0]], adapter.whole[outputs[0]]):
@@ -256,22 +300,31 @@ class Merge:
 
     def _refuse_tied(self, adapter: PeftAdapter) -> None:
         """Refuse to change an embedding that the output projection shares, unless the adapter trained it for both."""
-        touched = [*adapter.low_rank, *(name.rpartition(".")[0] for name in adapter.whole)]
-        touched = sorted(module for module in touched if module.split(".")[-1] in INPUTS + OUTPUTS)
-        separate = any(_module(name) in OUTPUTS for name in self.tensors)
-        if touched and self._config.get("tie_word_embeddings", not separate):
-            names, is_joint = self._names(adapter), adapter.selection.ties and not separate
-            changed = [
-                module
-                for module in touched
-                if module in adapter.low_rank
-                or not (is_joint or _equal(adapter.whole[f"{module}.weight"], self.tensors[names[f"{module}.weight"]]))
-            ]
-            if changed:
-                raise CheckpointError(
-                    f"{adapter.path} changes {some(changed)}, which the base shares between embedding and output "
-                    "(tie_word_embeddings); save the base with an lm_head.weight of its own first"
-                )
+        if not self._config.get("tie_word_embeddings", not self._has_output):
+            return
+        modules = [*adapter.low_rank, *(name.rpartition(".")[0] for name in adapter.whole)]
+        modules = sorted(module for module in modules if module.split(".")[-1] in INPUTS + OUTPUTS)
+        names = self._names(adapter)
+        changed = [module for module in modules if self._changes_one_use(adapter, module, names)]
+        if changed:
+            raise CheckpointError(
+                f"{adapter.path} changes {some(changed)}, which the base shares between embedding and output "
+                "(tie_word_embeddings); save the base with an lm_head.weight of its own first"
+            )
+
+    def _changes_one_use(self, adapter: PeftAdapter, module: str, names: Mapping[str, str]) -> bool:
+        """Return False for a weight that was trained for both uses, and for the base's own, which PEFT saves too."""
+        if module in adapter.low_rank:
+            return True
+        if adapter.selection.ties and not self._has_output:
+            return False
+        name = f"{module}.weight"
+        return not _equal(adapter.whole[name], self.tensors[names[name]])
+
+    @cached_property
+    def _has_output(self) -> bool:
+        """The base has an output projection of its own, so that the embedding is for the input alone."""
+        return any(_module(name) in OUTPUTS for name in self.tensors)
 
     def _is_conv1d(self, module: str) -> bool:
         return self._config.get("model_type") in CONV1D_MODELS and module.split(".")[-1] in CONV1D_MODULES
@@ -279,10 +332,11 @@ class Merge:
     def _check_shapes(
         self, adapter: PeftAdapter, module: str, factors: PeftFactors, shape: tuple[int, ...], transposed: bool
     ) -> None:
-        result = (factors.b.shape[0], factors.a.shape[1])
-        if shape != (result[::-1] if transposed else result):
+        out, inputs = factors.b.shape[0], factors.a.shape[1]
+        expected = (inputs, out) if transposed else (out, inputs)
+        if shape != expected:
             raise CheckpointError(
-                f"{adapter.path} is for another base: its update of {module} has the shape {list(result)}, the base's "
+                f"{adapter.path} is for another base: its update of {module} has the shape {[out, inputs]}, the base's "
                 f"weight {list(shape)}"
             )
 
@@ -322,16 +376,16 @@ def _module(tensor: str) -> str:
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether the tensors are equal in the dtype of `other`."""
-    return one.shape == other.shape and all(
-        torch.equal(one.rows(*piece).to(other.dtype), other.rows(*piece))
-        for piece in cuts(0, other.shape[0], PIECE_BYTES // max(1, 4 * other.shape[-1]))
-    )
+    if one.shape != other.shape:
+        return False
+    pieces = cuts(0, other.shape[0], PIECE_BYTES // max(1, 4 * other.shape[-1]))
+    return all(torch.equal(one.rows(*piece).to(other.dtype), other.rows(*piece)) for piece in pieces)
 
 
 def _is_beside(name: str) -> bool:
+    """Return True for a file beside the weights that is true of the merged model too."""
     if name.endswith(".index.json"):
         return name == "model.safetensors.index.json"
-    # the record of the base's export is not true of the merged weights
-    return (
-        not name.startswith("adapter_") and not name.endswith(OTHER_WEIGHTS) and name not in (EXPORT_RECORD, IDENTITY)
-    )
+    if name.startswith("adapter_") or name.endswith(OTHER_WEIGHTS):
+        return False
+    return name not in (EXPORT_RECORD, IDENTITY)

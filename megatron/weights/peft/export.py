@@ -22,6 +22,7 @@ from megatron.models.adapters import Module, modules_of, rank_and_alpha
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import family_of
 from megatron.options.config import Config
+from megatron.options.model import LoraConfig
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.weights.base_identity import BaseIdentity, recorded_identity, write_identity
 from megatron.weights.folder_files import Precision
@@ -74,13 +75,13 @@ class AdaptedModel:
     @cached_property
     def shards(self) -> dict[str, Shard]:
         """Trained parameters; those of PiSSA with their start beside them, as factors of twice the rank."""
-        found = {name: shard for name, shard in self.held.items() if START not in name}
-        for name in self.factors:
+        shards = {name: shard for name, shard in self.held.items() if START not in name}
+        for name, (_, kind) in self.factors.items():
             if start_of(name) in self.held:
-                by_rank = 0 if self.factors[name][1] == "lora_A" else 1
-                shape = tuple(size * (1 + (dim == by_rank)) for dim, size in enumerate(found[name].shape))
-                found[name] = Shard(shape, found[name].dim, found[name].pieces)
-        return found
+                rows, columns = shards[name].shape
+                shape = (2 * rows, columns) if kind == "lora_A" else (rows, 2 * columns)
+                shards[name] = Shard(shape, shards[name].dim, shards[name].pieces)
+        return shards
 
     @cached_property
     def modules(self) -> list[Module]:
@@ -90,18 +91,21 @@ class AdaptedModel:
     @cached_property
     def factors(self) -> dict[str, tuple[Module, str]]:
         """The adapters' parameters, by name: the module that each belongs to, and its kind, of FACTORS."""
-        found: dict[str, tuple[Module, str]] = {}
+        factors = {}
         for layer in family_of(self.config).layers(self.config):
-            for local in (n for n, shard in layer.shards.items() if shard.added and START not in n):
-                prefix, _, name = local.rpartition(".")
-                kind = next(kind for kind in FACTORS if name.startswith(kind))
-                own = [m for m in self.modules if m.place == (layer.name, prefix)]
-                if kind.startswith("lora_embedding"):
-                    own = [module for module in own if not module.is_output]
-                # a tied embedding is a module, and as the output the one after it
-                named = [module for module in own if module.suffix == name.removeprefix(kind)]
-                found[layer.full_name(local)] = (named[-1], kind)
-        return found
+            for local, shard in layer.shards.items():
+                if shard.added and START not in local:
+                    factors[layer.full_name(local)] = self._module_and_kind(layer.name, local)
+        return factors
+
+    def _module_and_kind(self, layer: str, parameter: str) -> tuple[Module, str]:
+        prefix, _, name = parameter.rpartition(".")
+        kind = next(kind for kind in FACTORS if name.startswith(kind))
+        modules = [module for module in self.modules if module.place == (layer, prefix)]
+        if kind.startswith("lora_embedding"):
+            modules = [module for module in modules if not module.is_output]
+        # a tied embedding is a module, and as the output the one after it
+        return [module for module in modules if module.suffix == name.removeprefix(kind)][-1], kind
 
     @cached_property
     def adapted(self) -> list[Module]:
@@ -112,10 +116,10 @@ class AdaptedModel:
     def rank_and_alpha(self, module: Module) -> tuple[int, float]:
         """Return those of a module's adapter in PEFT's folder, where PiSSA's has its start beside it."""
         rank, alpha = rank_and_alpha(module, self.config.lora)
-        starts = {self.factors[name][0].names[-1] for name in self.factors if start_of(name) in self.held}
-        if module.names[-1] not in starts:
+        principal = {self.factors[name][0].names[-1] for name in self.factors if start_of(name) in self.held}
+        if module.names[-1] not in principal:
             return rank, alpha
-        return 2 * rank, alpha * (math.sqrt(2) if self.config.lora.use_rslora else 2)
+        return _doubled(rank, alpha, self.config.lora)
 
     @cached_property
     def saved(self) -> list[str]:
@@ -142,8 +146,10 @@ class AdaptedModel:
             yield MappedTensor(theirs, shard.shape, 0, shard.shape[0], num_heads=heads if is_by_head else None)
             return
         for part in parts_of(self.form, heads, name, shard):
-            bias_of = part.name.removesuffix(".bias")  # PEFT has an adapted module as the `base_layer` of its own
-            theirs = f"{bias_of}.base_layer.bias" if bias_of in self._adapted_names else part.name
+            theirs = part.name
+            bias_of = part.name.removesuffix(".bias")
+            if bias_of in self._adapted_names:  # PEFT has an adapted module as the `base_layer` of its own
+                theirs = f"{bias_of}.base_layer.bias"
             yield replace(part, name=PREFIX + theirs)
             if self.trains_tied and name == "embedding.word.weight":
                 yield replace(part, name=PREFIX + OUTPUT)
@@ -159,12 +165,15 @@ def adapter_config(config: Config, base_name: str | None, revision: str | None =
     Keys that newer releases of PEFT have added are left to their defaults, so that older ones read the file.
     """
     model, lora = AdaptedModel(config), config.lora
-    rank, alpha = lora.lora_rank or 0, lora.lora_alpha or lora.lora_rank or 0
+    assert lora.lora_rank is not None
+    rank, alpha = lora.lora_rank, lora.lora_alpha or lora.lora_rank
     if lora.lora_init != "default":
-        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if lora.use_rslora else 2)
-    found = {module.names[-1]: model.rank_and_alpha(module) for module in model.adapted}
-    every = [module.names[-1] for module in model.modules]
-    return {
+        rank, alpha = _doubled(rank, alpha, lora)
+    adapted = {module.names[-1]: model.rank_and_alpha(module) for module in model.adapted}
+    ranks = {name: rank for name, (rank, _) in adapted.items()}
+    alphas = {name: _number(alpha) for name, (_, alpha) in adapted.items()}
+    every = {module.names[-1] for module in model.modules}
+    content = {
         "auto_mapping": None,
         "base_model_name_or_path": base_name,
         "bias": lora.lora_bias,
@@ -175,21 +184,30 @@ def adapter_config(config: Config, base_name: str | None, revision: str | None =
         "layers_to_transform": None,
         "lora_alpha": _number(alpha),
         "lora_dropout": lora.lora_dropout,
-        "modules_to_save": shortest_ends(model.saved, set(every) - set(model.saved), str.endswith) or None,
+        # PEFT matches these by the end of the text, targets by whole words
+        "modules_to_save": shortest_ends(model.saved, every - set(model.saved), str.endswith) or None,
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": _pattern({name: ranks[0] for name, ranks in found.items()}, rank),
-        "alpha_pattern": _pattern({name: _number(alphas[1]) for name, alphas in found.items()}, alpha),
+        "rank_pattern": _pattern(ranks, rank),
+        "alpha_pattern": _pattern(alphas, alpha),
         "revision": revision,
-        "target_modules": shortest_ends(found, set(every) - set(found), ends_with),
+        "target_modules": shortest_ends(adapted, every - set(adapted), ends_with),
         "task_type": "CAUSAL_LM",
         "use_dora": lora.use_dora,
         "use_rslora": lora.use_rslora,
-        **({"ensure_weight_tying": True} if model.trains_tied else {}),
     }
+    if model.trains_tied:  # a key of newer releases, which older ones need not know of other adapters
+        content["ensure_weight_tying"] = True
+    return content
+
+
+def _doubled(rank: int, alpha: float, lora: LoraConfig) -> tuple[int, float]:
+    """Return rank and alpha of PiSSA's factors with their start beside them: alpha / rank stays, or / sqrt(rank)."""
+    return 2 * rank, alpha * (math.sqrt(2) if lora.use_rslora else 2)
 
 
 def _number(value: float) -> float:
+    """Return whole numbers as integers, as PEFT's own files have them."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -200,22 +218,27 @@ def ends_with(name: str, end: str) -> bool:
 
 def shortest_ends(wanted: Iterable[str], others: Iterable[str], matches: Callable[[str, str], bool]) -> list[str]:
     """Return the shortest ends of names, in whole words, that match all that is wanted and none of the others."""
-    found, others = dict[str, None](), list(others)
-    for name in wanted:
+    others = list(others)
+
+    def shortest_end(name: str) -> str:
         words = name.split(".")
-        ends = [".".join(words[-count:]) for count in range(1, len(words) + 1)]
-        found[next((end for end in ends if not any(matches(other, end) for other in others)), name)] = None
-    return list(found)
+        for count in range(1, len(words)):
+            end = ".".join(words[-count:])
+            if not any(matches(other, end) for other in others):
+                return end
+        return name
+
+    return list(dict.fromkeys(map(shortest_end, wanted)))
 
 
 def _pattern(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """Return the values that differ from the default, by ends of the names that have them."""
-    found: dict[str, Any] = {}
+    pattern: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
         if value != default:
             same = [name for name in values if values[name] == value]
-            found |= dict.fromkeys(shortest_ends(same, values.keys() - same, ends_with), value)
-    return found
+            pattern |= dict.fromkeys(shortest_ends(same, values.keys() - same, ends_with), value)
+    return pattern
 
 
 def check_exportable(config: Config, source: Mapping[str, Any] | None) -> None:
@@ -223,7 +246,7 @@ def check_exportable(config: Config, source: Mapping[str, Any] | None) -> None:
 
     `source`: description of the Hugging Face model that the base comes from, if it does.
     """
-    _ = AdaptedModel(config).map
+    _ = AdaptedModel(config).map  # raises for a model that transformers does not have
     there = ((source or {}).get("config") or {}).get("vocab_size", config.model.vocab_size)
     if there != config.model.vocab_size:
         raise CheckpointError(
@@ -250,10 +273,12 @@ def export_adapter(
     returns. Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
     """
     mapped = AdaptedModel(config).map
-    copied = copy_tokenizer(tokenizer, folder, config.model.vocab_size) if tokenizer else []
-    write_json(folder / CONFIG, adapter_config(config, base_name, None if identity is None else identity.revision))
+    copied = [] if tokenizer is None else copy_tokenizer(tokenizer, folder, config.model.vocab_size)
+    revision = None
     if identity is not None:
+        revision = identity.revision
         write_identity(folder, identity.to_json())
+    write_json(folder / CONFIG, adapter_config(config, base_name, revision))
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
     with WeightsWriter(folder, shapes, precision, float("inf"), stem=WEIGHTS) as writer:
         write_tensors(writer, mapped, tensors)
@@ -298,7 +323,9 @@ class NativeAdapter:
             return tensor
         start = self.checkpoint.read_full(start_of(name))
         is_up = tensor.shape[0] == self.shards[name].shape[0]
-        return torch.cat([tensor, -start], dim=1) if is_up else torch.cat([tensor, start])
+        if is_up:
+            return torch.cat([tensor, -start], dim=1)
+        return torch.cat([tensor, start])
 
 
 def native_adapter(checkpoint: Checkpoint) -> NativeAdapter:
@@ -320,7 +347,9 @@ def compare_export(folder: Path, source: NativeAdapter, precision: Precision) ->
     mapped = AdaptedModel(source.config).map
     stored = open_safetensors(folder / f"{WEIGHTS}.safetensors", ForeignFiles())
     for name, tensor in source.tensors():
-        found = mapped.assemble(name, lambda theirs, begin, end: stored[theirs].rows(begin, end))
-        if not torch.equal(found.view(torch.uint8), tensor.to(DTYPES[precision]).float().view(torch.uint8)):
+        written = mapped.assemble(name, lambda theirs, begin, end: stored[theirs].rows(begin, end))
+        expected = tensor.to(DTYPES[precision]).float()
+        # as bytes: NaN equals itself, and minus zero differs from zero
+        if not torch.equal(written.view(torch.uint8), expected.view(torch.uint8)):
             raise CheckpointError(f"{name} has other values in the result than in the source; nothing was kept")
     return len(mapped.shards)

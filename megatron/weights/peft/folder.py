@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import MANIFEST
@@ -22,103 +22,14 @@ from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface_config import shown
 from megatron.weights.huggingface_files import StoredTensor, open_bin, open_safetensors, some
-
-INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tokens_embed")
-OUTPUTS = ("lm_head", "embed_out")
-POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "token_type_embeddings")
-TIED_BY_PEFT = ("embed_tokens", "lm_head")
-"""Last names of the modules that ensure_weight_tying is about."""
-ALL_LINEAR = "all-linear"
-FIRST_NUMBER = r".*?\.[^.]*\.(\d+)\."
-
-
-# The rule by which PEFT selects what it trains: by names of modules alone. Each line follows its
-# tuners_utils.check_target_module_exists, and for modules trained whole its other._set_trainable.
-@dataclass(frozen=True)
-class Selection:
-    """The fields of adapter_config.json that select modules, by the names of transformers' model."""
-
-    targets: list[str] | str
-    """target_modules: names, ends of names, or one regular expression."""
-    excluded: list[str] | str
-    saved: list[str]
-    """modules_to_save."""
-    layers: list[int]
-    """layers_to_transform; empty: all."""
-    layers_patterns: list[str]
-    """Names of the lists of layers; empty: any."""
-    bias: Literal["none", "all", "lora_only"]
-    ties: bool
-    """ensure_weight_tying: what is trained of an embedding is trained of the output that shares its weight."""
-
-    @property
-    def is_all_linear(self) -> bool:
-        return isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR
-
-    def adapted(self, matrices: Iterable[str], tied: Collection[str] = ()) -> set[str]:
-        """Return the modules that have an adapter.
-
-        Args:
-            matrices: Modules whose weight is a matrix: linear layers and embeddings.
-            tied: Embedding and output that share their weight in this model.
-        """
-        found = {module for module in matrices if self._adapts(module)}
-        if self.ties and self._names_embedding(self.targets) and not self._names_embedding(self.saved):
-            found |= set(tied)
-        return found
-
-    def whole(self, modules: Iterable[str], tied: Collection[str] = ()) -> set[str]:
-        """Return the modules that are trained whole, or lie in one that is."""
-        found = {module for module in modules if self._saves(module)}
-        if self.ties and self._names_embedding(self.saved):
-            found |= set(tied)
-        return found
-
-    def _adapts(self, module: str) -> bool:
-        if _ends(self.excluded, module) or any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.saved):
-            return False
-        if self.is_all_linear:
-            return module.rpartition(".")[2] not in (*INPUTS, *OUTPUTS, *POSITIONS)
-        if isinstance(self.targets, str) or module in self.targets:
-            return _ends(self.targets, module)
-        return _ends(self.targets, module) and (not self.layers or self._number(module) in self.layers)
-
-    def _number(self, module: str) -> int | None:
-        """Return the number of the layer that a module lies in, None outside of the layers."""
-        patterns = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in self.layers_patterns] or [FIRST_NUMBER]
-        found = next(filter(None, (re.match(pattern, module) for pattern in patterns)), None)
-        return None if found is None else int(found[found.lastindex or 1])
-
-    def _saves(self, module: str) -> bool:
-        words = module.split(".")
-        outer = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        return any(name.endswith(saved) for name in outer for saved in self.saved)
-
-    def _names_embedding(self, names: list[str] | str) -> bool:
-        if isinstance(names, str):
-            return any(re.fullmatch(names, name) for name in TIED_BY_PEFT)
-        return any(name.rpartition(".")[2] in TIED_BY_PEFT for name in names)
-
-    def biases(self, names: Iterable[str], adapted: Collection[str]) -> set[str]:
-        """Return the biases that are trained, of the tensors with these names."""
-        found = {name for name in names if name.rpartition(".")[2] == "bias"}
-        if self.bias == "all":
-            return found
-        return {name for name in found if self.bias == "lora_only" and name.removesuffix(".bias") in adapted}
-
-
-def _ends(names: list[str] | str, module: str) -> bool:
-    if isinstance(names, str):
-        return bool(names) and re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
+from megatron.weights.peft.selection import INPUTS, OUTPUTS, Selection
 
 WEIGHTS = "adapter_model"
 COPY_AGAIN = "copy the folder again"
 PREFIX = "base_model.model."
 """PeftModel.base_model.model is the model that the adapter belongs to."""
 
-# What changes nothing that a trained adapter computes, or follows from its tensors.
+# what changes nothing that a trained adapter computes, or follows from its tensors
 _HARMLESS = {
     "auto_mapping", "corda_config", "eva_config", "inference_mode", "loftq_config",
     "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "runtime_config", "task_type",
@@ -189,21 +100,23 @@ class PeftAdapter:
             tied: Embedding and output, where they share their weight.
             lora_only: Whether biases of adapted modules must be there too, which releases of PEFT have left out.
         """
-        chosen = self.selection
-        adapted, modules = chosen.adapted(matrices, tied), {_module(name) for name in names}
-        saved = chosen.whole(modules, tied)
-        whole, biases = {name for name in names if _module(name) in saved}, chosen.biases(names, adapted)
-        needed = biases if lora_only or chosen.bias == "all" else set()
-        missing = (adapted - self.low_rank.keys()) | ((whole | needed) - self.whole.keys())
+        selection = self.selection
+        adapted = selection.adapted(matrices, tied)
+        saved = selection.whole({_module(name) for name in names}, tied)
+        whole = {name for name in names if _module(name) in saved}
+        biases = selection.biases(names, adapted)
+        needed = whole
+        if lora_only or selection.bias == "all":
+            needed = whole | biases
+        missing = (adapted - self.low_rank.keys()) | (needed - self.whole.keys())
         if missing:
             raise CheckpointError(f"{self.path} lacks {some(sorted(missing))}, which its {CONFIG} names; {COPY_AGAIN}")
         # PEFT saves embeddings also frozen, beside an adapter or with tokens added
-        unnamed = {name for name in self.whole if _module(name).rpartition(".")[2] not in INPUTS + OUTPUTS}
-        surplus = (unnamed - whole - biases) | {
-            module
-            for module in self.low_rank.keys() - adapted
-            if not (chosen.ties and module.rpartition(".")[2] in INPUTS + OUTPUTS)  # onto a base that is not tied
-        }
+        surplus = {name for name in self.whole.keys() - whole - biases if not _is_of_vocabulary(_module(name))}
+        surplus_adapters = self.low_rank.keys() - adapted
+        if selection.ties:  # onto a base that is not tied
+            surplus_adapters = {module for module in surplus_adapters if not _is_of_vocabulary(module)}
+        surplus |= surplus_adapters
         if surplus:
             raise CheckpointError(
                 f"{self.path} holds {some(sorted(surplus))}, which its {CONFIG} does not name; {COPY_AGAIN}"
@@ -215,6 +128,10 @@ def _module(tensor: str) -> str:
     return tensor.rpartition(".")[0]
 
 
+def _is_of_vocabulary(module: str) -> bool:
+    return module.rpartition(".")[2] in INPUTS + OUTPUTS
+
+
 class _Fields:
     """Values of adapter_config.json. Raises CheckpointError for a value of another type."""
 
@@ -224,7 +141,8 @@ class _Fields:
 
     def take(self, name: str, default: Any, *kinds: type) -> Any:
         value = self._left.pop(name, None)
-        value = default if value is None else value
+        if value is None:  # PEFT writes null for many defaults
+            value = default
         if type(value) not in (*kinds, type(default)):
             raise CheckpointError(f"{self.path} has {name}: {shown(value)}, of another type than PEFT's; copy it again")
         return value
@@ -312,29 +230,32 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
 def _selection(fields: _Fields) -> Selection:
     """Return what selects the trained modules. Raises CheckpointError for what PEFT refuses too."""
     layers = fields.take("layers_to_transform", [], int)
-    layers = [layers] if isinstance(layers, int) else layers
+    if isinstance(layers, int):
+        layers = [layers]
     patterns = fields.take_names("layers_pattern", str)
-    chosen = Selection(
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    selection = Selection(
         targets=fields.take_names("target_modules", str),
         excluded=fields.take_names("exclude_modules", str),
         saved=fields.take_names("modules_to_save"),
         layers=layers,
-        layers_patterns=[patterns] if isinstance(patterns, str) else patterns,
+        layers_patterns=patterns,
         bias=fields.take("bias", "none"),
         ties=fields.take("ensure_weight_tying", False),
     )
-    for name in (*chosen.saved, *chosen.layers_patterns):
+    for name in (*selection.saved, *selection.layers_patterns):
         _check_pattern(fields.path, "modules_to_save or layers_pattern", name)
     if not all(type(number) is int for number in layers):
         raise CheckpointError(f"{fields.path} has layers_to_transform: {shown(layers)}; it must be numbers of layers")
-    if layers and isinstance(chosen.targets, str):
+    if layers and isinstance(selection.targets, str):
         raise CheckpointError(
             f"{fields.path} has layers_to_transform beside target_modules as one text, which PEFT refuses; list the "
             "names of the modules"
         )
-    if chosen.bias not in ("none", "all", "lora_only"):
-        raise CheckpointError(f"{fields.path} has bias: {shown(chosen.bias)}; it must be none, all or lora_only")
-    return chosen
+    if selection.bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(f"{fields.path} has bias: {shown(selection.bias)}; it must be none, all or lora_only")
+    return selection
 
 
 def _dropout(fields: _Fields) -> float:
@@ -403,25 +324,24 @@ _FACTORS = {
 def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], scales: _Scales, form: _Form) -> None:
     """Fill the adapter's `low_rank` and `whole`. Raises CheckpointError for a tensor that belongs to neither."""
     modules: dict[str, dict[str, StoredTensor]] = {}
-    strangers = []
+    unknown = []
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
-        ending = next((ending for ending in _FACTORS if name.endswith(ending)), None)
         # where bias is all, PEFT saves the biases of a module trained whole three times: frozen, and under two names
         if ".original_module." in name or re.search(r"\.modules_to_save\.[^.]+\..*\.bias$", name):
             continue
-        if name == key or "lora_" in (name.removesuffix(ending) if ending else name):
-            strangers.append(key)
+        ending = next((ending for ending in _FACTORS if name.endswith(ending)), "")
+        module = name.removesuffix(ending)
+        if name == key or "lora_" in module:
+            unknown.append(key)
         elif ending:
-            modules.setdefault(name.removesuffix(ending), {})[_FACTORS[ending]] = tensor
+            modules.setdefault(module, {})[_FACTORS[ending]] = tensor
         else:
             module, _, kind = name.rpartition(".")
             module = module.removesuffix(".base_layer").removesuffix(".modules_to_save")
             adapter.whole[f"{module}.{kind}"] = tensor
-    if strangers:
-        raise CheckpointError(
-            f"{adapter.path} holds {some(sorted(strangers))}, which are not tensors of a LoRA adapter"
-        )
+    if unknown:
+        raise CheckpointError(f"{adapter.path} holds {some(sorted(unknown))}, which are not tensors of a LoRA adapter")
     if not modules and not adapter.whole:
         raise CheckpointError(f"{adapter.path} holds no tensors; save the adapter again")
     for module, factors in modules.items():
@@ -432,13 +352,17 @@ def _low_rank(
     path: Path, module: str, factors: Mapping[str, StoredTensor], scales: _Scales, form: _Form
 ) -> PeftFactors:
     of_embedding = "embedding A" in factors or "embedding B" in factors
-    wanted = {"embedding A", "embedding B"} if of_embedding else {"A", "B", *(["bias"] if form.lora_bias else [])}
-    wanted |= {"magnitude"} if form.use_dora else set()
+    names = ["embedding A", "embedding B"] if of_embedding else ["A", "B"]
+    wanted = set(names)
+    if form.lora_bias and not of_embedding:
+        wanted.add("bias")
+    if form.use_dora:
+        wanted.add("magnitude")
     if set(factors) != wanted:
         raise CheckpointError(
             f"{path} holds {', '.join(sorted(factors))} of {module}; it must be {', '.join(sorted(wanted))}"
         )
-    a, b = (factors[f"embedding {name}" if of_embedding else name] for name in "AB")
+    a, b = (factors[name] for name in names)
     rank = scales.rank(module)
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise CheckpointError(
@@ -459,5 +383,6 @@ def _low_rank(
         of_embedding,
         factors.get("bias"),
         magnitude,
-        form.starts_from_svd and not of_embedding,
+        # PiSSA too starts an embedding's adapter at zero
+        starts_from_svd=form.starts_from_svd and not of_embedding,
     )

@@ -163,7 +163,8 @@ class _Workers:
                 os.close(descriptor)
 
 
-# Changes that adapters make to one tensor of their base, in the order of PEFT's operations
+# Changes that adapters make to one tensor of their base are by the operations of PEFT's merge in their order: every bit
+# of the result depends on it.
 
 LEAST_COLUMNS = 16
 """Columns of which norms are computed at a time: a cache line of float32."""
@@ -192,8 +193,11 @@ class TensorChange:
         """Return the function that applies all changes to rows."""
         updates = [step.prepare(base) for step in self.added]
 
+        # DoRA's norms are of the base's own rows: they are kept where an earlier step changes these
+        changes_twice = bool(self.whole) + len(updates) > 1
+
         def change(rows: Tensor, first: int, end: int) -> None:
-            unchanged = rows.clone() if bool(self.whole) + len(updates) > 1 else rows
+            unchanged = rows.clone() if changes_twice else rows
             if self.whole:
                 self._replace(rows, first, end)
             for update in updates:
@@ -206,7 +210,10 @@ class TensorChange:
             rows.copy_(self.whole[0][1].rows(first, end))
             return
         base = rows.float()
-        rows.copy_(sum((w * (saved.rows(first, end).float() - base) for w, saved in self.whole), base))
+        result = base
+        for weight, saved in self.whole:
+            result = result + weight * (saved.rows(first, end).float() - base)
+        rows.copy_(result)
 
 
 class LowRankUpdate:
@@ -233,8 +240,9 @@ class LowRankUpdate:
         b, a = self._factors.scaling(self._weight) * product.b.double(), product.a.double()
         if start is not None:
             b, a = torch.cat([b, -start.b.double()], dim=1), torch.cat([a, start.a.double()])
-        magnitude = self._factors.magnitude
-        return b, a, None if magnitude is None else _all(magnitude).double()
+        if self._factors.magnitude is None:
+            return b, a, None
+        return b, a, _all(self._factors.magnitude).double()
 
     def prepare(self, base: StoredTensor) -> Update:
         """Read the factors, and compute the start of PiSSA and the norms of whole columns."""
@@ -259,16 +267,14 @@ class Product:
         return self.a.shape[1] if self.transposed else self.b.shape[0]
 
     def rows(self, first: int, end: int) -> Tensor:
-        return self.a[:, first:end].T @ self.b.T if self.transposed else self.b[first:end] @ self.a
+        if self.transposed:
+            return self.a[:, first:end].T @ self.b.T
+        return self.b[first:end] @ self.a
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Addition of `scaling * B @ A` to a weight, some rows at a time, by the operations of PEFT's merge in their order.
-
-    Every bit of the result depends on that order: adapters that are merged on the way into memory (merging.py) and into
-    files take the same.
-    """
+    """Addition of `scaling * B @ A` to a weight, some rows at a time: on the way into memory (merging.py), or files."""
 
     product: Product
     scaling: float
@@ -290,13 +296,15 @@ class Addition:
 
     def __call__(self, rows: Tensor, base: Tensor, first: int, end: int) -> None:
         change = self.product.rows(first, end).mul_(self.scaling)
-        if self.magnitude is not None:
+        if self.magnitude is not None:  # scales what was merged before too
             factor = self._factor(self.magnitude, base, change, first, end)
             rows.copy_(factor * (self._residual(rows, first, end) + change))
             return
         if self.start is not None:
             rows.copy_(self._residual(rows, first, end))
-        rows += change.to(rows.dtype) if self.rounds_first else change
+        if self.rounds_first:
+            change = change.to(rows.dtype)
+        rows += change
 
     def _factor(self, magnitude: Tensor, base: Tensor, change: Tensor, first: int, end: int) -> Tensor:
         if self.column_norms is not None:
@@ -324,7 +332,8 @@ def _principal(weight: Tensor, product: Product, full_scaling: float, scaling: f
 def _column_norms(weight: Tensor, product: Product, scaling: float) -> Tensor:
     """Return the length of each column of `weight`, in its own dtype, with the scaled product added."""
     norms = []
-    for first, end in cuts(0, weight.shape[1], max(2 * LEAST_COLUMNS, BLOCK_NUMEL // max(1, weight.shape[0]))):
+    most_columns = max(2 * LEAST_COLUMNS, BLOCK_NUMEL // max(1, weight.shape[0]))
+    for first, end in cuts(0, weight.shape[1], most_columns):
         change = (product.b[first:end] @ product.a).mul_(scaling)
         norms.append(torch.linalg.norm(weight[:, first:end].T + change, dim=1))
     return torch.cat(norms)
