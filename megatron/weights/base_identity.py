@@ -47,11 +47,9 @@ Parts = Mapping[str, Sequence[MappedTensor]]
 """By our names of parameters: the tensors of the Hugging Face form, or of ours, and their places."""
 
 
-# Sums
-
-
 def weights_of(numbers: Tensor, seed: int) -> Tensor:
     """Return the odd pseudo-random weight of each row or column number, int64 (splitmix64, Steele et al. 2014)."""
+    # int64 arithmetic wraps modulo 2^64; a right shift copies the sign, so its upper bits are masked
     state = (numbers + 1) * -7046029254386353131 + seed
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * factor
@@ -75,8 +73,10 @@ def matrix_sums(values: Tensor, rows: Tensor, columns: Tensor, *, rounded: bool 
         totals[0] += exact
         for index, precision in enumerate(PRECISIONS[1 : len(totals)], 1):
             held = block.to(precision).float()
-            is_exact = torch.equal(held.view(torch.int32), block.view(torch.int32))
-            totals[index] += exact if is_exact else _block_sum(held, weights, of_columns)
+            if torch.equal(held.view(torch.int32), block.view(torch.int32)):
+                totals[index] += exact  # most models were trained in 16 bits: the same sum, half the time
+            else:
+                totals[index] += _block_sum(held, weights, of_columns)
     return [total & MASK for total in totals]
 
 
@@ -105,9 +105,14 @@ class BaseSums:
             rows = part.row_by_head(rows)
         if part.transposed:
             block, rows, across = block.t(), across, rows
-        found = matrix_sums(block, rows, across, rounded=self._rounded)
-        total = self.totals.setdefault(part.name, [0] * len(found))
-        self.totals[part.name] = [(one + other) & MASK for one, other in zip(total, found, strict=True)]
+        sums = matrix_sums(block, rows, across, rounded=self._rounded)
+        self.totals[part.name] = _added(self.totals.get(part.name), sums)
+
+
+def _added(total: Sequence[int] | None, sums: Sequence[int]) -> list[int]:
+    if total is None:
+        return list(sums)
+    return [(one + other) & MASK for one, other in zip(total, sums, strict=True)]
 
 
 def _rectangles(at: Slice, values: Tensor) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor]]:
@@ -129,12 +134,11 @@ def _rectangles(at: Slice, values: Tensor) -> Iterator[tuple[tuple[int, int], tu
 
 def joined(totals: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Return the sums of whole tensors from those of the parts that ranks have read."""
-    found: dict[str, list[int]] = {}
+    whole: dict[str, list[int]] = {}
     for of_rank in totals:
         for name, sums in of_rank.items():
-            known = found.get(name, [0] * len(sums))
-            found[name] = [(one + other) & MASK for one, other in zip(known, sums, strict=True)]
-    return found
+            whole[name] = _added(whole.get(name), sums)
+    return whole
 
 
 def parts_of_model(config: Config) -> Parts:
@@ -169,9 +173,6 @@ def stored_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
         return {name: [sum(part.result() for part in parts) & MASK] for name, parts in waiting.items()}
 
 
-# Identity
-
-
 @dataclass(frozen=True)
 class BaseIdentity:
     """Sums of those tensors of a base that were read, and its name on the hub."""
@@ -184,7 +185,9 @@ class BaseIdentity:
     @staticmethod
     def of_base(folder: Path | None, totals: Iterable[Mapping[str, Sequence[int]]]) -> BaseIdentity:
         """Return the identity of a base by the sums of all ranks. Its folder may be a snapshot of the hub's."""
-        name, revision = (None, None) if folder is None else hub_name_of(folder)
+        if folder is None:
+            return BaseIdentity(joined(totals))
+        name, revision = hub_name_of(folder)
         return BaseIdentity(joined(totals), name, revision)
 
     def label(self, names: Iterable[str]) -> str:
@@ -194,8 +197,8 @@ class BaseIdentity:
         return digest if self.name is None else f"{self.name} ({digest})"
 
     def to_json(self) -> dict[str, Any]:
-        sums = {name: " ".join(f"{value:016x}" for value in found) for name, found in sorted(self.tensors.items())}
-        return {"algorithm": ALGORITHM, "name": self.name, "revision": self.revision, "tensors": sums}
+        texts = {name: " ".join(f"{value:016x}" for value in sums) for name, sums in sorted(self.tensors.items())}
+        return {"algorithm": ALGORITHM, "name": self.name, "revision": self.revision, "tensors": texts}
 
     @staticmethod
     def from_json(content: object, place: Path) -> BaseIdentity | None:
@@ -203,10 +206,10 @@ class BaseIdentity:
         if not isinstance(content, dict) or content.get("algorithm") != ALGORITHM:
             return None
         try:
-            sums = {name: [int(value, 16) for value in text.split()] for name, text in content["tensors"].items()}
-            if not all(len(found) in (1, len(PRECISIONS)) for found in sums.values()):
+            tensors = {name: [int(value, 16) for value in text.split()] for name, text in content["tensors"].items()}
+            if not all(len(sums) in (1, len(PRECISIONS)) for sums in tensors.values()):
                 raise ValueError("a sum is missing")
-            return BaseIdentity(sums, content["name"], content["revision"])
+            return BaseIdentity(tensors, content["name"], content["revision"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{place} has a damaged identity of its base ({error}); copy it again") from None
 
@@ -231,10 +234,12 @@ def differing(expected: BaseIdentity, found: BaseIdentity, *, is_whole: bool = F
         if name not in found.tensors:
             if is_whole:
                 wrong.append(name)
-        elif found.tensors[name][0] not in sums:
+            continue
+        exact = found.tensors[name][0]
+        if exact not in sums:
             wrong.append(name)
-        elif found.tensors[name][0] != sums[0]:
-            rounded.add(str(PRECISIONS[sums.index(found.tensors[name][0])]).removeprefix("torch."))
+        elif exact != sums[0]:
+            rounded.add(str(PRECISIONS[sums.index(exact)]).removeprefix("torch."))
     return wrong, rounded
 
 
@@ -262,10 +267,13 @@ def check_identity(
         return [f"{adapters} does not hold the identity of {its_base}: whether {base} is that was not verified"]
     wrong, rounded = differing(expected, found, is_whole=is_whole)
     if not wrong:
-        held = " and ".join(sorted(rounded))
-        return [f"{base} is the base of {adapters}, rounded to {held}"] if rounded else []
+        if not rounded:
+            return []
+        return [f"{base} is the base of {adapters}, rounded to {' and '.join(sorted(rounded))}"]
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    names = expected.tensors.keys() if is_whole else expected.tensors.keys() & found.tensors.keys()
+    names = set(expected.tensors)
+    if not is_whole:
+        names &= found.tensors.keys()
     fault = (
         f"{adapters} holds adapters of another base model, {expected.label(names)}, than {base}, {found.label(names)}: "
         f"{len(wrong)} of {len(names)} tensors differ: {', '.join(wrong[:SHOWN])}{more}"

@@ -42,9 +42,10 @@ log = logging.getLogger(__name__)
 NATIVE_TAG = "global_step0"
 
 Target = Literal["hf", "native", "universal"]
-
-
-# Reading
+CHUNK_NUMEL = 1 << 22
+"""Elements of a tensor compared at a time."""
+LOGIT_TOLERANCE = 1e-4
+"""Relative to the largest logit. Orders of summation in float32 differ by far less, two models by far more."""
 
 
 def recognise(path: Path) -> Format:
@@ -52,14 +53,14 @@ def recognise(path: Path) -> Format:
     if not path.is_dir():
         there = "a file" if path.exists() else "not there"
         raise CheckpointError(foreign_format(path) or f"--load {path} is {there}; give a folder")
-    held = [known for known in (NATIVE, DEEPSPEED) if known.holds(path)][:1]
-    if (path / "config.json").exists():
-        if held:
-            name = held[0].name
-            raise CheckpointError(f"--load {path} holds config.json beside a {name} checkpoint; keep one")
+    held = next((known for known in (NATIVE, DEEPSPEED) if known.holds(path)), None)
+    has_config = (path / "config.json").exists()
+    if held is not None and has_config:
+        raise CheckpointError(f"--load {path} holds config.json beside a {held.name} checkpoint; keep one")
+    if held is not None:
+        return held
+    if has_config:
         return HUGGINGFACE
-    if held:
-        return held[0]
     if PEFT.holds(path):
         raise CheckpointError(
             f"--load {path} holds adapters in PEFT's format: train them further with {train_name()} --load, or merge "
@@ -127,9 +128,6 @@ def open_adapters(path: Path, preset: str | None = None, max_drift: float | None
     return native_adapter(checkpoint)
 
 
-# Writing
-
-
 def write_native(model: WholeModel, folder: Path, progress: ReportNumel) -> Checkpoint:
     """Write the weights as the first checkpoint of a run, and open it."""
     shards = parameters_of(model.config)
@@ -192,19 +190,13 @@ def is_huggingface(model: WholeModel) -> bool:
 
 def needed_bytes(model: WholeModel, to: Target, precision: Precision) -> int:
     """Return the size of the result; `precision` is that of a Hugging Face folder."""
-    width = DTYPES[precision].itemsize if to == "hf" else 4
+    if to == "hf":
+        return model.num_parameters * DTYPES[precision].itemsize
+    copies = 1
     if to == "universal":
         # each moment beside the weights; a Hugging Face source needs a native copy meanwhile
-        width *= len(model.source.kinds) if model.source.holds_run else 2
-    return model.num_parameters * width
-
-
-# Verification of a conversion: every tensor bit by bit, and the logits of our model against transformers'.
-
-CHUNK_NUMEL = 1 << 22
-"""Elements of a tensor compared at a time."""
-LOGIT_TOLERANCE = 1e-4
-"""Relative to the largest logit. Orders of summation in float32 differ by far less, two models by far more."""
+        copies = len(model.source.kinds) if model.source.holds_run else 2
+    return 4 * copies * model.num_parameters
 
 
 def compare_tensors(source: WholeModel, result: WholeModel, precision: Precision, progress: ReportNumel) -> int:
@@ -213,19 +205,20 @@ def compare_tensors(source: WholeModel, result: WholeModel, precision: Precision
     Raises CheckpointError that names the first one that differs.
     """
     dtype, compared = DTYPES[precision], 0
+    # one side is read in order, the other by slices: a side whose slices cost whole tensors is the first
     one, other = (result, source) if source.source.reads_slices else (source, result)
     for name, tensor in one.tensors(progress):
         shard = other.source.parameters[name]
         step = CHUNK_NUMEL if other.source.reads_slices else max(1, tensor.numel())
         for start in range(0, tensor.numel(), step):
             numel = min(step, tensor.numel() - start)
-            stretch = other.source.read(Slice(name, shard, start, numel))
+            of_one = tensor.flatten()[start : start + numel].to(dtype)
+            of_other = other.source.read(Slice(name, shard, start, numel)).to(dtype)
             # as bytes: NaN equals itself, and minus zero differs from zero
-            pair = [side.to(dtype).view(torch.uint8) for side in (tensor.flatten()[start : start + numel], stretch)]
-            if not torch.equal(*pair):
+            if not torch.equal(of_one.view(torch.uint8), of_other.view(torch.uint8)):
                 raise CheckpointError(f"{name} has other values in the result than in the source; nothing was kept")
         compared += 1
-        del tensor, stretch, pair
+        del tensor, of_one, of_other  # before the next one is read
     return compared
 
 
@@ -237,16 +230,19 @@ def compare_logits(source: WholeModel, result: WholeModel, precision: Precision)
     model = source.config.model
     length = min(16, source.config.training.seq_length)
     tokens_BS = torch.randint(0, model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    expected, found = (
-        their_logits(side, tokens_BS, precision) if is_huggingface(side) else our_logits(side, tokens_BS, precision)
-        for side in (source, result)
-    )
-    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    expected, actual = _logits(source, tokens_BS, precision), _logits(result, tokens_BS, precision)
+    difference, largest = float((actual - expected).abs().max()), float(expected.abs().max())
     limit = LOGIT_TOLERANCE * largest
     text = f"largest logit difference {difference:.1e}, of logits up to {largest:.3g}"
     if not difference <= limit:  # NaN neither
         raise CheckpointError(f"{text}, above the tolerance of {limit:.1e}: they are two models; nothing was kept")
     return text
+
+
+def _logits(side: WholeModel, tokens_BS: Tensor, precision: Precision) -> Tensor:
+    if is_huggingface(side):
+        return their_logits(side, tokens_BS, precision)
+    return our_logits(side, tokens_BS, precision)
 
 
 def our_logits(side: WholeModel, tokens_BS: Tensor, precision: Precision) -> Tensor:

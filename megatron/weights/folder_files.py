@@ -96,7 +96,7 @@ def new_folder(save: Path) -> Iterator[Path]:
     """
     save = Path(os.path.abspath(save))
     if os.path.lexists(save) and (save.is_symlink() or not save.is_dir() or any(save.iterdir())):
-        raise CheckpointError(f"--save {save} is there already; give a new or empty folder")
+        raise CheckpointError(f"{save} is there already; give a new or empty folder")
     save.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:

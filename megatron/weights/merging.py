@@ -63,19 +63,23 @@ class _Update(NamedTuple):
         """It holds a column for each token, and DoRA a magnitude for each channel: of the others each is of a row."""
         return self.begin.endswith(OF_EMBEDDING)
 
+    @property
+    def normed_dim(self) -> int:
+        """Dimension of the weight over which DoRA's norms sum."""
+        return 0 if self.of_embedding else 1
+
 
 def _updates(layer: LayerDeclaration) -> Iterator[tuple[str, list[_Update]]]:
     """Yield the names of weights and the adapters in a layer that are added to each."""
     for prefix, method in layer.methods.items():
-        place = f"{layer.name}.{prefix}." if prefix else f"{layer.name}."
+        module = f"{layer.name}.{prefix}." if prefix else f"{layer.name}."
         if isinstance(method, LowRank):
-            yield f"{place}weight", [_Update(f"{place}lora_", each.suffix, each) for each in method.adapters]
-        if not isinstance(method, VocabularyLowRank):
-            continue
-        if method.embedding:
-            yield f"{EMBEDDING}weight", [_Update(f"{place}{OF_EMBEDDING}", "", method.embedding)]
-        if method.output:
-            yield f"{OUTPUT}weight", [_Update(f"{place}lora_", "", method.output)]
+            yield f"{module}weight", [_Update(f"{module}lora_", each.suffix, each) for each in method.adapters]
+        elif isinstance(method, VocabularyLowRank):
+            if method.embedding is not None:
+                yield f"{EMBEDDING}weight", [_Update(f"{module}{OF_EMBEDDING}", "", method.embedding)]
+            if method.output is not None:
+                yield f"{OUTPUT}weight", [_Update(f"{module}lora_", "", method.output)]
 
 
 class MergedSource(WeightSource):
@@ -124,16 +128,17 @@ class MergedSource(WeightSource):
         if name not in self._shards:  # the output, untied: its base is the embedding, and counts there
             at = dataclasses.replace(at, name=f"{EMBEDDING}weight", is_counted=False)
         weight = self._adapted.read(at).view(at.local_shape)
+        merged = at
         # DoRA's norms need the whole tensor, of whose rows or columns a rank may hold parts
-        is_cut = any(at.shard.dim == (0 if update.of_embedding else 1) for update in updates)
-        if not (self._use_dora and is_cut and at.tensor_size > 1):
-            for update in updates:
-                self._add(weight, at, update)
-            return weight
-        whole = Slice.whole(at.name, at.shard)
-        weight = self._adapted.read(whole).view(whole.local_shape)
+        is_cut = at.tensor_size > 1 and any(update.normed_dim == at.shard.dim for update in updates)
+        if self._use_dora and is_cut:
+            # beside this rank's part, which alone counts for the base's identity
+            merged = Slice.whole(at.name, at.shard)
+            weight = self._adapted.read(merged).view(merged.local_shape)
         for update in updates:
-            self._add(weight, whole, update)
+            self._add(weight, merged, update)
+        if merged is at:
+            return weight
         return at.shard.take(weight, at.tensor_rank, at.tensor_size)
 
     def _add(self, weight: Tensor, at: Slice, update: _Update) -> None:
@@ -151,8 +156,10 @@ class MergedSource(WeightSource):
         if update.adapter.is_principal:
             up, down = torch.cat([up, -read("start_B")], dim=1), torch.cat([down, read("start_A")])
         product = Product(up, down, transposed=update.of_embedding)
-        spans = at.shard.spans(at.tensor_rank, at.tensor_size) if at.shard.dim == 0 else []
-        first = sum(stop - start for start, stop in spans[: update.adapter.first])
+        first = 0
+        if at.shard.dim == 0:  # behind this rank's rows of the pieces before
+            spans = at.shard.spans(at.tensor_rank, at.tensor_size)
+            first = sum(stop - start for start, stop in spans[: update.adapter.first])
         rows = weight[first : first + product.num_rows]
         addition = Addition(product, update.adapter.scale)
         if self._use_dora:

@@ -23,9 +23,8 @@ from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.commands import command_name
 from megatron.runtime.devices import device_fault
 from megatron.weights.huggingface import parameters_of
+from megatron.weights.huggingface_files import some
 
-SHOWN = 4
-"""Tensors that a message names."""
 ReportNumel = Callable[[int], object]
 """Callback for progress: receives the number of elements processed since its previous call."""
 
@@ -59,9 +58,9 @@ def whole_model(source: WeightSource) -> WholeModel:
     """Raises CheckpointError unless the source holds the model that its own config describes."""
     base = source.metadata.get("base")
     if base is not None and isinstance(source, Checkpoint):
-        where = f"the base model in {base['folder']}" if "folder" in base else "a base model drawn from a seed"
+        origin = f"the base model in {base['folder']}" if "folder" in base else "a base model drawn from a seed"
         raise CheckpointError(
-            f"{source.folder} holds adapters of {where}, not a whole model; give a whole model, or write adapters "
+            f"{source.folder} holds adapters of {origin}, not a whole model; give a whole model, or write adapters "
             f"with {command_name('convert_checkpoint')} --to peft"
         )
     config = config_of_source(source)
@@ -94,29 +93,27 @@ def source_of(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return source if isinstance(source.get("config"), dict) else None
 
 
-def check_parameters(folder: Path, config: Config, found: Mapping[str, Shard]) -> None:
+def check_parameters(folder: Path, config: Config, held: Mapping[str, Shard]) -> None:
     """Raise CheckpointError unless these are the parameters of the config's model."""
-    if fault := different(found, parameters_of(config)):
+    fault = different(held, parameters_of(config))
+    if fault is not None:
         raise CheckpointError(
             f"{folder} does not hold the model that its config describes: {fault}; give its own model's config"
         )
 
 
-def different(found: Mapping[str, Shard], expected: Mapping[str, Shard]) -> str | None:
+def different(held: Mapping[str, Shard], expected: Mapping[str, Shard]) -> str | None:
     """Return the first parameter that only one side has, or that differs in shape; None: there is none."""
-    shapes, wanted = ({name: tuple(shard.shape) for name, shard in side.items()} for side in (found, expected))
-    if shapes == wanted:
-        return None
-    name = min(name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name))
-    return f"{name} is {shapes.get(name, 'not there')}, but {wanted.get(name, 'not there')} in the config's model"
+    for name in sorted({*held, *expected}):
+        here, there = (side[name].shape if name in side else "not there" for side in (held, expected))
+        if here != there:
+            return f"{name} is {here}, but {there} in the config's model"
+    return None
 
 
 def count(shards: Mapping[str, Shard]) -> int:
     """Number of parameters of the model."""
     return sum(math.prod(shard.shape) for shard in shards.values())
-
-
-# Adapters
 
 
 def base_config(config: Config) -> Config:
@@ -127,9 +124,6 @@ def base_config(config: Config) -> Config:
 def holds_adapters(source: WeightSource | None) -> bool:
     """Return True for a run's checkpoint of adapters."""
     return isinstance(source, Checkpoint) and source.metadata.get("base") is not None
-
-
-# The model of a run's options
 
 
 def check_model(checkpoint: Checkpoint, config: Config) -> None:
@@ -160,17 +154,19 @@ def _check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     there = LoraConfig(**{name: value for name, value in saved.items() if name in known})
     if differing(lora.computed(), there.computed()):  # a rank alone differs in shapes, or nowhere
-        here, saved = ({"lora_rank": each.lora_rank, **each.computed()} for each in (lora, there))
+        different_options = differing(
+            {"lora_rank": lora.lora_rank, **lora.computed()}, {"lora_rank": there.lora_rank, **there.computed()}
+        )
         raise CheckpointError(
-            f"{checkpoint.folder} holds adapters with other options: {'; '.join(differing(here, saved))}. Give the "
-            "options of their run"
+            f"{checkpoint.folder} holds adapters with other options: {'; '.join(different_options)}. Give the options "
+            "of their run"
         )
     declared = declared_shards(family_of(config).layers(config))
-    if surplus := [name for name in checkpoint.parameters if name not in declared]:
-        more = f" and {len(surplus) - SHOWN} more" if len(surplus) > SHOWN else ""
+    surplus = [name for name in checkpoint.parameters if name not in declared]
+    if surplus:
         raise CheckpointError(
-            f"{checkpoint.folder} holds {', '.join(surplus[:SHOWN])}{more}, which these options do not adapt. Give the "
-            "lora options of their run"
+            f"{checkpoint.folder} holds {some(surplus)}, which these options do not adapt. Give the lora options of "
+            "their run"
         )
 
 

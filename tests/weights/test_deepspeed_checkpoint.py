@@ -444,7 +444,7 @@ def test_a_folder_of_something_else_is_not_recognised(tmp_path: Path) -> None:
 
 def test_a_folder_that_exists_is_not_overwritten(universal: Path) -> None:
     before = sorted(universal.rglob("*"))
-    with pytest.raises(CheckpointError, match="exists; give a new folder"):
+    with pytest.raises(CheckpointError, match="is there already; give a new or empty folder"):
         write(read(universal), universal)
     assert sorted(universal.rglob("*")) == before
 

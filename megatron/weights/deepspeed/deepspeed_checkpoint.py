@@ -47,28 +47,34 @@ _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rop
 
 def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the arguments say of the model, in our options. Arguments that are missing or None are left out."""
-    found = {
-        ours: next(arguments[name] for name in names if arguments.get(name) is not None)
-        for ours, names in _NAMES.items()
-        if any(arguments.get(name) is not None for name in names)
-    }
-    # without group_query_attention Megatron ignores its num_query_groups
-    groups = arguments.get("num_key_value_heads")
-    if arguments.get("group_query_attention"):
-        groups = arguments.get("num_query_groups")
-    elif groups is None and "group_query_attention" in arguments:
-        groups = arguments.get("num_attention_heads")
+    options = {}
+    for ours, names in _NAMES.items():
+        values = [arguments[name] for name in names if arguments.get(name) is not None]
+        if values:
+            options[ours] = values[0]
+    groups = _query_groups(arguments)
     if groups is not None:
-        found["num_query_groups"] = groups
+        options["num_query_groups"] = groups
     position = _POSITIONS.get(str(arguments.get("position_embedding_type")))
     if arguments.get("use_rotary_position_embeddings"):
         position = "rope"
     if position is not None:
-        found["position_embedding_type"] = position
+        options["position_embedding_type"] = position
     if "use_rope_scaling" in arguments:
-        factor = arguments.get("rope_scaling_factor") or 8.0
-        found["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
-    return found
+        factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
+        options["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
+    return options
+
+
+def _query_groups(arguments: Mapping[str, Any]) -> Any:
+    # without group_query_attention Megatron ignores its num_query_groups
+    if arguments.get("group_query_attention"):
+        return arguments.get("num_query_groups")
+    # Megatron-DeepSpeed's own argument
+    groups = arguments.get("num_key_value_heads")
+    if groups is None and "group_query_attention" in arguments:
+        return arguments.get("num_attention_heads")
+    return groups
 
 
 log = logging.getLogger(__name__)
@@ -242,21 +248,25 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
     with _as_damage(folder):
         source = _source_of(folder)
         facts = _facts(folder, source)
-        uncompared = [] if config is None else _compare(folder, facts, config)
-        config = config or _saved_config(folder, facts)
-        if config is not None:
-            facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
-        is_of_megatron = is_megatron(source.names)
-        origins_of = megatron_origins if is_of_megatron else our_origins
-        origins = origins_of(source, config, folder)
+        uncompared = []
+        if config is None:
+            config = _saved_config(folder, facts)
+        else:
+            uncompared = _compare(folder, facts, config)
+        layout: Layout = "deepspeed"
+        if is_megatron(source.names):
+            layout = "megatron-deepspeed"
+            origins = megatron_origins(source, config, folder)
+        else:
+            origins = our_origins(source, config, folder)
+        if isinstance(source, UniversalFolder):
+            layout = "universal"
         frozen: set[str] = set()
         if config is not None:
+            facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
             check_parameters(folder, config, {name: origin.shard for name, origin in origins.items()})
             declared = declared_shards(family_of(config).layers(config))
             frozen = {name for name, shard in declared.items() if not shard.trained}
-        layout: Layout = "megatron-deepspeed" if is_of_megatron else "deepspeed"
-        if isinstance(source, UniversalFolder):
-            layout = "universal"
         checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, config, frozen, max_drift)
         checkpoint.uncompared = uncompared
         return checkpoint
@@ -274,15 +284,15 @@ def _as_damage(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_universal(folder: Path) -> bool:
-    return any((folder / "zero").glob("*/fp32.pt"))
-
-
 def _source_of(folder: Path) -> RankTensors:
-    if _is_universal(folder):
-        return UniversalFolder(folder)
+    source: RankTensors
+    if any((folder / "zero").glob("*/fp32.pt")):
+        source = UniversalFolder(folder)
     # optimizer files hold float32 weights and moments by name; model files only weights
-    source: RankTensors = ZeroShards(folder) if numbered(folder, OPTIMIZER_FILE) else ModelFiles(folder)
+    elif numbered(folder, OPTIMIZER_FILE):
+        source = ZeroShards(folder)
+    else:
+        source = ModelFiles(folder)
     if not source.names:
         raise CheckpointError(f"{folder} has DeepSpeed files without weights; copy the whole checkpoint")
     return source
@@ -290,7 +300,7 @@ def _source_of(folder: Path) -> RankTensors:
 
 def _compare(folder: Path, facts: Mapping[str, Any], config: Config) -> list[str]:
     """Raise CheckpointError if the config is of another model. Return the options that could not be compared."""
-    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    saved = _saved_tree(folder, facts)
     if isinstance(saved, dict) and "model" in saved:
         check_model_options(folder, saved["model"], saved.get("training", {}).get("seq_length"), config)
         return []
@@ -298,14 +308,18 @@ def _compare(folder: Path, facts: Mapping[str, Any], config: Config) -> list[str
 
 
 def _saved_config(folder: Path, facts: Mapping[str, Any]) -> Config | None:
-    """Config of the run, from our metadata or from the progress.json beside our first DeepSpeed checkpoints."""
-    saved = (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
+    saved = _saved_tree(folder, facts)
     if not isinstance(saved, dict):
         return None
     try:
         return from_dict(saved)
     except ConfigError as error:
         raise CheckpointError(f"{folder} was saved with a config that is not valid any more: {error}") from None
+
+
+def _saved_tree(folder: Path, facts: Mapping[str, Any]) -> Any:
+    """Return a run's config as stored: in our metadata, or in progress.json beside our first DeepSpeed checkpoints."""
+    return (facts.get("metadata") or {}).get("config") or _progress(folder).get("config")
 
 
 def _progress(folder: Path) -> dict[str, Any]:
@@ -321,29 +335,43 @@ def _progress(folder: Path) -> dict[str, Any]:
 
 def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     client = source.client
+    args: dict[str, Any] = {}
     arguments = client.get("args")
-    known = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
-    args = {name: value for name, value in known.items() if _is_plain(value)}
+    if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
+        args = {name: value for name, value in arguments.state.items() if _is_plain(value)}
     progress = _progress(folder).get("progress") or {}
-    found = {
-        "iteration": progress.get("iteration", client.get("iteration", client.get("global_steps"))),
-        "consumed_samples": progress.get(
-            "consumed_samples",
-            client.get("consumed_samples", args.get("consumed_train_samples", client.get("global_samples"))),
-        ),
-        "step": source.step(),
-        "args": args or None,
+    # our counters first, then Megatron's, then those of DeepSpeed's engine
+    candidates: dict[str, list[Any]] = {
+        "iteration": [progress.get("iteration"), client.get("iteration"), client.get("global_steps")],
+        "consumed_samples": [
+            progress.get("consumed_samples"),
+            client.get("consumed_samples"),
+            args.get("consumed_train_samples"),
+            client.get("global_samples"),
+        ],
+        "step": [source.step()],
+        "args": [args or None],
+        "metadata": [_client_metadata(folder, client.get("metadata"))],
     }
-    facts = {name: value for name, value in found.items() if value is not None}
-    metadata = client.get("metadata")
-    if isinstance(metadata, str):
-        try:
-            facts["metadata"] = parse_json(metadata)
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: the metadata in its model states are damaged ({error})") from None
-        if not isinstance(facts["metadata"], dict):
-            raise CheckpointError(f"{folder}: the metadata in its model states are not a JSON object; copy it again")
+    facts = {}
+    for name, values in candidates.items():
+        given = [value for value in values if value is not None]
+        if given:
+            facts[name] = given[0]
     return facts
+
+
+def _client_metadata(folder: Path, text: Any) -> dict[str, Any] | None:
+    """Return our metadata, which a universal folder of ours has as JSON in its model states."""
+    if not isinstance(text, str):
+        return None
+    try:
+        metadata = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the metadata in its model states are damaged ({error})") from None
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{folder}: the metadata in its model states are not a JSON object; copy it again")
+    return metadata
 
 
 def _is_plain(value: Any) -> bool:

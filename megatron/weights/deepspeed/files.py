@@ -8,10 +8,11 @@ Every file passes the check of foreign_files.py first. Tensors stay mapped files
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,10 +41,10 @@ OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_o
 
 def _checked(tensor: Any, path: Path, what: str) -> Tensor:
     """Return `tensor` if it is a dense floating point tensor; raise CheckpointError otherwise."""
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
-        found = f"a {tensor.layout} {tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise CheckpointError(f"{path} holds {found} as {what}; it must be a dense floating point tensor")
-    return tensor
+    if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point():
+        return tensor
+    kind = f"a {tensor.layout} {tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise CheckpointError(f"{path} holds {kind} as {what}; it must be a dense floating point tensor")
 
 
 def _mapping(content: Any, path: Path, what: str) -> dict[Any, Any]:
@@ -57,20 +58,18 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pa
 
     Raises CheckpointError for two files of one optimizer's rank: they are of two checkpoints.
     """
-    found: dict[tuple[int, ...], Path] = {}
+    files: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match:
-            numbers = tuple(map(int, match.groups()))
-            if numbers in found and pattern is OPTIMIZER_FILE:
-                raise CheckpointError(
-                    f"{path} and {found[numbers].name} are of the same rank, so of two checkpoints; keep those of one"
-                )
-            found.setdefault(numbers, path)
-    return found
-
-
-# Readers of local tensors
+        if match is None:
+            continue
+        numbers = tuple(map(int, match.groups()))
+        if numbers in files and pattern is OPTIMIZER_FILE:
+            raise CheckpointError(
+                f"{path} and {files[numbers].name} are of the same rank, so of two checkpoints; keep those of one"
+            )
+        files.setdefault(numbers, path)
+    return files
 
 
 class RankTensors(Protocol):
@@ -152,21 +151,26 @@ class UniversalFolder:
         shape = self.shape(name)
         parts = content.get("sub_param_shape")
         if isinstance(parts, Inert):
-            dim, sizes = parts.get("partition_dim"), parts.get("shape")
-            pieces = sizes[dim] if isinstance(sizes, tuple) and isinstance(dim, int) and dim < len(sizes) else None
-            if isinstance(pieces, int) and pieces > 0:
-                pieces = (shape[dim] // pieces,) * pieces
-            if not isinstance(pieces, tuple) or dim >= len(shape) or sum(pieces) != shape[dim]:
-                raise CheckpointError(
-                    f"{self.path(name, 'weight')} describes pieces {sizes} of a tensor of shape {shape}; "
-                    "create the universal checkpoint again"
-                )
-            return Shard(shape, dim=dim, pieces=pieces)
+            return self._shard_of_pieces(name, shape, parts.get("partition_dim"), parts.get("shape"))
         dim = content.get("cat_dim")
         if not isinstance(dim, int) or not 0 <= dim < len(shape):
             return Shard(shape)
         count = content.get("param_n_sub_params", 1)
         return Shard(shape, dim=dim, pieces=(shape[dim] // count,) * count)
+
+    def _shard_of_pieces(self, name: str, shape: tuple[int, ...], dim: Any, sizes: Any) -> Shard:
+        """Return the shard of a SubparamShape, which has the pieces in the place of the cut dimension's length."""
+        pieces = None
+        if isinstance(sizes, tuple) and isinstance(dim, int) and dim < len(sizes):
+            pieces = sizes[dim]
+        if isinstance(pieces, int) and pieces > 0:  # so many of equal length
+            pieces = (shape[dim] // pieces,) * pieces
+        if not isinstance(pieces, tuple) or dim >= len(shape) or sum(pieces) != shape[dim]:
+            raise CheckpointError(
+                f"{self.path(name, 'weight')} describes pieces {sizes} of a tensor of shape {shape}; create the "
+                "universal checkpoint again"
+            )
+        return Shard(shape, dim=dim, pieces=pieces)
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,24 @@ class _FlatSlice:
     start: int
     numel: int
     path: Path
+
+
+@dataclass(frozen=True)
+class _FlatGroups:
+    """Groups of parameters in one rank's optimizer file, each a flat tensor; nothing in them is checked yet."""
+
+    weights: Any
+    """A list of float32 tensors, one a group."""
+    optimizer: Any
+    """The inner optimizer's state, which has the moments of each group under its number."""
+    spans: list[list[tuple[str, Any, Any]]] | None
+    """(name, start, number of elements) of the parameters in each group; None: unknown."""
+
+
+def _recorded_spans(groups: Any) -> list[list[tuple[str, Any, Any]]] | None:
+    if not groups:
+        return None
+    return [[(name, span.get("start"), span.get("numel")) for name, span in group.items()] for group in groups]
 
 
 class ZeroShards:
@@ -190,17 +212,17 @@ class ZeroShards:
         models = numbered(folder, MODEL_FILE)
         data_size = 1 + max(data for data, _ in files)
         model_size = 1 + max(model for _, model in files)
-        missing = [(d, m) for m in range(model_size) for d in range(data_size) if (d, m) not in files]
-        missing_models = [m for m in range(model_size) if (m,) not in models]
-        if missing or missing_models:
-            first = (
-                f"zero_pp_rank_{missing[0][0]}_mp_rank_{missing[0][1]:02d}_optim_states.pt"
-                if missing
-                else f"mp_rank_{missing_models[0]:02d}_model_states.pt"
-            )
+        ranks = itertools.product(range(model_size), range(data_size))
+        missing = [
+            f"zero_pp_rank_{data}_mp_rank_{model:02d}_optim_states.pt"
+            for model, data in ranks
+            if (data, model) not in files
+        ]
+        missing += [f"mp_rank_{model:02d}_model_states.pt" for model in range(model_size) if (model,) not in models]
+        if missing:
             raise CheckpointError(
-                f"{folder} lacks {first} ({len(missing) + len(missing_models)} of the files of {data_size} x "
-                f"{model_size} ranks in all); copy the whole checkpoint"
+                f"{folder} lacks {missing[0]} ({len(missing)} of the files of {data_size} x {model_size} ranks in "
+                "all); copy the whole checkpoint"
             )
         self.tensor_size = _tensor_size(folder, self.client, model_size)
         self._pieces: dict[str, dict[int, list[_FlatSlice]]] = {}
@@ -217,14 +239,22 @@ class ZeroShards:
         rank = model % self.tensor_size
         groups = _parameter_groups(_mapping(self.files.load(model_file), model_file, "a model's state"))
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        found: dict[str, list[_FlatSlice]] = {}
+        pieces_of: dict[str, list[_FlatSlice]] = {}
         for data, path in enumerate(files):
-            state = _mapping(
-                _mapping(self.files.load(path), path, "a rank's state").get("optimizer_state_dict"), path, "optimizer"
-            )
-            for name, piece in self._pieces_of(state, path, data, len(files), groups):
-                found.setdefault(name, []).append(piece)
-        for name, pieces in found.items():
+            content = _mapping(self.files.load(path), path, "a rank's state")
+            state = _mapping(content.get("optimizer_state_dict"), path, "optimizer")
+            if "fp32_flat_groups" in state:  # ZeRO-3 cuts every parameter evenly over the data ranks
+                spans = [list(_partitions(group, data, len(files))) for group in groups]
+                flat_groups = _FlatGroups(state.get("fp32_flat_groups"), state.get("optimizer_state_dict"), spans)
+            else:
+                flat_groups = _FlatGroups(
+                    state.get("single_partition_of_fp32_groups"),
+                    state.get("base_optimizer_state"),
+                    _recorded_spans(state.get("param_slice_mappings")),
+                )
+            for name, piece in self._slices(flat_groups, path):
+                pieces_of.setdefault(name, []).append(piece)
+        for name, pieces in pieces_of.items():
             numel = sum(piece.numel for piece in pieces)
             if name not in shapes or numel != math.prod(shapes[name]):
                 raise CheckpointError(
@@ -237,19 +267,9 @@ class ZeroShards:
             self._pieces.setdefault(name, {})[rank] = pieces
             self._shapes.setdefault(name, shapes[name])
 
-    def _pieces_of(
-        self,
-        state: dict[Any, Any],
-        path: Path,
-        data: int,
-        data_size: int,
-        groups: Sequence[Mapping[str, tuple[int, ...]]],
-    ) -> Iterator[tuple[str, _FlatSlice]]:
-        sharded_weights = "fp32_flat_groups" in state  # ZeRO-3
-        inner = state.get("optimizer_state_dict" if sharded_weights else "base_optimizer_state")
-        weights = state.get("fp32_flat_groups" if sharded_weights else "single_partition_of_fp32_groups")
-        places = None if sharded_weights else state.get("param_slice_mappings")
-        if not isinstance(inner, dict) or not isinstance(weights, list) or not (sharded_weights or places):
+    def _slices(self, groups: _FlatGroups, path: Path) -> Iterator[tuple[str, _FlatSlice]]:
+        weights, inner = groups.weights, groups.optimizer
+        if not isinstance(inner, dict) or not isinstance(weights, list) or groups.spans is None:
             raise CheckpointError(
                 f"{path} does not contain the position of each parameter, which DeepSpeed writes since 0.7; load the "
                 "checkpoint with the version that wrote it, and save it with a newer one"
@@ -257,12 +277,7 @@ class ZeroShards:
         for index, weight in enumerate(weights):
             flat = self._flat_tensors(weight, inner.get("state", {}).get(index, {}), path)
             length = min(tensor.numel() for tensor in flat.values())
-            spans: Iterable[tuple[str, Any, Any]]
-            if places is None:
-                spans = _partitions(groups[index], data, data_size)
-            else:
-                spans = [(name, place.get("start"), place.get("numel")) for name, place in places[index].items()]
-            for name, start, numel in spans:
+            for name, start, numel in groups.spans[index]:
                 if not (isinstance(start, int) and isinstance(numel, int) and 0 <= start <= start + numel <= length):
                     raise CheckpointError(
                         f"{path} places {name} at [{start}, {start} + {numel}) of {length} elements; it is damaged"
@@ -295,14 +310,14 @@ class ZeroShards:
                 f"{self.folder} holds {name} for tensor-parallel ranks {sorted(self._pieces[name])} of "
                 f"{self.tensor_size}; copy the whole checkpoint"
             )
-        found = [self._joined(self._pieces[name][rank], kind) for rank in range(self.tensor_size)]
+        tensors = [self._joined(self._pieces[name][rank], kind) for rank in range(self.tensor_size)]
         for rank, pieces in self._copies.get(name, []):
-            if not torch.equal(self._joined(pieces, kind), found[rank]):
+            if not torch.equal(self._joined(pieces, kind), tensors[rank]):
                 raise CheckpointError(
                     f"{pieces[0].path}: {kind} of {name} differs from the first stage's copy of the same tied weight; "
                     "its copies had drifted apart, so load an earlier checkpoint"
                 )
-        return [tensor.view(self._shapes[name]) for tensor in found]
+        return [tensor.view(self._shapes[name]) for tensor in tensors]
 
     def _joined(self, pieces: Sequence[_FlatSlice], kind: str) -> Tensor:
         for piece in pieces:
@@ -331,10 +346,10 @@ class ModelFiles:
         for name, ranks in self._state.items():
             missing = [rank for rank in range(self.tensor_size) if rank not in ranks]
             if missing:
-                some = next(iter(ranks.values()))[0]
+                holder, _ = next(iter(ranks.values()))
                 raise CheckpointError(
-                    f"{some} holds {name}, but tensor-parallel rank {missing[0]} of {self.tensor_size} has no file of "
-                    "it; copy the whole checkpoint"
+                    f"{holder} holds {name}, but tensor-parallel rank {missing[0]} of {self.tensor_size} has no file "
+                    "of it; copy the whole checkpoint"
                 )
         self.names = list(self._state)
         if self.client.get("optimizer") is not None:
@@ -372,10 +387,10 @@ class ModelFiles:
 
 def _client(folder: Path, files: ForeignFiles) -> dict[str, Any]:
     """State that DeepSpeed saved beside the model on the first rank; empty where there is no such file."""
-    found = numbered(folder, MODEL_FILE)
-    if not found:
+    files_of_ranks = numbered(folder, MODEL_FILE)
+    if not files_of_ranks:
         return {}
-    path = found[min(found)]
+    path = files_of_ranks[min(files_of_ranks)]
     return _mapping(files.load(path), path, "a model's state")
 
 
@@ -385,7 +400,9 @@ def _tensor_size(folder: Path, client: Mapping[str, Any], model_size: int) -> in
     layers = numbered(folder, LAYER_FILE)
     size = recorded.get("tp_degree") if isinstance(recorded, dict) else None
     if not isinstance(size, int):
-        size = 1 + max(rank for _, rank in layers) if layers else model_size
+        size = model_size
+        if layers:
+            size = 1 + max(rank for _, rank in layers)
     if size < 1 or model_size % size:
         raise CheckpointError(
             f"{folder} has the files of {model_size} model-parallel ranks, not a multiple of {size} (tensor-parallel); "
@@ -410,7 +427,7 @@ def _partitions(group: Mapping[str, tuple[int, ...]], rank: int, size: int) -> I
     """Yield (name, start, numel) in ZeRO-3's flat group of data rank `rank`: parameters are cut evenly and padded."""
     start = 0
     for name, shape in group.items():
-        part = -(-math.prod(shape) // size)
+        part = -(-math.prod(shape) // size)  # the last ranks' parts are padded
         yield name, start, max(0, min(part, math.prod(shape) - rank * part))
         start += part
 

@@ -84,9 +84,6 @@ def current(theirs: str) -> str:
     return re.sub(r"^(?!1\.)(\d+)\.norm\.", r"\1.", theirs)
 
 
-# Origins of our parameters in a checkpoint of DeepSpeed's: names there, cuts, order of rows.
-# `theirs` is a name in the foreign checkpoint, `ours` one of this project.
-
 MEGATRON_BLOCK = {
     "input_layernorm": "attention_norm",
     "self_attention.query_key_value": "attention.qkv",
@@ -96,6 +93,8 @@ MEGATRON_BLOCK = {
     "mlp.dense_4h_to_h": "mlp.down",
 }
 """Modules of a transformer layer; older versions write `attention` for `self_attention`."""
+NO_LAYER = -1
+"""In the place of a layer's number: that of tied modules."""
 MEGATRON_ENDS = {
     "word_embeddings.weight": WORD_EMBEDDING,
     "position_embeddings.weight": "embedding.position.weight",
@@ -137,7 +136,7 @@ def _ungrouped(grouped: Tensor, pieces: Sequence[int], num_heads: int) -> Tensor
     """Rows [key/value head][its query heads, k, v][head size] -> [q; k; v], each with its heads in order."""
     q_size, kv_size, _ = pieces
     head_size = q_size // num_heads
-    groups = grouped.unflatten(0, (kv_size // head_size, -1, head_size))
+    groups = grouped.unflatten(0, (kv_size // head_size, -1, head_size))  # [kv heads, q heads of each + 2, head size]
     parts = groups[:, :-2], groups[:, -2], groups[:, -1]
     return torch.cat([part.reshape(-1, *grouped.shape[1:]) for part in parts])
 
@@ -161,12 +160,12 @@ def our_origins(source: RankTensors, config: Config | None, folder: Path) -> dic
         )
     origins = {}
     for ours, shard in shards.items():
-        found = [theirs_of[name] for name in _places(ours, names, theirs_of) if name in theirs_of]
-        if not found:
+        theirs = [theirs_of[name] for name in _names_in_files(ours, names, theirs_of) if name in theirs_of]
+        if not theirs:
             raise CheckpointError(
                 f"{folder} lacks {ours} of this model; copy the whole checkpoint, or give its own config"
             )
-        origins[ours] = _our_origin(source, ours, tuple(found), shard)
+        origins[ours] = _our_origin(source, ours, tuple(theirs), shard)
     known = {name for origin in origins.values() for name in origin.theirs}
     unknown = [name for name in source.names if name not in known]
     if unknown:
@@ -177,17 +176,17 @@ def our_origins(source: RankTensors, config: Config | None, folder: Path) -> dic
     return origins
 
 
-def _places(ours: str, names: PipelineNames, found: Mapping[str, str]) -> list[str]:
+def _names_in_files(ours: str, names: PipelineNames, held: Mapping[str, str]) -> list[str]:
     """DeepSpeed's names of a parameter; in a pipeline's layer files, tied weights are under their layers' numbers."""
     name = names.theirs(ours)
-    if ours == WORD_EMBEDDING and names.is_tied and name not in found:
+    if ours == WORD_EMBEDDING and names.is_tied and name not in held:
         return ["0.weight", f"{names.last_index}.weight"]
     return [name]
 
 
 def _our_origin(source: RankTensors, ours: str, theirs: tuple[str, ...], shard: Shard) -> Origin:
     local, cut = source.shape(theirs[0]), shard
-    if ours in VOCABULARY and len(local) == 2:
+    if ours in VOCABULARY and len(local) == 2:  # padded for the layout that saved
         rows = max(local[0] * source.tensor_size, shard.shape[0])
         cut = Shard((rows, shard.shape[1]), dim=0, pieces=(rows,))
     try:
@@ -215,38 +214,32 @@ def megatron_origins(source: RankTensors, config: Config | None, folder: Path) -
     """
     facts = _megatron_facts(source.client, config, folder)
     theirs_of = _megatron_names(source, folder)
+
+    def row_parallel_size(block: str, name: str) -> int:
+        """Return the columns of a row-parallel weight: the rows of what is before it, which their names do not say."""
+        if (block, name) not in theirs_of:
+            raise CheckpointError(f"{folder} holds no tensor for {block}{name}; copy the whole checkpoint")
+        return source.shape(theirs_of[block, name][0])[1] * source.tensor_size
+
     origins = {}
     for (block, name), theirs in theirs_of.items():
-        if not name.startswith(("attention.qkv.", "mlp.up.")):
-            origins[block + name] = _plain_origin(source, facts, name, theirs)
-            continue
-        is_attention = name.startswith("attention")
-        row = block, "attention.dense.weight" if is_attention else "mlp.down.weight"
-        if row not in theirs_of:
-            raise CheckpointError(f"{folder} holds no tensor for {''.join(row)}; copy the whole checkpoint")
-        in_size = source.shape(theirs_of[row][0])[1] * source.tensor_size
-        if is_attention:
-            origins[block + name] = _qkv_origin(source, facts, theirs, in_size, folder)
-            continue
-        origin = _up_origin(source, theirs, in_size)
-        is_gated = len(origin.shard.pieces) > 1
-        origins[block + (name.replace("up", "gate_up") if is_gated else name)] = origin
+        if name.startswith("attention.qkv."):
+            q_size = row_parallel_size(block, "attention.dense.weight")
+            origin = _qkv_origin(source, facts, theirs, q_size, folder)
+        elif name.startswith("mlp.up."):
+            origin = _up_origin(source, theirs, row_parallel_size(block, "mlp.down.weight"))
+            if len(origin.shard.pieces) > 1:
+                name = name.replace("up", "gate_up")
+        else:
+            origin = _plain_origin(source, facts, name, theirs)
+        origins[block + name] = origin
     return origins
 
 
 def _megatron_names(source: RankTensors, folder: Path) -> dict[tuple[str, str], list[str]]:
     """Return the names of theirs by (block, name) of ours, checked to be those of whole blocks."""
-    parsed: dict[str, tuple[int | None, str]] = {}
-    for theirs in source.names:
-        match = MEGATRON_NAME.fullmatch(theirs)
-        if match is None:
-            raise CheckpointError(f"{folder} holds {theirs}, not a name of a Megatron pipeline; it cannot be converted")
-        name = re.sub(r"^attention\.", "self_attention.", match[2])
-        if not name.endswith("inv_freq"):  # rotary tables are computed, not kept
-            parsed[theirs] = (int(match[1]) if match[1] else None), name
-    blocks = sorted(
-        {layer for layer, name in parsed.values() if layer is not None and name == "input_layernorm.weight"}
-    )
+    parsed = _parsed_megatron_names(source, folder)
+    blocks = sorted({layer for layer, name in parsed.values() if name == "input_layernorm.weight"} - {NO_LAYER})
     if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         gap = next(layer for layer in range(blocks[0], blocks[-1]) if layer not in blocks)
         raise CheckpointError(f"{folder} lacks the files of layer {gap}; copy the whole checkpoint")
@@ -254,17 +247,30 @@ def _megatron_names(source: RankTensors, folder: Path) -> dict[tuple[str, str], 
     for theirs, (layer, name) in parsed.items():
         module, _, kind = name.rpartition(".")
         if layer in blocks and module in MEGATRON_BLOCK:
-            place = f"layers.{layer - blocks[0]}.", f"{MEGATRON_BLOCK[module]}.{kind}"  # type: ignore[operator]
+            key = f"layers.{layer - blocks[0]}.", f"{MEGATRON_BLOCK[module]}.{kind}"
         elif layer not in blocks and name in MEGATRON_ENDS:
-            place = "", MEGATRON_ENDS[name]
+            key = "", MEGATRON_ENDS[name]
         else:
             raise CheckpointError(
                 f"{source.path(theirs, 'weight')} holds {theirs}, which has no place in BLOOM or Llama; it is a "
                 "checkpoint of another model"
             )
-        theirs_of.setdefault(place, []).append(theirs)
+        theirs_of.setdefault(key, []).append(theirs)
     _check_blocks(theirs_of, len(blocks), folder)
     return theirs_of
+
+
+def _parsed_megatron_names(source: RankTensors, folder: Path) -> dict[str, tuple[int, str]]:
+    """Return (number in the pipeline, name within the layer) of each tensor."""
+    parsed = {}
+    for theirs in source.names:
+        match = MEGATRON_NAME.fullmatch(theirs)
+        if match is None:
+            raise CheckpointError(f"{folder} holds {theirs}, not a name of a Megatron pipeline; it cannot be converted")
+        name = re.sub(r"^attention\.", "self_attention.", match[2])
+        if not name.endswith("inv_freq"):  # rotary tables are computed, not kept
+            parsed[theirs] = (int(match[1] or NO_LAYER), name)
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -286,17 +292,15 @@ def _megatron_facts(client: Mapping[str, Any], config: Config | None, folder: Pa
     info = client.get("universal_checkpoint_info")
     num_heads = arguments.get("num_attention_heads") if isinstance(arguments, Inert) else None
     vocab_size = info.get("original_vocab_size") if isinstance(info, dict) else None
-    if config is not None:
-        wanted = config.model.num_attention_heads, config.model.vocab_size
-        for found, own, option in zip(
-            (num_heads, vocab_size), wanted, ("num_attention_heads", "vocab_size"), strict=True
-        ):
-            if found not in (None, own):
-                raise CheckpointError(f"{folder} is of a model with {option}={found}, not {own}; give its own config")
-        num_heads, vocab_size = wanted
-    return _MegatronFacts(
-        num_heads if isinstance(num_heads, int) else None, vocab_size if isinstance(vocab_size, int) else None
-    )
+    stored = {"num_attention_heads": num_heads, "vocab_size": vocab_size}
+    if config is None:
+        known = {option: value for option, value in stored.items() if isinstance(value, int)}
+        return _MegatronFacts(known.get("num_attention_heads"), known.get("vocab_size"))
+    for option, value in stored.items():
+        own = getattr(config.model, option)
+        if value not in (None, own):
+            raise CheckpointError(f"{folder} is of a model with {option}={value}, not {own}; give its own config")
+    return _MegatronFacts(config.model.num_attention_heads, config.model.vocab_size)
 
 
 def _check_blocks(found: Mapping[tuple[str, str], object], num_layers: int, folder: Path) -> None:
@@ -319,7 +323,7 @@ def _plain_origin(source: RankTensors, facts: _MegatronFacts, name: str, theirs:
     if name in VOCABULARY:
         rows = local[0] * size
         vocab_size = facts.vocab_size or rows
-        if not vocab_size <= rows:
+        if vocab_size > rows:
             raise CheckpointError(
                 f"{source.path(theirs[0], 'weight')} holds {rows} rows of {theirs[0]}, fewer than vocab_size="
                 f"{vocab_size}; it is a checkpoint of another vocabulary"

@@ -36,32 +36,42 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
     parameters shift. So the vocabulary is written with the padding that the run has at tensor-parallel size 1. Where it
     cannot be, the model states of ZeRO-3 are left out, without which the loader stops.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists; give a new folder, or remove it")
     for name in checkpoint.parameters:
         if not re.fullmatch(r"\w+(\.\w+)+", name):
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
     facts = checkpoint.facts if isinstance(checkpoint, DeepSpeedCheckpoint) else _native_facts(checkpoint)
-    config = (facts.get("metadata") or {}).get("config")
-    model = from_dict(config) if config else None
-    names = PipelineNames.of_config(model) if model else PipelineNames.of_ours(checkpoint.parameters)
-    vocabulary_rows = _vocabulary_rows(model, checkpoint.parameters)
+    saved = (facts.get("metadata") or {}).get("config")
+    config = from_dict(saved) if saved else None
+    if config is None:
+        names = PipelineNames.of_ours(checkpoint.parameters)
+    else:
+        names = PipelineNames.of_config(config)
+    vocabulary_rows = _vocabulary_rows(config, checkpoint.parameters)
     with new_folder(folder) as partial:
         (partial / "zero").mkdir()
-        for name, shard in checkpoint.parameters.items():
-            place = partial / "zero" / names.theirs(name)
-            place.mkdir()
-            for kind in checkpoint.kinds_of(name):
-                tensor = checkpoint.read_full(name, kind).contiguous()
-                if name in VOCABULARY and vocabulary_rows is not None:
-                    tensor = torch.nn.functional.pad(tensor, (0, 0, 0, vocabulary_rows - len(tensor)))
-                _save({"param": tensor, **_cut(name, place.name, shard)}, place / f"{FILE_OF_KIND[kind]}.pt")
+        for name in checkpoint.parameters:
+            parameter_folder = partial / "zero" / names.theirs(name)
+            parameter_folder.mkdir()
+            _write_parameter(parameter_folder, checkpoint, name, vocabulary_rows)
             if len(checkpoint.kinds_of(name)) > 1:
-                _save(torch.tensor(float(facts.get("step", facts.get("iteration", 0)))), place / "step.pt")
+                _save(torch.tensor(_optimizer_step(facts)), parameter_folder / "step.pt")
         info = universal_info(checkpoint.parameters, 1, names)
         _write_states(partial, info, facts, for_zero_3=vocabulary_rows is not None)
         for parent, _, _ in os.walk(partial):
             sync_folder(Path(parent))
+
+
+def _write_parameter(folder: Path, checkpoint: WeightSource, name: str, vocabulary_rows: int | None) -> None:
+    cut = _cut(name, folder.name, checkpoint.parameters[name])
+    for kind in checkpoint.kinds_of(name):
+        tensor = checkpoint.read_full(name, kind).contiguous()
+        if name in VOCABULARY and vocabulary_rows is not None:
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, vocabulary_rows - len(tensor)))
+        _save({"param": tensor, **cut}, folder / f"{FILE_OF_KIND[kind]}.pt")
+
+
+def _optimizer_step(facts: Mapping[str, Any]) -> float:
+    return float(facts.get("step", facts.get("iteration", 0)))
 
 
 def _vocabulary_rows(config: Config | None, shards: Mapping[str, Shard]) -> int | None:
@@ -107,9 +117,9 @@ def _compare_shapes_of_parts(optimizer: Any) -> None:
         files = ForeignFiles()
         for name, shape in cut:
             path = Path(folder, "zero", name, "fp32.pt")
-            found = files.load(path)
-            found = found.get("param") if isinstance(found, dict) else found
-            if isinstance(found, torch.Tensor) and tuple(found.shape) == shape:
+            content = files.load(path)
+            tensor = content.get("param") if isinstance(content, dict) else content
+            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shape:
                 raise CheckpointError(
                     f"{path} has the shape {shape} of each tensor-parallel rank's part; use the "
                     "make_vocab_size_divisible_by of the run that saved, or --universal-checkpoint"
@@ -147,7 +157,8 @@ def universal_info(shards: Mapping[str, Shard], tensor_size: int, names: Pipelin
     """
     from deepspeed.checkpoint import constants
 
-    names = names or PipelineNames.of_ours(shards)
+    if names is None:
+        names = PipelineNames.of_ours(shards)
     vocabulary_names = {names.theirs(name): shards[name].shape[0] for name in VOCABULARY if name in shards}
     rows, vocabulary, replicated = [], [], []
     parts: list[dict[str, Any]] = []
@@ -179,15 +190,17 @@ def _patterns(shards: Mapping[str, Shard]) -> dict[str, tuple[str, Shard]]:
     by_name: dict[str, list[str]] = {}
     for full_name in shards:
         layer, _, name = full_name.partition(".")
-        by_name.setdefault(name if layer.isdigit() else full_name, []).append(full_name)
+        key = name if layer.isdigit() else full_name
+        by_name.setdefault(key, []).append(full_name)
     patterns = {}
     for name, members in by_name.items():
         first = members[0]
-        alike = all(shards[member] == shards[first] for member in members)
-        if alike and first != name:
+        are_alike = all(shards[member] == shards[first] for member in members)
+        if are_alike and first != name:  # numbered
             patterns[rf"\d+\.{re.escape(name)}$"] = first, shards[first]
-        else:
-            patterns |= {f"{re.escape(member)}$": (member, shards[member]) for member in members}
+            continue
+        for member in members:
+            patterns[f"{re.escape(member)}$"] = member, shards[member]
     return patterns
 
 
@@ -200,7 +213,9 @@ def _cut(name: str, theirs: str, shard: Shard) -> dict[str, Any]:
 
         shape = SubparamShape(patterns=[f"{re.escape(theirs)}$"], shape=_pieces_shape(shard), partition_dim=shard.dim)
         return {"sub_param_shape": shape}
-    return {"cat_dim": shard.dim, **({"vocab_tensor": True} if name in VOCABULARY else {})}
+    if name in VOCABULARY:  # padded by the loader to its own ranks' multiple
+        return {"cat_dim": shard.dim, "vocab_tensor": True}
+    return {"cat_dim": shard.dim}
 
 
 def _pieces_shape(shard: Shard) -> tuple[Any, ...]:
@@ -223,9 +238,8 @@ def _write_states(folder: Path, info: dict[str, Any], facts: Mapping[str, Any], 
     """
     import deepspeed
 
-    step = facts.get("step", facts.get("iteration", 0))
     groups: list[dict[str, Any]] = [{"params": []} for _ in range(PARAMETER_GROUPS)]
-    inner = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+    inner = {"state": {0: {"step": torch.tensor(_optimizer_step(facts))}}, "param_groups": groups}
     _save(
         {"ds_version": deepspeed.__version__, "param_groups": groups, "optimizer_state_dict": inner},
         folder / "zero" / "optimizer_state.pt",
