@@ -106,13 +106,17 @@ def foreign_format(path: Path) -> str | None:
         return _of_file(path)
     if not path.is_dir():
         return None
-    if (known := _format_of(path)) is not None:
+    known = _format_of(path)
+    if known is not None:
         return f"{path} holds {known.name}, which cannot be loaded as it is: {known.remedy}"
+    # `snapshots`: where huggingface_hub's cache has them
     inner = [*_folders_in(path), *_folders_in(path / "snapshots")]
-    if models := [folder for folder in inner if is_model(folder)]:
+    models = [folder for folder in inner if is_model(folder)]
+    if models:
         return f"{path} is not a model itself, but holds folders of models; give one of them, such as {models[-1]}"
     for folder in inner:
-        if (known := _format_of(folder)) is not None:
+        known = _format_of(folder)
+        if known is not None:
             where = folder.relative_to(path)
             return f"{path} holds {known.name} in {where}, which cannot be loaded as it is: {known.remedy}"
     return None
@@ -165,7 +169,7 @@ def needless_step(load: str, step: int, what: str) -> str:
 def _of_file(path: Path) -> str | None:
     with path.open("rb") as file:
         start = file.read(len(GGUF_MAGIC))
-    name = "model.gguf" if start == GGUF_MAGIC else path.name
+    name = "model.gguf" if start == GGUF_MAGIC else path.name  # by its first bytes, whatever its name
     for known in FORMATS:
         if any(len(sign) == 1 and Path(name).match(sign[0]) for sign in known.signs):
             return f"{path} is a file of {known.name}, which cannot be loaded as it is: {known.remedy}"
@@ -177,7 +181,10 @@ def _format_of(folder: Path) -> ForeignFormat | None:
 
 
 def _has_signs(folder: Path, known: ForeignFormat) -> bool:
-    return any(all(any(folder.glob(pattern)) for pattern in sign) for sign in known.signs)
+    def has_all(sign: tuple[str, ...]) -> bool:
+        return all(any(folder.glob(pattern)) for pattern in sign)
+
+    return any(map(has_all, known.signs))
 
 
 def is_model(folder: Path) -> bool:

@@ -66,9 +66,6 @@ _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _SAVE_AGAIN = "save the checkpoint again, or load another"
 
 
-# Names
-
-
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
@@ -86,9 +83,6 @@ def iteration_of(tag: str) -> int:
     """Number at the end of a tag; -1 where there is none."""
     number = re.search(r"[0-9]+$", tag)
     return int(number[0]) if number else -1
-
-
-# Fragments
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +106,9 @@ class Fragment:
     def __post_init__(self) -> None:
         what = f"{self.kind} of {self.name}"
         if self.tensor.dtype != torch.float32 or self.tensor.dim() != 1:
-            found = f"{self.tensor.dtype} {tuple(self.tensor.shape)}"
-            raise CheckpointError(f"{what} is {found}; a fragment must be float32 and flat")
+            raise CheckpointError(
+                f"{what} is {self.tensor.dtype} {tuple(self.tensor.shape)}; a fragment must be float32 and flat"
+            )
         if not _KIND.fullmatch(self.kind):
             raise CheckpointError(f"{what}: a kind consists of lower-case letters, digits and underscores")
         if self.shard.dim is None and self.tensor_size != 1:
@@ -166,13 +161,10 @@ def safetensors_header(
 def header_metadata(header: bytes) -> dict[str, Any]:
     """Metadata in a header; empty where it cannot be read."""
     try:
-        found = parse_json(header[8:])["__metadata__"]
+        metadata = parse_json(header[8:])["__metadata__"]
     except (ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-# The manifest
+    return metadata if isinstance(metadata, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -236,7 +228,7 @@ def read_manifest(folder: Path) -> Manifest:
             dtypes[name] = _typed(entry, "dtype", str)
         files = {name: _rank_file(name, entry, parameters) for name, entry in _typed(content, "files", dict).items()}
         tensors: dict[tuple[str, str], list[StoredFragment]] = {}
-        for at in (at for each in files.values() for at in each.fragments):
+        for at in itertools.chain.from_iterable(file.fragments for file in files.values()):
             tensors.setdefault((at.name, at.kind), []).append(at)
         _check_completeness(parameters, tensors)
         return Manifest(
@@ -253,11 +245,13 @@ def read_manifest(folder: Path) -> Manifest:
 def read_metadata(folder: Path) -> dict[str, Any] | None:
     """Return the metadata of a checkpoint, of which nothing else is read or verified; None if it is damaged."""
     begin = b' "metadata": '
+    # one line of the text: the manifest of a large model has tens of thousands
     with contextlib.suppress(CheckpointError, OSError, ValueError), open_file(folder / MANIFEST) as at:
         with os.fdopen(os.dup(at), "rb") as file:
             line = next((line for line in itertools.islice(file, HEAD_LINES) if line.startswith(begin)), b"")
-        found = parse_json(line.removeprefix(begin).rstrip(b",\n"))
-        return found if isinstance(found, dict) else None
+        metadata = parse_json(line.removeprefix(begin).rstrip(b",\n"))
+        if isinstance(metadata, dict):
+            return metadata
     return None
 
 
@@ -300,17 +294,20 @@ def _count(entry: Any, key: str) -> int:
 
 
 def _shard_of_entry(name: str, entry: Any) -> Shard:
-    shape, pieces = (tuple(_typed(entry, key, list)) for key in ("shape", "pieces"))
+    shape, pieces = tuple(_typed(entry, "shape", list)), tuple(_typed(entry, "pieces", list))
     dim = _typed(entry, "dim", object)
-    valid = all(type(i) is int and 0 < i < 2**62 for i in (*shape, *pieces))
-    valid &= dim is None or (type(dim) is int and 0 <= dim < len(shape))
-    if not valid or (dim is None) != (not pieces):
+    is_valid = all(type(length) is int and 0 < length < 2**62 for length in (*shape, *pieces))
+    if dim is None:
+        is_valid &= not pieces
+    else:
+        is_valid &= type(dim) is int and 0 <= dim < len(shape) and bool(pieces)
+    if not is_valid:
         raise CheckpointError(f"parameters: {name} is {str(entry)[:200]}, which does not describe a shard; {REMEDY}")
     return Shard(shape, dim, pieces)
 
 
 def _rank_file(file: str, entry: Any, parameters: Mapping[str, Shard]) -> RankFile:
-    """The tensors of a file fill it from its end, in the order of the manifest."""
+    # the tensors of a file fill it from its end, in the order of the manifest
     if not _FILE.fullmatch(file):
         raise CheckpointError(f"files: {file!r} is not the name of a rank's file, such as rank_00000.safetensors")
     listed = _typed(entry, "fragments", list)
@@ -351,7 +348,7 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
     size, padding = fragments[0].tensor_size, fragments[0].padding
     if len(layouts) > 1:
         return f"its fragments are of several layouts, of {sorted(layouts)} (tensor-parallel ranks, padding rows)"
-    if size < 1 or (shard.dim is None and (size > 1 or padding)):
+    if size < 1 or (shard.dim is None and (size, padding) != (1, 0)):
         return f"it cannot be split over {size} ranks with {padding} rows of padding"
     local_numel = math.prod(replace(shard, padding=padding).local_shape(size))
     by_rank: dict[int, list[StoredFragment]] = {}
@@ -359,12 +356,13 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
         by_rank.setdefault(at.tensor_rank, []).append(at)
     if max(by_rank) >= size:
         return f"a fragment is of tensor rank {max(by_rank)}, but there are {size}"
-    if len(by_rank) < size:
-        missing = next(rank for rank in range(size) if rank not in by_rank)
-        return f"nothing of tensor rank {missing} of {size} is there"
+    missing = set(range(size)) - by_rank.keys()
+    if missing:
+        return f"nothing of tensor rank {min(missing)} of {size} is there"
     for rank, parts in by_rank.items():
         of_rank = f"of tensor rank {rank} of {size}" if size > 1 else "of it"
-        if fault := _stretch_fault(shard, parts, local_numel, of_rank):
+        fault = _stretch_fault(shard, parts, local_numel, of_rank)
+        if fault is not None:
             return fault
     return None
 
@@ -389,9 +387,6 @@ def described(shard: Shard) -> str:
     if shard.dim is None:
         return f"{list(shard.shape)}, not sharded"
     return f"{list(shard.shape)}, sharded along dimension {shard.dim} in pieces of {', '.join(map(str, shard.pieces))}"
-
-
-# Opening files
 
 
 @contextlib.contextmanager

@@ -43,15 +43,15 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def norms(checkpoint: Checkpoint, progress: ReportBytes) -> dict[str, dict[str, dict[str, float]]]:
     """Return, by name and kind, the L2 norm (summed in float64) and the largest magnitude of every tensor."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    of_tensors: dict[str, dict[str, dict[str, float]]] = {}
     for name, kind in _tensors(checkpoint):
         squares, largest = 0.0, 0.0
         for chunk in _chunks(checkpoint, name, kind):
             squares += chunk.double().square().sum().item()
             largest = torch.tensor([largest, chunk.abs().max().item()]).max().item()  # NaN stays NaN
             progress(ITEM_BYTES * len(chunk))
-        found.setdefault(name, {})[kind] = {"l2": math.sqrt(squares), "max": largest}
-    return found
+        of_tensors.setdefault(name, {})[kind] = {"l2": math.sqrt(squares), "max": largest}
+    return of_tensors
 
 
 @dataclass
@@ -70,7 +70,9 @@ class Difference:
         """||a - b|| / ||a||."""
         if self.squares == 0:
             return 0.0
-        return math.sqrt(self.squares / self.reference_squares) if self.reference_squares else math.inf
+        if self.reference_squares == 0:
+            return math.inf
+        return math.sqrt(self.squares / self.reference_squares)
 
     def add(self, first: Tensor, second: Tensor) -> None:
         reference = first.double()
@@ -92,20 +94,17 @@ class Difference:
 def comparable(first: Checkpoint, second: Checkpoint) -> list[tuple[str, str]]:
     """Return (name, kind) of the tensors that both hold, in the same shape."""
     both = set(_tensors(second))
-    return [
-        (name, kind)
-        for name, kind in _tensors(first)
-        if (name, kind) in both and first.parameters[name].shape == second.parameters[name].shape
-    ]
+    common = [(name, kind) for name, kind in _tensors(first) if (name, kind) in both]
+    return [at for at in common if first.parameters[at[0]].shape == second.parameters[at[0]].shape]
 
 
 def compare(first: Checkpoint, second: Checkpoint, progress: ReportBytes) -> dict[str, Any]:
     """Return the differences in the tensors of two checkpoints; `different` says if there is any."""
-    shapes = {
-        name: [list(first.parameters[name].shape), list(second.parameters[name].shape)]
-        for name in first.parameters
-        if name in second.parameters and first.parameters[name].shape != second.parameters[name].shape
-    }
+    shapes = {}
+    for name in (name for name in first.parameters if name in second.parameters):
+        pair = [list(each.parameters[name].shape) for each in (first, second)]
+        if pair[0] != pair[1]:
+            shapes[name] = pair
     kinds: dict[str, Difference] = {}
     worst: dict[str, str] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -120,19 +119,22 @@ def compare(first: Checkpoint, second: Checkpoint, progress: ReportBytes) -> dic
         of_kind.merge(difference)
         if difference.largest:
             tensors[f"{kind} of {name}"] = difference.to_json()
-    in_first, in_second = ({f"{kind} of {name}": None for name, kind in _tensors(each)} for each in (first, second))
-    only_in_first = [tensor for tensor in in_first if tensor not in in_second]
-    only_in_second = [tensor for tensor in in_second if tensor not in in_first]
+    only_in_first, only_in_second = _only_in(first, second), _only_in(second, first)
     return {
         "first": str(first.folder),
         "second": str(second.folder),
         "only_in_first": only_in_first,
         "only_in_second": only_in_second,
         "shapes": shapes,
-        "kinds": {kind: found.to_json() | {"worst": worst.get(kind)} for kind, found in kinds.items()},
+        "kinds": {kind: of_kind.to_json() | {"worst": worst.get(kind)} for kind, of_kind in kinds.items()},
         "tensors": tensors,
         "different": bool(shapes or tensors or only_in_first or only_in_second),
     }
+
+
+def _only_in(one: Checkpoint, other: Checkpoint) -> list[str]:
+    there = set(_tensors(other))
+    return [f"{kind} of {name}" for name, kind in _tensors(one) if (name, kind) not in there]
 
 
 def _tensors(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -42,11 +42,13 @@ class Ancestor:
     """False where only the weights were taken, so that nothing else of that run leads to this one."""
 
 
-# The identity is drawn, not derived from options, so that two runs of one command differ. As in Neptune, a run that
-# branches keeps what its parent saved up to that step, and nothing later.
 @dataclass(frozen=True)
 class Run:
-    """A run, over all its starts."""
+    """A run, over all its starts.
+
+    Its identity is drawn, not derived from options, so that two runs of one command differ. As in Neptune, a run that
+    branches keeps what its parent saved up to that step, and nothing later.
+    """
 
     id: str = UNRECORDED
     start: Mapping[str, Any] = field(default_factory=dict)
@@ -59,9 +61,10 @@ class Run:
         """Return a run with a random identity, which begins at the checkpoint `parent`."""
         if parent is None:
             return cls(secrets.token_hex(8), dict(start))
-        earlier, progress = cls.of(parent.metadata), parent.metadata.get("progress") or {}
-        token, iteration = getattr(parent, "token", ""), int(progress.get("iteration") or 0)
-        ancestor = Ancestor(earlier.id, str(parent.folder), token, iteration, is_continued)
+        earlier = cls.of(parent.metadata)
+        progress = parent.metadata.get("progress") or {}
+        iteration = int(progress.get("iteration") or 0)
+        ancestor = Ancestor(earlier.id, str(parent.folder), getattr(parent, "token", ""), iteration, is_continued)
         return cls(secrets.token_hex(8), dict(start), (*earlier.ancestors, ancestor))
 
     @classmethod
@@ -82,26 +85,31 @@ class Run:
 
     def continues(self, other: Run, iteration: int) -> bool:
         """Return True if the checkpoint of `other` after `iteration` steps led to this run's state, or is its own."""
-        before = any(one.run == other.id and one.is_continued and iteration <= one.iteration for one in self.ancestors)
-        return other.id == self.id or before
+        if other.id == self.id:
+            return True
+        continued = [one for one in self.ancestors if one.is_continued]
+        return any(one.run == other.id and iteration <= one.iteration for one in continued)
 
 
 def run_in(folder: Path) -> Run | None:
     """Return the run that saved the checkpoint in this folder, without verifying it; None: its manifest is damaged."""
     metadata = read_metadata(folder)
+    if metadata is None:
+        return None
     try:
-        return None if metadata is None else Run.of(metadata)
+        return Run.of(metadata)
     except CheckpointError:
         return None
 
 
 def of_run(run: Run, folders: Sequence[Path], *, with_ancestors: bool) -> list[Path]:
     """Return the folders of those checkpoints that the run saved, and that its ancestors saved on the way to it."""
-    found = []
+    own = []
     for folder in folders:
-        other = run_in(folder)
-        if other is not None and (
-            other.id == run.id or (with_ancestors and run.continues(other, iteration_of(folder.name)))
-        ):
-            found.append(folder)
-    return found
+        saver = run_in(folder)
+        if saver is None:
+            continue
+        led_here = with_ancestors and run.continues(saver, iteration_of(folder.name))
+        if saver.id == run.id or led_here:
+            own.append(folder)
+    return own

@@ -39,7 +39,9 @@ def check_known_options(folder: Path, known: Mapping[str, Any], config: Config) 
     ours = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     _compare(folder, ours | dict(known), config.training.seq_length, config)
     computed = config.model.computed(config.training.seq_length)
-    settled = {*known, *SHAPED, *(SHAPED_BY_HEADS if "num_attention_heads" in known else ())}
+    settled = SHAPED | known.keys()
+    if "num_attention_heads" in known:
+        settled |= SHAPED_BY_HEADS
     return [name for name in computed if name not in settled]
 
 
@@ -55,10 +57,10 @@ def _compare(
     except ValidationError as error:
         faults = "; ".join(f"{fault['loc'][0]}={fault['input']!r}" for fault in error.errors())
         raise CheckpointError(f"{folder} describes no model ({faults}); load another checkpoint") from None
-    found = differing(config.model.computed(config.training.seq_length), there)
-    found += [f"{name} there, which this release does not have" for name in unknown or ()]
-    if found:
+    differences = differing(config.model.computed(config.training.seq_length), there)
+    differences += [f"{name} there, which this release does not have" for name in unknown or ()]
+    if differences:
         raise CheckpointError(
-            f"{folder} is of another model than the options describe: {'; '.join(found)}. Give the options of its "
-            "model, or another checkpoint"
+            f"{folder} is of another model than the options describe: {'; '.join(differences)}. Give the options of "
+            "its model, or another checkpoint"
         )

@@ -88,10 +88,11 @@ class Checkpoint(WeightSource):
                 raise CheckpointError(f"it has {num_bytes} bytes, but {MANIFEST} says {file.num_bytes}; {REMEDY}")
             data_start = file.fragments[0].offset if file.fragments else num_bytes
             header = os.pread(descriptor, data_start, 0)
-            found = header_metadata(header)
-            if found.get("save") not in (None, self.token) or found.get("file") not in (None, name):
+            # before the checksum: a whole file of another save is not damaged, but in the wrong folder
+            stated = header_metadata(header)
+            if stated.get("save") not in (None, self.token) or stated.get("file") not in (None, name):
                 raise CheckpointError(
-                    f"it is {found.get('file')} of the save {found.get('tag')} {found.get('save')}, not {name} of "
+                    f"it is {stated.get('file')} of the save {stated.get('tag')} {stated.get('save')}, not {name} of "
                     f"{self.tag} {self.token}; {REMEDY}"
                 )
             if isal_zlib.crc32(header) != file.header_crc32:
@@ -111,12 +112,13 @@ class Checkpoint(WeightSource):
         """Reads only what it needs of the files."""
         shard = self._shard_like(at.name, kind, at.shard)
         wanted = regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel)
+        # padding is in no file, and reads as zero
         target = torch.zeros(at.numel) if at.shard.padding else torch.empty(at.numel)
         for stored in self._tensors[at.name, kind]:
             start, numel = stored.start, stored.numel
             is_cut_alike = stored.tensor_size == at.tensor_size and stored.padding == at.shard.padding
             if is_cut_alike and at.shard.dim is not None:
-                # only fragments within the stretch can overlap it
+                # on the same layout only fragments of this rank within the stretch can overlap it
                 start = max(at.start, stored.start)
                 numel = min(at.start + at.numel, stored.start + stored.numel) - start
                 if stored.tensor_rank != at.tensor_rank or numel <= 0:
@@ -176,9 +178,10 @@ class Checkpoint(WeightSource):
     def share(self, share: tuple[int, int]) -> list[StoredFragment]:
         """Fragments that worker share[0] of share[1] verifies, so that each worker reads as many bytes."""
         index, count = share
-        total, before, own = sum(at.num_bytes for at in self.fragments), 0, []
+        total = sum(at.num_bytes for at in self.fragments)
+        own, before = [], 0
         for at in self.fragments:
-            if index <= before * count // max(total, 1) < index + 1:
+            if before * count // max(total, 1) == index:
                 own.append(at)
             before += at.num_bytes
         return own
@@ -200,31 +203,31 @@ class Checkpoint(WeightSource):
             path = self.folder / file
             with open_file(path) as descriptor, as_damage(path):
                 for at in fragments:
-                    found = _crc32(descriptor, at, buffer, progress)
-                    if found != at.crc32:
+                    checksum = _crc32(descriptor, at, buffer, progress)
+                    if checksum != at.crc32:
                         damages.append(
                             f"{path}: {at.kind} of {at.name} (bytes {at.offset} to {at.offset + at.num_bytes}) has the "
-                            f"checksum {found:08x}, not {at.crc32:08x}"
+                            f"checksum {checksum:08x}, not {at.crc32:08x}"
                         )
         if damages:
-            more = f"\n... {len(damages)} damaged tensors in all" if len(damages) > SHOWN_DAMAGES else ""
-            shown = "\n".join(damages[:SHOWN_DAMAGES])
-            raise CheckpointError(
-                f"{shown}{more}\nLoad another checkpoint, or copy these files again from where it was saved"
-            )
+            lines = damages[:SHOWN_DAMAGES]
+            if len(damages) > SHOWN_DAMAGES:
+                lines.append(f"... {len(damages)} damaged tensors in all")
+            lines.append("Load another checkpoint, or copy these files again from where it was saved")
+            raise CheckpointError("\n".join(lines))
         return f"the CRC-32 of {len(own)} tensors and the SHA-256 of {MANIFEST}"
 
 
 def _crc32(descriptor: int, at: StoredFragment, buffer: memoryview, progress: ReportBytes) -> int:
-    found, done = 0, 0
+    checksum, done = 0, 0
     while done < at.num_bytes:
         count = os.preadv(descriptor, [buffer[: at.num_bytes - done]], at.offset + done)
         if not count:
             raise CheckpointError(f"it ends at byte {at.offset + done}; {REMEDY}")
-        found = isal_zlib.crc32(buffer[:count], found)
+        checksum = isal_zlib.crc32(buffer[:count], checksum)
         done += count
         progress(count)
-    return found
+    return checksum
 
 
 def open_checkpoint(folder: Path) -> Checkpoint | None:
@@ -232,7 +235,9 @@ def open_checkpoint(folder: Path) -> Checkpoint | None:
 
     Raises CheckpointError.
     """
-    return Checkpoint(folder) if os.path.lexists(folder / MANIFEST) else newest_checkpoint(folder, fall_back=False)
+    if os.path.lexists(folder / MANIFEST):
+        return Checkpoint(folder)
+    return newest_checkpoint(folder, fall_back=False)
 
 
 def newest_checkpoint(
@@ -266,10 +271,17 @@ def newest_checkpoint(
         return Checkpoint(save / tag)
     if not candidates and not os.path.lexists(save / LATEST):
         raise _no_run_folder(save)
-    problems, lineage = [], run
+    return _newest_of(save, candidates, run, excluding, fall_back=fall_back)
+
+
+def _newest_of(
+    save: Path, candidates: Sequence[Path], run: Run | None, excluding: Collection[str], *, fall_back: bool
+) -> Checkpoint:
+    lineage, problems = run, []
     try:
         latest, of_latest = read_latest(save)
-        lineage = run or of_latest
+        if run is None:
+            lineage = of_latest
         is_own = run is None or (of_latest is not None and of_latest.id == run.id)
         if is_own and latest not in excluding:
             return _named_by_latest(save, latest)
@@ -304,8 +316,10 @@ def _older_one(
         if problems:
             logger.warning("%s is loaded instead of a newer one: %s", path, "; ".join(problems))
         return checkpoint
-    of_run = "" if lineage is None or lineage.id == UNRECORDED else f" of run {lineage.id}"
-    raise CheckpointError(f"{save} holds no complete checkpoint{of_run}: " + "; ".join(problems))
+    whose = ""
+    if lineage is not None and lineage.id != UNRECORDED:
+        whose = f" of run {lineage.id}"
+    raise CheckpointError(f"{save} holds no complete checkpoint{whose}: " + "; ".join(problems))
 
 
 def _refuse_others(save: Path) -> None:
@@ -357,13 +371,15 @@ def holds_checkpoints(folder: Path) -> bool:
 
 def checkpoint_folders(save: Path) -> list[Path]:
     """Folders that may be checkpoints, newest first; one that was being replaced follows its successor."""
-    found = []
+    keys = {}
     for path in save.iterdir():
+        tag = path.name
         left = LEFTOVER.fullmatch(path.name)
-        tag = left["tag"] if left and left["state"] == "replaced" else path.name
+        if left is not None and left["state"] == "replaced":
+            tag = left["tag"]
         if TAG.fullmatch(tag) and os.path.lexists(path / MANIFEST):
-            found.append((iteration_of(tag), tag == path.name, path.name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+            keys[path] = (iteration_of(tag), tag == path.name, path.name)
+    return sorted(keys, key=lambda path: keys[path], reverse=True)
 
 
 def read_latest(save: Path) -> tuple[str, Run | None]:
@@ -374,10 +390,10 @@ def read_latest(save: Path) -> tuple[str, Run | None]:
         tag = tag.strip()
         if not TAG.fullmatch(tag):
             raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {LATEST_REMEDY}")
-    try:
-        return tag, Run.of({"run": parse_json(record)}) if record else run_in(save / tag)
-    except (ValueError, CheckpointError):
-        return tag, run_in(save / tag)
+    if record:
+        with contextlib.suppress(ValueError, CheckpointError):
+            return tag, Run.of({"run": parse_json(record)})
+    return tag, run_in(save / tag)
 
 
 def _named_by_latest(save: Path, tag: str) -> Checkpoint:
@@ -385,8 +401,6 @@ def _named_by_latest(save: Path, tag: str) -> Checkpoint:
         raise CheckpointError(f"{save / LATEST}: it names {tag}, but {save / tag} is not there; {LATEST_REMEDY}")
     return Checkpoint(save / tag)
 
-
-# The run that the options of a command belong to: that in its `save`, if it was first started in the same way.
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointConfig)}
 
@@ -401,15 +415,16 @@ def own_run(options: CheckpointConfig) -> Run | None:
     runs = [run_in(path) for path in checkpoint_folders(Path(options.save))]
     with contextlib.suppress(CheckpointError):
         runs.insert(0, read_latest(Path(options.save))[1])
+    for run in runs:
+        if run is not None and run.start and _was_started_by(run, options):
+            return run
+    return None
 
-    def is_own(run: Run) -> bool:
-        return (
-            bool(run.start)
-            and _source(run.start.get("load"), options) == _source(options.load, options)
-            and all(run.start.get(name, DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
-        )
 
-    return next((run for run in runs if run is not None and is_own(run)), None)
+def _was_started_by(run: Run, options: CheckpointConfig) -> bool:
+    if _source(run.start.get("load"), options) != _source(options.load, options):
+        return False
+    return all(run.start.get(name, DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
 
 
 def resumes_itself(options: CheckpointConfig) -> bool:
@@ -421,7 +436,9 @@ def resumes_itself(options: CheckpointConfig) -> bool:
 
 def _source(load: str | None, options: CheckpointConfig) -> str | None:
     """Return the folder that a run begins with, however it is spelled; None for its own, which is empty then."""
-    return None if load is None or is_same_folder(load, options.save) else os.path.realpath(load)
+    if load is None or is_same_folder(load, options.save):
+        return None
+    return os.path.realpath(load)
 
 
 def is_same_folder(one: str | None, other: str | None) -> bool:

@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import re
 import shutil
-import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,26 +23,17 @@ import torch
 
 from megatron.checkpoint.format import (
     ITEM_BYTES,
-    LEFTOVER,
     CheckpointError,
     Fragment,
     SaveError,
     check_tag,
     hidden_path,
-    iteration_of,
     rank_file,
 )
-from megatron.checkpoint.lineage import Run, of_run
-from megatron.checkpoint.reader import checkpoint_folders, read_latest
-from megatron.checkpoint.writer import (
-    ManifestEntries,
-    Writer,
-    anonymous_memory,
-    commit,
-    header_bytes_for,
-    make_folder,
-    remove_checkpoint,
-)
+from megatron.checkpoint.lineage import Run
+from megatron.checkpoint.reader import read_latest
+from megatron.checkpoint.save_folder import SaveFolder
+from megatron.checkpoint.writer import ManifestEntries, Writer, anonymous_memory, commit, header_bytes_for
 from megatron.runtime.files import write_durably
 
 ABANDON_S = 2.0
@@ -79,9 +66,6 @@ class Saver:
     them and renames the folder; the others wait for that. An error on one rank ends the save on all, with its message,
     and leaves the previous checkpoints intact.
 
-    Rank 0 locks SAVE/.lock until its process ends, so two runs never save into one folder, and leftovers of a killed
-    run can be removed at the first save. (A file system without locks keeps them.)
-
     The `keep_last` newest checkpoints of the run by number are kept (None: all, or 1 with a `retain_interval`), those
     whose number is a multiple of `retain_interval`, and always the one just saved. A save fails when its folder has not
     changed for `timeout_s`. `beat` is called at each sign of progress, in the thread that saves. `attend` waits for a
@@ -103,22 +87,15 @@ class Saver:
         attend: Callable[[Callable[[float | None], bool]], object] = lambda has_ended: has_ended(None),
     ):
         self.folder = Path(folder)
-        self._beat, self._attend = beat, attend
-        self._rank, self._world_size, self._asynchronous = rank, world_size, asynchronous
-        # Megatron's retain interval removes every other checkpoint but the newest
-        self._keep_last = 1 if keep_last is None and retain_interval else keep_last
-        self._retain_interval, self._timeout_s = retain_interval, timeout_s
+        self.rank, self.world_size, self._asynchronous = rank, world_size, asynchronous
+        self.timeout_s, self.beat, self._attend = timeout_s, beat, attend
+        self.abandoned = ""
+        """Reason why a save in progress must end; a thread reads it."""
+        self.own_folder = SaveFolder(self.folder, keep_last, retain_interval) if rank == 0 else None
         self._thread: threading.Thread | None = None
         self._is_attended = True  # False once a save was begun, until every rank's has ended
-        self._abandoned = ""
         self._outcomes: deque[SaveResult] = deque()  # a thread appends, `finished` takes
         self._buffer = torch.empty(0)
-        self._leftovers_are_dead = False
-        self._failed: list[tuple[str, str]] = []  # tag and token of saves whose files are still there
-        self._lock: int | None = None
-        if rank == 0:
-            make_folder(self.folder)
-            self._lock, self._leftovers_are_dead = take_lock(self.folder)
 
     def save(
         self, tag: str, token: str, fragments: Iterable[Fragment], metadata: Mapping[str, Any], *, keep: str = ""
@@ -188,16 +165,15 @@ class Saver:
         """
         if self._thread is not None:
             if lost:
-                self._abandoned = "another rank has ended"
-            self._timeout_s = LEAVING_TIMEOUT_S
+                self.abandoned = "another rank has ended"
+            self.timeout_s = LEAVING_TIMEOUT_S
             self._thread.join(ABANDON_S if lost else None)
         if self._thread is None or not self._thread.is_alive():  # else the end of the process unlocks
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self.own_folder is not None:
+            self.own_folder.unlock()
 
     def _reserve(self, fragments: Sequence[Fragment]) -> bool:
         """Allocate a host buffer for these. Returns True if it is pinned, for copies from CUDA devices."""
@@ -246,68 +222,6 @@ class Saver:
             outcome = job.fail(error)
         self._outcomes.append(outcome)
 
-    def _remove_leftovers(self, token: str) -> None:
-        """Remove leftovers of killed runs; a checkpoint that was being replaced gets its name back."""
-        if not self._leftovers_are_dead:
-            return
-        self._leftovers_are_dead = False
-        for path in self.folder.iterdir():
-            left = LEFTOVER.fullmatch(path.name)
-            if not left or left["token"] == token:
-                continue
-            if left["state"] == "replaced" and not os.path.lexists(self.folder / left["tag"]):
-                os.rename(path, self.folder / left["tag"])
-            elif path.is_dir() and not path.is_symlink():
-                remove_checkpoint(path, hidden_path(self.folder, left["tag"], "deleted", left["token"]))
-            else:
-                os.unlink(path)
-
-    def _remove_failed(self) -> None:
-        """Remove files of this run's failed saves; every rank has ended those once a later save is complete."""
-        for tag, token in self._failed:
-            shutil.rmtree(hidden_path(self.folder, tag, "partial", token), ignore_errors=True)
-            hidden_path(self.folder, tag, "failed", token).unlink(missing_ok=True)
-        self._failed.clear()
-
-    def _prune(self, tags: tuple[str, str], run: Run) -> None:
-        """Remove what `keep_last` does not keep of this run's checkpoints, but never those of `tags`."""
-        if self._keep_last is None:
-            return
-        paths = [path for path in checkpoint_folders(self.folder) if iteration_of(path.name) >= 0]
-        numbered = [path for path in paths if not path.name.startswith(".") and not path.is_symlink()]
-        for path in of_run(run, numbered, with_ancestors=False)[self._keep_last :]:
-            retained = self._retain_interval and iteration_of(path.name) % self._retain_interval == 0
-            if path.name not in tags and not retained:
-                remove_checkpoint(path, hidden_path(self.folder, path.name, "deleted", uuid.uuid4().hex[:12]))
-
-
-def take_lock(folder: Path) -> tuple[int, bool]:
-    """Lock a folder against other runs for as long as the returned descriptor is open. Raises CheckpointError.
-
-    The second value is False where the file system has no locks, so that other runs cannot be excluded.
-    """
-    path = folder / ".lock"
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be written to: {error.strerror}; give a folder that this run may write to"
-        ) from error
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            logger.warning("%s cannot be locked (%s); make sure that only one run saves there", path, error.strerror)
-            return file, False
-        holder = os.read(file, 200).decode("utf-8", "replace").strip() or "unknown"
-        os.close(file)
-        raise CheckpointError(
-            f"{folder} is in use by another run (process {holder}); give each run its own folder"
-        ) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return file, True
-
 
 class _Job:
     """Steps of one save on one rank."""
@@ -315,7 +229,7 @@ class _Job:
     def __init__(self, saver: Saver, tag: str, token: str, run: Run, began_s: float, keep: str):
         self._saver, self._tag, self._token, self._run, self._began_s = saver, tag, token, run, began_s
         self._keep = keep
-        self._rank, self._world_size = saver._rank, saver._world_size
+        self._rank, self._world_size = saver.rank, saver.world_size
         self._partial = hidden_path(saver.folder, tag, "partial", token)
         self._failure = hidden_path(saver.folder, tag, "failed", token)
         self._retried: str | None = None
@@ -323,11 +237,10 @@ class _Job:
 
     def write(self, fragments: Sequence[Fragment]) -> ManifestEntries:
         """Write this rank's file, and return its entries of the manifest."""
-        saver = self._saver
-        if self._rank == 0:
-            saver._remove_leftovers(self._token)
+        if self._saver.own_folder is not None:
+            self._saver.own_folder.remove_leftovers(self._token)
         self._raise_failure()
-        saver.folder.mkdir(parents=True, exist_ok=True)
+        self._saver.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._partial)
         self._own_folder = os.stat(self._partial)
@@ -335,28 +248,24 @@ class _Job:
 
     def complete(self, entries: ManifestEntries, metadata_text: str) -> SaveResult:
         """Rank 0 gives the checkpoint its name when every rank has written; the others wait for that."""
-        saver = self._saver
         path = self._partial / f"rank_{self._rank:05d}.json"
+        # renamed when it is whole: its name is the sign that rank 0 waits for
         write_durably(path.with_suffix(".tmp"), json.dumps(asdict(entries)).encode())
         os.rename(path.with_suffix(".tmp"), path)
-        if self._rank == 0:
+        own_folder = self._saver.own_folder
+        if own_folder is None:
+            # rank 0 times out first, and reports the reason
+            self._await(self._is_committed, patience=2)
+        else:
             self._await(lambda: not self._missing_ranks())
             for rank in range(1, self._world_size):
                 entries.merge(json.loads((self._partial / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
-            commit(saver.folder, self._tag, self._token, entries, metadata_text)
-            try:
-                saver._remove_failed()
-                saver._prune((self._tag, self._keep), self._run)
-            except OSError as error:  # the checkpoint is complete all the same
-                logger.warning("%s: old checkpoints could not be removed: %s", saver.folder, error)
-        else:
-            # rank 0 times out first, and reports the reason
-            self._await(self._is_committed, patience=2)
+            commit(self._saver.folder, self._tag, self._token, entries, metadata_text)
+            own_folder.tidy((self._tag, self._keep), self._run)
         return SaveResult(self._tag, time.monotonic() - self._began_s, None, self._retried)
 
     def fail(self, error: Exception) -> SaveResult:
         """Report the error to the other ranks, unless it came from them, and remove what was written."""
-        saver = self._saver
         own = [self._partial / f"rank_{self._rank:05d}.{suffix}" for suffix in ("json", "tmp", "safetensors")]
         for path in own:  # first: on a full disk the message needs the space
             with contextlib.suppress(OSError):
@@ -364,31 +273,37 @@ class _Job:
         with contextlib.suppress(FileNotFoundError):  # our own error may only follow from it
             error = _FailedElsewhere(self._failure.read_text(encoding="utf-8"))
         if not isinstance(error, _FailedElsewhere):
-            reason = (
-                f"{error.filename or self._partial}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            )
-            if not isinstance(error, OSError | CheckpointError):
-                reason = f"{type(error).__name__}: {reason}"
-            error = SaveError(f"saving {self._tag} failed on rank {self._rank}: {reason}")
-            message = self._failure.with_name(f"{self._failure.name}.{self._rank}")
-            try:
-                write_durably(message, str(error).encode())
-                os.rename(message, self._failure)
-            except OSError:  # the other ranks will time out
-                message.unlink(missing_ok=True)
-        if self._rank == 0:
-            saver._failed.append((self._tag, self._token))
-            shutil.rmtree(self._partial, ignore_errors=True)
-        else:
+            error = SaveError(f"saving {self._tag} failed on rank {self._rank}: {self._reason_of(error)}")
+            self._report_failure(str(error))
+        own_folder = self._saver.own_folder
+        if own_folder is None:
             with contextlib.suppress(OSError):  # other ranks' files are in it, or it is already removed
                 os.rmdir(self._partial)
+        else:
+            own_folder.note_failed(self._tag, self._token)
+            shutil.rmtree(self._partial, ignore_errors=True)
         return SaveResult(self._tag, time.monotonic() - self._began_s, SaveError(str(error)), self._retried)
+
+    def _reason_of(self, error: Exception) -> str:
+        if isinstance(error, OSError):
+            return f"{error.filename or self._partial}: {error.strerror}"
+        if isinstance(error, CheckpointError):
+            return str(error)
+        return f"{type(error).__name__}: {error}"
+
+    def _report_failure(self, reason: str) -> None:
+        message = self._failure.with_name(f"{self._failure.name}.{self._rank}")
+        try:
+            write_durably(message, reason.encode())
+            os.rename(message, self._failure)
+        except OSError:  # the other ranks will time out
+            message.unlink(missing_ok=True)
 
     def _write(self, fragments: Sequence[Fragment]) -> ManifestEntries:
         try:
             return self._write_once(fragments)
-        except OSError as error:
-            self._retried = f"{error.filename or self._partial}: {error.strerror}"
+        except OSError as error:  # once more: that of a network file system may pass
+            self._retried = self._reason_of(error)
             logger.warning("%s: rank %d writes its file again: %s", self._tag, self._rank, self._retried)
             self._raise_failure()
             return self._write_once(fragments)
@@ -403,11 +318,11 @@ class _Job:
         writer = Writer(path, tag=self._tag, token=self._token, header_bytes=header_bytes)
         try:
             for fragment in fragments:
-                if self._saver._abandoned:
-                    raise SaveError(self._saver._abandoned)
+                if self._saver.abandoned:
+                    raise SaveError(self._saver.abandoned)
                 entries.add_parameter(fragment)
                 writer.add(fragment)
-                self._saver._beat()
+                self._saver.beat()
             entries.files[path.name] = writer.close()
         finally:
             writer.abandon()
@@ -419,10 +334,11 @@ class _Job:
         while not is_there():
             self._raise_failure()
             sizes = self._sizes()
+            timeout_s = patience * self._saver.timeout_s  # shorter once this rank is leaving
             if sizes != seen:
                 changed_s, seen = time.monotonic(), sizes
-                self._saver._beat()
-            elif time.monotonic() - changed_s > (timeout_s := patience * self._saver._timeout_s):
+                self._saver.beat()
+            elif time.monotonic() - changed_s > timeout_s:
                 raise CheckpointError(f"timeout after {timeout_s:.0f} s without a sign of {self._missing()}")
             time.sleep(pause_s)
             pause_s = min(0.1, 1.3 * pause_s)
@@ -441,9 +357,11 @@ class _Job:
 
     def _missing(self) -> str:
         ranks = self._missing_ranks() if self._partial.exists() else []
-        ranks = ranks or [0]  # it has every file, but has not committed
-        shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-        return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+        if not ranks:  # rank 0 has every file, but has not committed
+            ranks = [0]
+        more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        return f"{noun} {', '.join(map(str, ranks[:10]))}{more}"
 
     def _is_committed(self) -> bool:
         """Return True if the folder we wrote into has its final name, and `latest` names it."""
@@ -454,8 +372,8 @@ class _Job:
             return False
 
     def _raise_failure(self) -> None:
-        if self._saver._abandoned:
-            raise SaveError(self._saver._abandoned)
+        if self._saver.abandoned:
+            raise SaveError(self._saver.abandoned)
         with contextlib.suppress(FileNotFoundError):
             raise _FailedElsewhere(self._failure.read_text(encoding="utf-8"))
 

@@ -93,7 +93,8 @@ class Writer:
         return _entry_bytes(fragment) <= self._free_header_bytes
 
     def add(self, fragment: Fragment) -> None:
-        tensor, numel, done, crc32 = fragment.tensor.detach(), fragment.tensor.numel(), 0, 0
+        tensor, numel = fragment.tensor.detach(), fragment.tensor.numel()
+        done, crc32 = 0, 0
         while done < numel:
             count = min(numel - done, len(self._piece) - self._filled)
             end = self._filled + count
@@ -102,9 +103,9 @@ class Writer:
             self._filled, done = end, done + count
             if end == len(self._piece):
                 self._flush()
-        place = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
+        stretch = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
         self._fragments.append(
-            StoredFragment(self.path.name, fragment.name, fragment.kind, *place, crc32, self._offset)
+            StoredFragment(self.path.name, fragment.name, fragment.kind, *stretch, crc32, self._offset)
         )
         self._offset += numel * ITEM_BYTES
         self._free_header_bytes -= _entry_bytes(fragment)
@@ -139,7 +140,9 @@ class Writer:
         while len(content):
             if self._direct and len(content) < BLOCK_BYTES:
                 self._leave_direct()
-            part = content[: len(content) // BLOCK_BYTES * BLOCK_BYTES] if self._direct else content
+            part = content
+            if self._direct:
+                part = content[: len(content) // BLOCK_BYTES * BLOCK_BYTES]
             try:
                 written = os.write(self._file, part)
             except OSError as error:
@@ -149,8 +152,8 @@ class Writer:
                 continue
             if not self._direct and hasattr(os, "posix_fadvise"):
                 # start writeback now, so that the final fsync has little left
-                place = os.lseek(self._file, 0, os.SEEK_CUR) - written
-                os.posix_fadvise(self._file, place, written, os.POSIX_FADV_DONTNEED)
+                begin = os.lseek(self._file, 0, os.SEEK_CUR) - written
+                os.posix_fadvise(self._file, begin, written, os.POSIX_FADV_DONTNEED)
             content = content[written:]
 
     def _leave_direct(self) -> None:
@@ -247,9 +250,12 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
             os.unlink(path)
         Checkpoint(partial)  # an incomplete one must not get its name
         sync_folder(partial)
-        # before any rename: a full disk shows here
+        lines = [tag]
         run = json.loads(metadata_text).get("run")
-        write_durably(latest, f"{tag}\n{'' if run is None else json.dumps(run)}".strip().encode() + b"\n")
+        if run is not None:
+            lines.append(json.dumps(run))
+        # before any rename: a full disk shows here
+        write_durably(latest, "\n".join([*lines, ""]).encode())
         if os.path.lexists(final):
             os.rename(final, replaced)
         try:
@@ -257,7 +263,7 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
             sync_folder(save)
             os.replace(latest, save / LATEST)
             sync_folder(save)
-        except OSError:
+        except OSError:  # the checkpoint that was there gets its name back
             with contextlib.suppress(OSError):
                 os.rename(final, partial)
             with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.format import ITEM_BYTES, LEFTOVER, CheckpointError, SaveError, hidden_path
 from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.saver import take_lock
+from megatron.checkpoint.save_folder import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
