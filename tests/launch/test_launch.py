@@ -621,6 +621,16 @@ def test_gpt2_files_beside_the_data_are_its_tokenizer(tmp_path: Path) -> None:
     assert flag_values(flags, "--vocab-file") == [str(tmp_path / "gpt2-vocab.json")]
 
 
+@pytest.mark.parametrize("script", ["bloom13b", "llama"])
+def test_no_files_stand_for_a_tokenizer_type_that_cannot_be_read(tmp_path: Path, script: Any) -> None:
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt", "tokenizer.json"):
+        (tmp_path / name).touch()
+    variables = {"HL_DATA_DIR_ROOT": str(tmp_path), "HL_DATA_FILE_PREFIX": "p", "HL_TOKENIZER_TYPE": "Bert"}
+    request = translated(variables, script)
+    assert len(request.faults) == 1
+    assert not {"--tokenizer-type", "--tokenizer-model", "--vocab-file"}.intersection(request.train_flags)
+
+
 def test_every_variable_is_known_once() -> None:
     names = [variable.name for variable in VARIABLES] + [refused.name for refused in REFUSED]
     assert len(names) == len(set(names))

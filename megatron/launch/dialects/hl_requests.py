@@ -381,7 +381,8 @@ def _data(settings: Mapping[str, Any], script: Script, preset: str | None, reque
             f"HL_DATA_DIR_ROOT={root} needs HL_DATA_FILE_PREFIX, the dataset's name in it without .bin; set it"
         )
         request.unread.add("data_path")
-    request.train_flags += flag_words(_tokenizer(settings, script, preset))
+    if "tokenizer_type" not in request.unread:  # else the kind of the files would be a guess
+        request.train_flags += flag_words(_tokenizer(settings, script, preset))
 
 
 def _tokenizer(settings: Mapping[str, Any], script: Script, preset: str | None) -> dict[str, str]:
