@@ -10,10 +10,9 @@ from itertools import islice
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import MANIFEST
 from megatron.runtime.commands import command_name
 
-MANIFEST = "checkpoint.json"
-"""File of each checkpoint of a run."""
 SEARCHED_FOLDERS = 1000
 """Folders below the given one that are looked into."""
 

@@ -18,14 +18,12 @@ of any layout find what they need with `slices.regions`. No name inside a checkp
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +34,7 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError as CheckpointError
 from megatron.checkpoint.errors import SaveError as SaveError
-from megatron.checkpoint.foreign import MANIFEST as MANIFEST
+from megatron.checkpoint.folders import MANIFEST, REMEDY, TAG, open_file
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import parse_json
@@ -50,17 +48,8 @@ ITEM_BYTES = 4
 PIECE_BYTES = 8 << 20
 """Bytes copied, summed and written at a time: large for the disk, small enough to stay in a cache meanwhile."""
 
-TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,150}")
-LEFTOVER = re.compile(
-    r"\.(?P<tag>.+)\.(?P<state>partial|failed|replaced|deleted|latest)-(?P<token>[A-Za-z0-9]+)(\.[0-9]+)?"
-)
-"""Hidden names beside the checkpoints, of a save in progress or of one that was killed; see `hidden_path`."""
-REMEDY = "copy it again from where the checkpoint was saved, or load another checkpoint"
-
 _FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
 _KIND = re.compile(r"[a-z0-9_]+")
-HEAD_LINES = 8
-"""Lines of a manifest before its parameters; the metadata is one of them."""
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = len(',\n "sha256": ""\n}\n') + 64
 _SAVE_AGAIN = "save the checkpoint again, or load another"
@@ -77,12 +66,6 @@ def hidden_path(save: Path, tag: str, state: str, token: str) -> Path:
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
         raise CheckpointError(f"{tag!r} is not the name of a checkpoint, such as global_step100")
-
-
-def iteration_of(tag: str) -> int:
-    """Number at the end of a tag; -1 where there is none."""
-    number = re.search(r"[0-9]+$", tag)
-    return int(number[0]) if number else -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,19 +225,6 @@ def read_manifest(folder: Path) -> Manifest:
         )
 
 
-def read_metadata(folder: Path) -> dict[str, Any] | None:
-    """Return the metadata of a checkpoint, of which nothing else is read or verified; None if it is damaged."""
-    begin = b' "metadata": '
-    # one line of the text: the manifest of a large model has tens of thousands
-    with contextlib.suppress(CheckpointError, OSError, ValueError), open_file(folder / MANIFEST) as at:
-        with os.fdopen(os.dup(at), "rb") as file:
-            line = next((line for line in itertools.islice(file, HEAD_LINES) if line.startswith(begin)), b"")
-        metadata = parse_json(line.removeprefix(begin).rstrip(b",\n"))
-        if isinstance(metadata, dict):
-            return metadata
-    return None
-
-
 def _parsed(text: bytes) -> dict[str, Any]:
     seal = _SEAL.fullmatch(text[-_SEAL_BYTES:])
     body = text[:-_SEAL_BYTES] + b"\n}\n"
@@ -387,31 +357,6 @@ def described(shard: Shard) -> str:
     if shard.dim is None:
         return f"{list(shard.shape)}, not sharded"
     return f"{list(shard.shape)}, sharded along dimension {shard.dim} in pieces of {', '.join(map(str, shard.pieces))}"
-
-
-@contextlib.contextmanager
-def open_file(path: Path) -> Iterator[int]:
-    """Open a regular file for reading, never through a link, and give its descriptor. Raises CheckpointError."""
-    try:
-        # O_NONBLOCK: a pipe in its place must not block us
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        if not path.parent.exists():
-            raise CheckpointError(
-                f"{path.parent} is not there any more; a run that goes on removes its older checkpoints (--keep-last). "
-                "Start again, or let the run keep more"
-            ) from None
-        raise CheckpointError(f"{path} is not there; {REMEDY}") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path} is a link, which is never followed; put the file itself there") from None
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is not a regular file; {REMEDY}")
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

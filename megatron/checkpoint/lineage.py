@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.checkpoint.format import CheckpointError, iteration_of, read_metadata
+from megatron.checkpoint.folders import iteration_of, read_metadata
+from megatron.checkpoint.format import CheckpointError
 
 START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
 """Options that select the start of a run; they apply to its first start alone."""

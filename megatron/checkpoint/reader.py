@@ -18,15 +18,12 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
+from megatron.checkpoint.folders import MANIFEST, REMEDY, TAG, checkpoint_folders, holds_checkpoints, open_file
 from megatron.checkpoint.foreign import foreign_format, is_model
 from megatron.checkpoint.format import (
     ITEM_BYTES,
     LATEST,
-    LEFTOVER,
-    MANIFEST,
     PIECE_BYTES,
-    REMEDY,
-    TAG,
     CheckpointError,
     RankFile,
     StoredFragment,
@@ -34,8 +31,6 @@ from megatron.checkpoint.format import (
     check_tag,
     described,
     header_metadata,
-    iteration_of,
-    open_file,
     read_manifest,
     safetensors_header,
 )
@@ -362,24 +357,6 @@ def _lineage_of(save: Path, candidates: Sequence[Path], run: Run | None, *, with
             "name of a checkpoint into it"
         )
     return list(candidates)
-
-
-def holds_checkpoints(folder: Path) -> bool:
-    """Return True if the folder contains a checkpoint, complete or not."""
-    return folder.is_dir() and bool(checkpoint_folders(folder))
-
-
-def checkpoint_folders(save: Path) -> list[Path]:
-    """Folders that may be checkpoints, newest first; one that was being replaced follows its successor."""
-    keys = {}
-    for path in save.iterdir():
-        tag = path.name
-        left = LEFTOVER.fullmatch(path.name)
-        if left is not None and left["state"] == "replaced":
-            tag = left["tag"]
-        if TAG.fullmatch(tag) and os.path.lexists(path / MANIFEST):
-            keys[path] = (iteration_of(tag), tag == path.name, path.name)
-    return sorted(keys, key=lambda path: keys[path], reverse=True)
 
 
 def read_latest(save: Path) -> tuple[str, Run | None]:

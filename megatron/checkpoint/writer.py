@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from isal import isal_zlib
 
+from megatron.checkpoint.folders import MANIFEST
 from megatron.checkpoint.format import (
     ITEM_BYTES,
     LATEST,
-    MANIFEST,
     PIECE_BYTES,
     CheckpointError,
     Fragment,

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.format import CheckpointError, iteration_of
-from megatron.checkpoint.reader import Checkpoint, checkpoint_folders
+from megatron.checkpoint.folders import checkpoint_folders, iteration_of
+from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.foreign import MANIFEST, deepspeed_folder, foreign_format, needless_step, not_deepspeed
+from megatron.checkpoint.folders import (
+    MANIFEST,
+    checkpoint_folders,
+    holds_checkpoints,
+    iteration_of,
+    read_metadata,
+)
+from megatron.checkpoint.foreign import foreign_format, needless_step, not_deepspeed
+from megatron.checkpoint.model_options import check_model_options
 from megatron.generation.options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import CoresError, deepspeed_env_lines, own_sockets, rank_cores
@@ -26,7 +34,8 @@ from megatron.runtime.messages import MissingSecretError, run_secret
 from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed
-from megatron.weights.folder_files import is_model_folder, missing_base, own_file, read_json
+from megatron.weights.folder_files import missing_base, own_file, read_json
+from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, NATIVE, PEFT, recognise
 from megatron.weights.huggingface_config import config_of, other_model
 from megatron.weights.model_folder import find_base, nothing_to_load
 
@@ -42,11 +51,12 @@ def missing_start(config: Config) -> Iterator[str]:
         return
     if is_empty(Path(load)) and (skip_train or not _holds_run(options.save)):
         yield nothing_to_load(load, skip_train=skip_train)
-    elif is_model_folder(Path(load)) and not _goes_on(config):
-        try:
+        return
+    try:
+        if HUGGINGFACE.holds(Path(load)) and not _goes_on(config):
             yield from _lacking_weights(Path(load))
-        except CheckpointError as error:
-            yield str(error)
+    except CheckpointError as error:
+        yield str(error)
 
 
 def check_start(config: Config) -> Iterator[str]:
@@ -68,31 +78,41 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
     options = config.checkpoint
     if not folder.is_dir():
         yield foreign_format(folder) or f"load={folder} is not a folder; give the folder of a run's checkpoints"
-    elif options.universal_checkpoint:
-        if deepspeed_folder(folder) is None:
+        return
+    if options.universal_checkpoint:
+        if not DEEPSPEED.holds(folder):
             yield not_deepspeed(folder)
-    elif is_model_folder(folder):
+        return
+    known = recognise(folder)
+    if known is HUGGINGFACE:
         yield from _check_model(folder, config)
-        if options.ckpt_step is not None:
-            yield needless_step(str(folder), options.ckpt_step, "a Hugging Face folder")
-    elif (folder / "adapter_config.json").is_file():
+    elif known is PEFT:
         yield from _check_base(folder, config)
-        if options.ckpt_step is not None:
-            yield needless_step(str(folder), options.ckpt_step, "a folder of PEFT")
     elif (folder / MANIFEST).exists():
         yield f"load={folder} is a checkpoint; give the folder that contains it: {folder.parent}"
-    elif not _holds_run(options.load):
+    elif not known.holds(folder):
         yield _strange(folder)
+    else:
+        _check_run(folder, config)
+    if known is not NATIVE and options.ckpt_step is not None:
+        yield needless_step(str(folder), options.ckpt_step, known.title)
 
 
 def _check_model(folder: Path, config: Config) -> Iterator[str]:
-    """Yield the faults of a folder of transformers: its model, and which files it lacks."""
+    """Yield the fault of a folder of transformers that is of another model."""
     path = own_file(folder, "config.json")
     theirs = config_of(read_json(path), str(path), architecture=config.model.architecture)
     if (fault := other_model(folder, config, theirs)) is not None:
         yield fault
-    if _holds_run(str(folder)):
-        yield f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
+
+
+def _check_run(folder: Path, config: Config) -> None:
+    """Raise CheckpointError for checkpoints of another model; ranks read them whole, and say what is damaged."""
+    step = config.checkpoint.ckpt_step
+    chosen = next((path for path in checkpoint_folders(folder) if step in (None, iteration_of(path.name))), None)
+    saved = None if chosen is None else (read_metadata(chosen) or {}).get("config")
+    if chosen is not None and isinstance(saved, dict):
+        check_model_options(chosen, saved["model"], saved["training"].get("seq_length"), config)
 
 
 def _lacking_weights(folder: Path) -> Iterator[str]:
@@ -113,7 +133,7 @@ def _check_base(folder: Path, config: Config) -> Iterator[str]:
     base = find_base(folder, name or None, revision or None, config.lora.lora_base)
     if not base.is_dir():
         yield missing_base(folder, str(base))
-    elif is_model_folder(base):
+    elif HUGGINGFACE.holds(base):
         yield from _check_model(base, config)
 
 
@@ -131,7 +151,7 @@ def _goes_on(config: Config) -> bool:
 
 
 def _holds_run(folder: str | None) -> bool:
-    return folder is not None and any(Path(folder).glob(f"*/{MANIFEST}"))
+    return folder is not None and holds_checkpoints(Path(folder))
 
 
 def is_empty(folder: Path) -> bool:

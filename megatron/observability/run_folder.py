@@ -23,9 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron.checkpoint.folders import checkpoint_folders
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.lineage import Run, of_run
-from megatron.checkpoint.reader import checkpoint_folders, read_latest
+from megatron.checkpoint.reader import read_latest
 from megatron.data.blend import Drawn, describe_mix
 from megatron.data.index.indexed import DataError
 from megatron.observability.metrics import MetricsLog

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.format import LATEST, MANIFEST, CheckpointError
+from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.format import LATEST, CheckpointError
 from megatron.data.index.indexed import DataError
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext

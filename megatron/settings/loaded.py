@@ -1,4 +1,4 @@
-"""Options that a folder in `load` settles: the model of a Hugging Face folder, the adapters of a folder of PEFT."""
+"""Options that a folder in `load` settles: the model of Hugging Face's or a run's, the adapters of a folder of PEFT."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DESCRIBING = ("architecture", "num_layers", "hidden_size", "num_attention_heads"
 
 
 def with_loaded_model(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the values of a command line with the model of the Hugging Face folder in `load`, if they describe none.
+    """Return the values of a command line with the model of the folder in `load`, if they describe none.
 
     Where the folder has gone, it is that of the run in `save`. Raises ConfigError for a folder that cannot be computed.
     """

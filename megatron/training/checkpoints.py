@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.checkpoint.format import MANIFEST, SaveError
+from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.format import SaveError
 from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.saver import Saver
 from megatron.options.config import Config

@@ -25,7 +25,8 @@ import torch
 from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
 
-from megatron.checkpoint.format import PIECE_BYTES, CheckpointError, open_file
+from megatron.checkpoint.folders import open_file
+from megatron.checkpoint.format import PIECE_BYTES, CheckpointError
 from megatron.weights.folder_files import real_path
 from megatron.weights.zip_frame import ZipEntry, zip_entries
 

@@ -1,4 +1,4 @@
-"""Formats of weights that a folder may hold: how each is recognised and opened. A new format is one more entry here."""
+"""Formats of weights that a folder may hold, and how each is opened; folder_formats.py recognises them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.foreign import deepspeed_folder
-from megatron.checkpoint.format import MANIFEST, CheckpointError
+from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.source import WeightSource
 from megatron.options.config import Config
+from megatron.weights import folder_formats
 from megatron.weights.deepspeed import deepspeed_checkpoint
-from megatron.weights.folder_files import is_adapter_folder
+from megatron.weights.folder_formats import FolderFormat
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface_source import HuggingFaceSource, is_huggingface
+from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.folder import open_adapter
@@ -41,15 +41,9 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Format:
-    """A format of weights."""
+class Format(FolderFormat):
+    """A format of weights, which a rank can open."""
 
-    name: str
-    """`WeightSource.format` of what `open` returns."""
-    title: str
-    """A folder of this format, for messages."""
-    holds: Callable[[Path], bool]
-    """(folder) -> whether it is of this format, by the names of its files. May raise CheckpointError."""
     open: Callable[[Path, Given], WeightSource]
     """Checks all but checksums. Raises CheckpointError."""
 
@@ -82,33 +76,23 @@ def _adapted_config(folder: Path, given: Given) -> Config:
     return with_options_of(config_of_source(base), folder, ())
 
 
-NATIVE = Format(
-    Checkpoint.format,
-    "checkpoints of a run",
-    lambda folder: (folder / MANIFEST).exists() or any(folder.glob(f"*/{MANIFEST}")),
-    _open_checkpoint,
-)
-HUGGINGFACE = Format(
-    HuggingFaceSource.format,
-    "a Hugging Face folder",
-    is_huggingface,
+def _opened(known: FolderFormat, by: Callable[[Path, Given], WeightSource]) -> Format:
+    return Format(known.name, known.title, known.holds, by)
+
+
+NATIVE = _opened(folder_formats.NATIVE, _open_checkpoint)
+HUGGINGFACE = _opened(
+    folder_formats.HUGGINGFACE,
     lambda folder, given: HuggingFaceSource(folder, given.base_config, given.architecture),
 )
-PEFT = Format(PeftSource.format, "a folder of PEFT", is_adapter_folder, _open_peft)
-DEEPSPEED = Format(
-    deepspeed_checkpoint.DeepSpeedCheckpoint.format,
-    "a checkpoint of DeepSpeed",
-    lambda folder: deepspeed_folder(folder) is not None,
-    _open_deepspeed,
-)
-LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT)
-"""Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
-FORMATS = {known.name: known for known in (*LOADED_AS_THEY_ARE, NATIVE, DEEPSPEED)}
+PEFT = _opened(folder_formats.PEFT, _open_peft)
+DEEPSPEED = _opened(folder_formats.DEEPSPEED, _open_deepspeed)
+FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, NATIVE, DEEPSPEED)}
 
 
 def recognise(folder: Path) -> Format:
     """Return the format of what a run, a generation or an evaluation loads. Raises CheckpointError."""
-    return next((known for known in LOADED_AS_THEY_ARE if known.holds(folder)), NATIVE)
+    return FORMATS[folder_formats.recognise(folder).name]
 
 
 def open_base(folder: Path, given: Given, recorded: str | None = None) -> WeightSource:

@@ -286,15 +286,19 @@ def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
             f"vocab_size={vocab_size} is below the {model.vocab_size} of {path}: rows of its embedding would be lost; "
             f"give {model.vocab_size} or more"
         )
+    options = described(model) | {"vocab_size": vocab_size or model.vocab_size}
+    stored = theirs.get("dtype", theirs.get("torch_dtype"))
+    return {"model": options, "training": {"bf16": stored in ("bfloat16", "float16")}}
+
+
+def described(model: ModelConfig) -> dict[str, Any]:
+    """Return the options that settle a model, without those that a run chooses for it."""
     idle = set(_OF_THE_RUN)
     if model.rope_scaling_factor is None:
         idle.update(_ROPE_SCALING)
     if model.position_embedding_type != "rope":
         idle.add("rotary_base")
-    options = {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
-    options["vocab_size"] = vocab_size or model.vocab_size
-    stored = theirs.get("dtype", theirs.get("torch_dtype"))
-    return {"model": options, "training": {"bf16": stored in ("bfloat16", "float16")}}
+    return {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
 
 
 def differences(config: Config, theirs: Config) -> list[str]:

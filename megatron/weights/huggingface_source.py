@@ -13,27 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.reader import holds_checkpoints
 from megatron.checkpoint.slices import Region, copy_overlap, regions
 from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.family import HuggingFaceForm
 from megatron.options.config import Config
-from megatron.weights.folder_files import is_model_folder, own_file, read_json
+from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, name_map
 from megatron.weights.huggingface_config import OUTPUT, config_of, other_model
 from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, open_weights, some
-
-
-def is_huggingface(folder: Path) -> bool:
-    """Return True if the folder holds a model of transformers. Raises CheckpointError where our checkpoints do too."""
-    if not is_model_folder(folder):
-        return False
-    if holds_checkpoints(folder):
-        raise CheckpointError(
-            f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
-        )
-    return True
 
 
 class MappedSource(WeightSource):

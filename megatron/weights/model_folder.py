@@ -6,14 +6,20 @@ Imports no torch, so that a launcher can read a model's config.json.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import checkpoint_folders, read_metadata
 from megatron.options.config import ConfigError
+from megatron.options.model import ModelConfig
 from megatron.weights.folder_files import (
     ADAPTER_CONFIG,
     is_adapter_folder,
@@ -22,7 +28,7 @@ from megatron.weights.folder_files import (
     own_file,
     read_json,
 )
-from megatron.weights.huggingface_config import preset_of
+from megatron.weights.huggingface_config import described, preset_of
 
 
 def find_model(model: str, option: str) -> Path:
@@ -111,7 +117,7 @@ def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, 
     """Return where the model that a run loads is described, and its options; "" and none where nothing describes it.
 
     Args:
-        load: folder to start from: a model of transformers, or adapters in PEFT's format.
+        load: folder to start from: a model of transformers, adapters in PEFT's format, or checkpoints of a run.
         save: folder of the run's own checkpoints, which describe the model once `load` has gone.
         lora_base: folder of the adapters' base; None: the one that they name.
 
@@ -128,18 +134,27 @@ def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, 
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
     # a run's command, typed again, continues the run, also after `load` has gone
-    if isinstance(save, str) and os.path.isdir(save) and not os.path.lexists(load):
-        return _saved_model(Path(save))
-    return "", {}
+    if isinstance(save, str) and not os.path.lexists(load):
+        folder = Path(save)
+    return _saved_model(folder)
 
 
 def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
-    """Return the newest checkpoint in a folder and the options of its model."""
-    from megatron.checkpoint.format import read_metadata  # late: they import torch
-    from megatron.checkpoint.reader import checkpoint_folders
-
-    folders = checkpoint_folders(save)
-    if not folders:
+    """Return the newest checkpoint in a folder that states its model, and that. Raises ConfigError."""
+    try:
+        folders = checkpoint_folders(save) if save.is_dir() else []
+    except OSError:  # the checks of the start say so
         return "", {}
-    config = (read_metadata(folders[0]) or {}).get("config") or {}
-    return str(folders[0]), dict(config.get("model") or {})
+    for folder in folders:
+        config = (read_metadata(folder) or {}).get("config") or {}
+        if "model" not in config:
+            continue
+        saved, names = config["model"], {field.name for field in dataclasses.fields(ModelConfig)}
+        try:
+            model = ModelConfig(**{name: value for name, value in saved.items() if name in names} | {"freeze": ()})
+        except ValidationError as error:
+            raise ConfigError([f"{folder} describes no model: {error.errors()[0]['msg']}; load another"]) from None
+        if model.position_embedding_type == "learned" and model.max_position_embeddings is None:
+            model = replace(model, max_position_embeddings=config["training"]["seq_length"])
+        return str(folder), described(model)
+    return "", {}

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.checkpoint.folders import MANIFEST
 from megatron.cli import launch
 from megatron.launch.plan import FineTuning, LaunchRequest, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.options.config import ConfigError
 from megatron.settings.command_line import parse_arguments
+from tests import runs
 from tests.finetuning_files import write_config, write_tokens
+from tests.ranks import RankPools
 
 
 @pytest.fixture
@@ -59,6 +62,39 @@ def test_what_is_given_overrides_the_loaded_model(model: Path) -> None:
     assert "vocab_size=200 here, 278 there" in fault
     (fault,) = faults(request_of(model, "--norm-epsilon", "1e-3"))
     assert "norm_epsilon=0.001 here, 1e-06 there" in fault
+
+
+@pytest.mark.parametrize("family", ["bloom --position-embedding-type learned", "llama --position-embedding-type rope"])
+def test_a_runs_checkpoint_describes_its_model_too(ranks: RankPools, tmp_path: Path, family: str) -> None:
+    """But not what a run chooses for itself: its kernels, what it freezes, its length."""
+    data, saved = runs.write_dataset(tmp_path / "text"), tmp_path / "saved"
+    options = f"--architecture {family} --num-layers 3 --norm-epsilon 1e-4 --hidden-dropout 0.2"
+    chosen = "--kernels plain --freeze embedding.word.weight --train-iters 1"
+    assert ranks(1)(runs.train, f"{options} {chosen} --data-path {data} --save {saved}") == [""]
+    # a folder that only looks like a checkpoint
+    (saved / "notes").mkdir()
+    request = request_of(saved, "--finetune", "--seq-length", "12", "--data-path", str(data), dry_run=False)
+    plan = preflight(request)
+    expected, _ = parse_arguments([*runs.TINY.split(), *options.split(), "--data-path", "x"])
+    found = plan.config.model
+    assert found.computed(12) == expected.model.computed(16)
+    assert (found.kernels, found.freeze, found.hidden_dropout) == ("auto", (), 0.2)
+    assert any("describe no model" in note and f"{saved}/global_step1" in note for note in plan.notes)
+    assert parse_arguments([*plan.train_flags])[0].model == found
+    (fault,) = faults(request_of(saved, "--finetune", "--num-layers", "2", "--data-path", str(data)))
+    assert "is of another model than the options describe" in fault
+    assert "num_layers=2 here, 3 there" in fault
+
+
+def test_a_launch_recognises_folders_as_its_ranks_do(model: Path) -> None:
+    """Names that only look like a checkpoint's hold none; a whole model beside adapters is no folder of adapters."""
+    (model / "not a checkpoint").mkdir()
+    (model / "not a checkpoint" / MANIFEST).touch()
+    (model / "adapter_config.json").write_text("{}")
+    (model / "config.json").unlink()
+    found = "\n".join(faults(request_of(model, "--config", "tiny_bloom")))
+    assert "without their config.json" in found
+    assert "base model" not in found
 
 
 def test_another_model_than_the_options_is_refused(model: Path) -> None:

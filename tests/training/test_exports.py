@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron.checkpoint import saver
-from megatron.checkpoint.format import Fragment, iteration_of
-from megatron.checkpoint.reader import Checkpoint, checkpoint_folders, newest_checkpoint
+from megatron.checkpoint.folders import checkpoint_folders, iteration_of
+from megatron.checkpoint.format import Fragment
+from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.observability.metrics import MetricsLog
 from megatron.parallel.context import ParallelContext

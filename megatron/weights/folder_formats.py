@@ -1,0 +1,54 @@
+"""Formats of weights that a folder may hold, each recognised by the names of its files; formats.py opens them.
+
+Imports no torch, so that a launcher recognises what its ranks will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import MANIFEST, holds_checkpoints
+from megatron.checkpoint.foreign import deepspeed_folder
+from megatron.weights.folder_files import is_adapter_folder, is_model_folder
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """A format of weights."""
+
+    name: str
+    """`WeightSource.format` of what is opened."""
+    title: str
+    """A folder of this format, for messages."""
+    holds: Callable[[Path], bool]
+    """(folder) -> whether it is of this format, by the names of its files. May raise CheckpointError."""
+
+
+def _is_huggingface(folder: Path) -> bool:
+    if not is_model_folder(folder):
+        return False
+    if holds_checkpoints(folder):
+        raise CheckpointError(
+            f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
+        )
+    return True
+
+
+NATIVE = FolderFormat(
+    "native",
+    "checkpoints of a run",
+    lambda folder: (folder / MANIFEST).exists() or holds_checkpoints(folder),
+)
+HUGGINGFACE = FolderFormat("huggingface", "a Hugging Face folder", _is_huggingface)
+PEFT = FolderFormat("peft", "a folder of PEFT", is_adapter_folder)
+DEEPSPEED = FolderFormat("deepspeed", "a checkpoint of DeepSpeed", lambda folder: deepspeed_folder(folder) is not None)
+LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT)
+"""Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
+
+
+def recognise(folder: Path) -> FolderFormat:
+    """Return the format of what a run, a generation or an evaluation loads. Raises CheckpointError."""
+    return next((known for known in LOADED_AS_THEY_ARE if known.holds(folder)), NATIVE)
