@@ -375,7 +375,7 @@ def test_a_connection_that_breaks_is_made_again_and_the_ranks_run_on(
     nodes.join(first, second)
     server = nodes.server(first)
     before, held = set(server._nodes), break_connection(second, half_open=half_open)
-    until(lambda: len({one for one, node in list(server._nodes.items()) if node.is_member} - before) == 1)
+    until(lambda: len({one for one, node in list(server._nodes.items()) if node.has_number} - before) == 1)
     assert not first.nodes_waiting()
     assert not second.nodes_waiting()
     assert len(server._nodes) == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import os
 import signal
 import socket
@@ -53,8 +54,13 @@ JOIN_SAVE_S = 120
 """Time for healthy ranks to save before they restart because a node joins."""
 
 
-class NodesChangedError(Exception):
-    """Nodes wait to join; the ranks restart with them."""
+class Event(enum.Enum):
+    """What ends the ranks of an attempt that has started, other than a failure."""
+
+    DONE = enum.auto()
+    """All ranks of this node have ended well."""
+    NODES_CHANGED = enum.auto()
+    """Nodes wait to join, or ranks of another node are lost."""
 
 
 # Not torch's agents: these restart a run that was refused, kill ranks 30 s after a SIGTERM, in which no large
@@ -79,43 +85,67 @@ class Agent:
         """Run the ranks to the end; return 0, or the exit status of the rank that failed first in the last attempt.
 
         A crash loop ends with ABORTED. Raises RendezvousFailedError, NotNeededError, and SystemExit for a signal before
-        the ranks first run.
+        the ranks first run. Attempts follow each other by this table:
+
+        | an attempt ends as                   | stop requested   | then                                             |
+        |--------------------------------------|------------------|--------------------------------------------------|
+        | all ranks done, here and elsewhere   |                  | DONE                                             |
+        | all done, but another agent's joins  | no               | again: that agent has ended the ranks of all     |
+        | nodes change                         | no               | healthy ranks save, again                        |
+        | either of these two                  | yes              | DONE on all nodes                                |
+        | a rank, or the start of one, fails   | no, restarts set | again: the policy decides when all nodes wait    |
+        | the same, refused, or ABORTED        | yes, or none     | its status                                       |
+        | signal between two attempts          |                  | DONE on all nodes                                |
+        | the policy, or a node, ends the run  |                  | that status                                      |
         """
         try:
             while True:
-                try:
-                    self._start_ranks()
-                    self._failures = []
-                    failure = self._watch()
-                    goes_on = failure is None and self._rendezvous.finish()  # true: another agent ended them
-                except InterruptedBySignal as interrupted:
-                    if self._membership is None:
-                        raise
-                    return self._stop_between(interrupted.number)
-                except RunEndedError as ended:
-                    return ended.status
-                except NotStartedError as not_started:
-                    failure, goes_on = not_started.failure, False
-                    if self._membership is not None and self._membership.store_socket is not None:
-                        self._membership.store_socket.close()  # the next attempt may need its port
-                except NodesChangedError:
-                    self._let_ranks_save()
-                    failure, goes_on = None, True
-                if failure is None:
-                    if goes_on and self._stop_requested_s is None:
-                        self._ranks.end()
-                        continue
-                    self._rendezvous.close(DONE if goes_on else None)
-                    return DONE
-                if not self._may_restart(failure):
-                    return self._end_after(failure)
-                # after a kill the others only wait for the dead rank
-                self._ranks.wait_for_end(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
-                self._note_failures(failure)
-                self._ranks.end()
+                status = self._attempt()
+                if status is not None:
+                    return status
         finally:
             self._ranks.end()
             self._rendezvous.leave()
+
+    def _attempt(self) -> int | None:
+        """Run the ranks once. Return the exit status of the run; None: they are to start again."""
+        try:
+            self._start_ranks()
+        except InterruptedBySignal as interrupted:
+            if self._membership is None:
+                raise
+            return self._stop_between(interrupted.number)
+        except RunEndedError as ended:
+            return ended.status
+        except NotStartedError as not_started:
+            if self._membership is not None and self._membership.store_socket is not None:
+                self._membership.store_socket.close()  # the next attempt may need its port
+            return self._after_failure(not_started.failure)
+        self._failures = []
+        ended_by = self._watch()
+        if isinstance(ended_by, Failure):
+            return self._after_failure(ended_by)
+        if ended_by is Event.NODES_CHANGED:
+            self._let_ranks_save()
+        elif not self._rendezvous.finish():
+            self._rendezvous.close()
+            return DONE
+        if self._stop_requested_s is not None:
+            self._rendezvous.close(DONE)
+            return DONE
+        self._ranks.end()
+        return None
+
+    def _after_failure(self, failure: Failure) -> int | None:
+        """Return the exit status after a failure that is final; None where the policy of restarts is to decide."""
+        is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
+        if is_final or self._options.max_restarts == 0:
+            return self._end_after(failure)
+        # after a kill the others only wait for the dead rank
+        self._ranks.wait_for_end(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+        self._note_failures(failure)
+        self._ranks.end()
+        return None
 
     def _stop_between(self, number: int) -> int:
         """End the run on all nodes at a signal that came between two attempts; return the exit status."""
@@ -168,29 +198,26 @@ class Agent:
         nodes = "1 node" if count == 1 else f"{count} nodes"
         report(f"{count * per_node} ranks on {nodes} from now on, instead of {previous.num_nodes * per_node}")
 
-    def _watch(self) -> Failure | None:
-        """Wait until a rank fails, or all are done. Raises NodesChangedError and RendezvousFailedError."""
+    def _watch(self) -> Failure | Event:
+        """Wait until the ranks end. Raises RendezvousFailedError."""
         while True:
             self._ranks.look()
             self._pass_on_signals()
             codes = self._ranks.codes
-            if (failure := self._ranks.server_failure()) is not None:
+            lost_with_server = self._ranks.server_failure()
+            if lost_with_server is not None:
                 self._ranks.inform(dict.fromkeys(range(len(codes)), "ended with its fork server"))
-                return failure
-            if any(codes):
-                self._ranks.inform({place: ending(code) for place, code in enumerate(codes) if code})
-            # where several failed since the last look, one killed from outside is the likelier cause
-            if failed := min(((code, place) for place, code in enumerate(codes) if code), default=None):
-                return self._ranks.failure(failed[1], failed[0])
+                return lost_with_server
+            failed = [(code, place) for place, code in enumerate(codes) if code]
+            if failed:
+                self._ranks.inform({place: ending(code) for code, place in failed})
+                # where several failed since the last look, one killed from outside is the likelier cause
+                code, place = min(failed)
+                return self._ranks.failure(place, code)
             if all(code == 0 for code in codes):
-                return None
+                return Event.DONE
             if self._rendezvous.nodes_waiting():
-                raise NodesChangedError
-
-    def _may_restart(self, failure: Failure) -> bool:
-        """Return whether the policy of restarts is to decide."""
-        is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
-        return not is_final and self._options.max_restarts > 0
+                return Event.NODES_CHANGED
 
     def _end_after(self, failure: Failure) -> int:
         """End the ranks after a failure that is final, and return the exit status.
@@ -223,26 +250,30 @@ class Agent:
         self._ranks.end()
 
     def _pass_on_signals(self) -> None:
-        """Send the ranks what was received. They handle it in their own time; after a second signal they have little.
-
-        The kernel repeats SIGXCPU each second, so it does not count as a second signal.
-        """
+        """Send the ranks what was received. They handle it in their own time, and have little after a second."""
         now_s = time.monotonic()
         while self._received:
             number = self._received.popleft()
             self._ranks.send_signal(number)
             if self._options.is_chat and number == signal.SIGINT:
-                continue
+                continue  # it stops an answer, not the run
             if self._stop_requested_s is None:
                 self._stop_requested_s = now_s
-                if self._membership is not None and self._membership.node == 0:
-                    name = signal.Signals(number).name
-                    stop = "stop after this step and save" if self._options.main == "megatron.train" else "stop"
-                    report(f"{name}: the ranks {stop}; a second signal ends them at once")
-            elif now_s - self._stop_requested_s >= REPEAT_S and self._kill_s is None and number != signal.SIGXCPU:
+                self._report_stop(number)
+                continue
+            # the kernel repeats SIGXCPU each second
+            is_second = now_s - self._stop_requested_s >= REPEAT_S and number != signal.SIGXCPU
+            if is_second and self._kill_s is None:
                 self._kill_s = now_s + KILL_S
         if self._kill_s is not None and now_s > self._kill_s:
             self._ranks.send_signal(signal.SIGKILL)
+
+    def _report_stop(self, number: int) -> None:
+        """Report, once for all nodes, what a signal makes the ranks do."""
+        if self._membership is None or self._membership.node != 0:
+            return
+        stop = "stop after this step and save" if self._options.main == "megatron.train" else "stop"
+        report(f"{signal.Signals(number).name}: the ranks {stop}; a second signal ends them at once")
 
 
 def rendezvous_of(options: AgentOptions) -> Rendezvous:
@@ -255,23 +286,13 @@ def rendezvous_of(options: AgentOptions) -> Rendezvous:
 
 
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
-    """Run this node's part of a run to its end, and return the exit status.
-
-    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On most
-    accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
-    which importing deepspeed does.
-    """
+    """Run this node's part of a run to its end, and return the exit status."""
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
     os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     raise_limit()
     with noted_signals(SIGNALS) as received:
-        if start_method is None:
-            shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
-            device = launched_device()
-            forks = shares_imports and device is not None and device.survives_fork
-            start_method = "forkserver" if forks else "spawn"
-        helpers = HelperProcesses(start_method)
+        helpers = HelperProcesses(start_method or start_method_of(options))
         try:
             if options.ends_with_connection:  # the launcher has not checked this machine
                 require_devices(options.ranks_per_node)
@@ -293,6 +314,20 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         except RendezvousFailedError as error:
             report(str(error))
             return FAILED
+
+
+def start_method_of(options: AgentOptions) -> str:
+    """Return how multiprocessing starts the ranks.
+
+    On the CPU several ranks, and those of several attempts, are forks of a server that has done their imports. On most
+    accelerators each is a new process, since their libraries do not survive a fork once they have looked for devices,
+    which importing deepspeed does.
+    """
+    device = launched_device()
+    shares_imports = options.ranks_per_node > 1 or options.max_restarts > 0
+    if shares_imports and device is not None and device.survives_fork:
+        return "forkserver"
+    return "spawn"
 
 
 def has_pipeline(train_flags: Sequence[str]) -> bool:

@@ -57,21 +57,21 @@ def find_mpirun() -> str | None:
 
 def mpirun_fault() -> str | None:
     """Return why mpirun cannot start a run, with the remedy."""
-    path, other = find_mpirun(), "or set HL_LAUNCHER_TYPE=pdsh (--launcher pdsh)"
+    path, root, other = find_mpirun(), os.environ.get("MPI_ROOT"), "or set HL_LAUNCHER_TYPE=pdsh (--launcher pdsh)"
     if path is None:
-        place = f"MPI_ROOT={os.environ['MPI_ROOT']} holds no bin/mpirun" if os.environ.get("MPI_ROOT") else ""
-        return f"{place or 'mpirun is not installed'}; install Open MPI 4 or 5 on every host, {other}"
+        lacks = f"MPI_ROOT={root} holds no bin/mpirun" if root else "mpirun is not installed"
+        return f"{lacks}; install Open MPI 4 or 5 on every host, {other}"
+    command = [path, "--version"]
     try:
-        command = [path, "--version"]
-        said = subprocess.run(
-            command, capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL
-        ).stdout
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{path} --version fails ({error}); install Open MPI 4 or 5 on every host, {other}"
+    said = asked.stdout
     version = re.search(r"\(Open MPI\) (\d+)\.", said)
     if version and int(version[1]) >= 4:
         return None
-    kind = "that of MPICH or Intel MPI (Hydra)" if "HYDRA" in said.upper() else repr(said.partition("\n")[0])
+    is_hydra = "HYDRA" in said.upper()
+    kind = "that of MPICH or Intel MPI (Hydra)" if is_hydra else repr(said.partition("\n")[0])
     return f"{path} is {kind}, but the launcher needs Open MPI 4 or newer; put its folder first in PATH, {other}"
 
 
@@ -93,23 +93,25 @@ def check_mpirun(request: LaunchRequest, hosts: Sequence[Host]) -> Iterator[str]
                 f"{request.hostsfile}, line {host.line}: mpirun takes a name or an IPv4 address, not {host.name}; set "
                 "`User` and `HostName` for a name of it in ~/.ssh/config"
             )
-    if not request.dry_run and (fault := mpirun_fault()):
+    fault = None if request.dry_run else mpirun_fault()
+    if fault:
         yield fault
 
 
 # mpirun starts agents, not ranks: it would end all ranks a second after a failure or a SIGTERM, before they save.
 def mpirun_command(plan: LaunchPlan, names: Sequence[str], hostfile: str | None) -> list[str]:
     """Return the command that starts an agent on each node. `names`: variables whose values they get."""
-    return [
-        find_mpirun() or "mpirun",
-        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
-        *(["--hostfile", hostfile] if hostfile else []),
-        *("-n", str(plan.nodes), "--map-by", "ppr:1:node"),
-        *("--bind-to", "none"),  # the agents bind the ranks, also in a run by pdsh
-        *("--wdir", os.getcwd()),
-        *[word for name in names for word in ("-x", name)],
-        *agent_command(plan),
-    ]
+    command = [find_mpirun() or "mpirun"]
+    if os.geteuid() == 0:
+        command += ["--allow-run-as-root"]
+    if hostfile:
+        command += ["--hostfile", hostfile]
+    command += ["-n", str(plan.nodes), "--map-by", "ppr:1:node"]
+    command += ["--bind-to", "none"]  # the agents bind the ranks, also in a run by pdsh
+    command += ["--wdir", os.getcwd()]
+    for name in names:
+        command += ["-x", name]
+    return command + agent_command(plan)
 
 
 def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
@@ -118,11 +120,7 @@ def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
     environment = environment | theirs | {STDOUT: stdout_of_launcher()}
     names = {STDOUT, *plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
     # by variables, which a user's own precede: versions 4 and 5 have other flags for them
-    ssh = {"plm_rsh_args": shared} if (shared := os.environ.get("PDSH_SSH_ARGS_APPEND")) else {}
-    alive = SHORT_KEEP_ALIVE if plan.max_restarts else KEEP_ALIVE
-    alive_names = [f"oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")]
-    own = {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **ssh, **dict(zip(alive_names, alive, strict=True))}
-    for name, value in own.items():
+    for name, value in _parameters(has_restarts=plan.max_restarts > 0).items():
         environment.setdefault(f"OMPI_MCA_{name}", value)
         environment.setdefault(f"PRTE_MCA_{name.replace('rsh', 'ssh')}", value)
     if plan.nodes > 1:
@@ -130,6 +128,15 @@ def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
         send_secret(plan, environment)
     with hostfile_of(plan) as hostfile:
         return _run(mpirun_command(plan, sorted(names), hostfile), environment, plan)
+
+
+def _parameters(*, has_restarts: bool) -> dict[str, str]:
+    """Return parameters of mpirun, by the names that version 4 gives them."""
+    alive = SHORT_KEEP_ALIVE if has_restarts else KEEP_ALIVE
+    names = [f"oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")]
+    own = {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **dict(zip(names, alive, strict=True))}
+    shared = os.environ.get("PDSH_SSH_ARGS_APPEND")
+    return own | {"plm_rsh_args": shared} if shared else own
 
 
 @contextlib.contextmanager
@@ -191,12 +198,14 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
         assert mpirun.stderr is not None
         output = MpirunOutput(mpirun.stderr)
         output.start()
+        signals = _PassedSignals(mpirun, received)
         try:
-            requested = _wait(mpirun, output, plan, received)
+            _wait(mpirun, output, signals, plan.nodes)
             output.join(timeout=FAILED_GRACE_S)
         finally:
             kill_tree(mpirun.pid)
             mpirun.wait()
+    requested = signals.requested
     # mpirun ends with the status of the agent that failed first, also of one that was killed and sent no message
     status = shell_status(mpirun.returncode)
     if mpirun.returncode <= 0 and output.failed is not None:  # it had to be killed
@@ -206,10 +215,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
     elif output.has_lost_host(status, plan.nodes):
         print("mpirun has lost a host; ranks may still run there", file=sys.stderr)
         status = LOST_HOST
+    if requested is None:
+        return status
     # a second signal ends the ranks by the one that mpirun has passed on, or a start by no signal of its own
-    if requested is not None and (status == 128 + _passed_on(requested) or (status and output.ready < plan.nodes)):
-        return shell_status(-requested)
-    return status
+    is_by_signal = status == 128 + _passed_on(requested)
+    is_early = status != 0 and output.ready < plan.nodes
+    return shell_status(-requested) if is_by_signal or is_early else status
 
 
 def _passed_on(number: int) -> int:
@@ -217,32 +228,57 @@ def _passed_on(number: int) -> int:
     return number if number in PASSED_ON else signal.SIGUSR1
 
 
-def _wait(mpirun: subprocess.Popen[bytes], output: MpirunOutput, plan: LaunchPlan, received: deque[int]) -> int | None:
-    """Wait until mpirun ends, and pass signals on; return the first of them."""
-    requested: int | None = None
-    requested_s = failed_s = 0.0
+class _PassedSignals:
+    """Signals to the launcher, which mpirun passes on to the agents.
+
+    | agents             | signal                             | then                                           |
+    |--------------------|------------------------------------|------------------------------------------------|
+    | all take signals   | any                                | mpirun passes it on                            |
+    | all take signals   | SIGXCPU after another              | nothing: the kernel repeats it each second     |
+    | some do not yet    | the first                          | waits: it would end an agent, or mpirun itself |
+    | some do not yet    | another at once                    | nothing: the same request                      |
+    | some do not yet    | another later                      | the run ends                                   |
+    """
+
+    def __init__(self, mpirun: subprocess.Popen[bytes], received: deque[int]) -> None:
+        self._mpirun, self._received = mpirun, received
+        self.requested: int | None = None
+        """The first signal by which the run was to stop."""
+        self._waits_since_s: float | None = None
+
+    def pass_on(self, *, are_ready: bool) -> bool:
+        """Pass on what was received; return whether the run is to end at once."""
+        if not self._received:
+            return False
+        if are_ready:
+            number = self._received.popleft()
+            if self.requested is None or number != signal.SIGXCPU:
+                self._mpirun.send_signal(_passed_on(number))
+                self.requested = self.requested or number
+            return False
+        now_s = time.monotonic()
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        if now_s - self._waits_since_s < REPEAT_S:
+            while len(self._received) > 1:
+                self._received.pop()
+        elif len(self._received) > 1:
+            self.requested = self._received[0]
+            return True
+        return False
+
+
+def _wait(mpirun: subprocess.Popen[bytes], output: MpirunOutput, signals: _PassedSignals, nodes: int) -> None:
+    """Wait until mpirun ends, or has to be ended."""
+    failed_s: float | None = None
     while mpirun.poll() is None:
         time.sleep(0.05)
-        now_s = time.monotonic()
         if output.failed is not None:
-            failed_s = failed_s or now_s
-            if now_s - failed_s > ENDING_S:
+            failed_s = failed_s or time.monotonic()
+            if time.monotonic() - failed_s > ENDING_S:
                 host, status = output.failed
                 print(f"host {host} ended with status {status}, and mpirun does not end", file=sys.stderr)
                 print("some hosts do not answer; ranks may still run there", file=sys.stderr)
-                return requested
-        if not received:
-            continue
-        if output.ready >= plan.nodes:  # before that it would end an agent that has not started, or mpirun itself
-            number = received.popleft()
-            if requested is not None and number == signal.SIGXCPU:  # which the kernel repeats each second
-                continue
-            mpirun.send_signal(_passed_on(number))
-            requested = requested or number
-        elif requested_s == 0.0 or now_s - requested_s < REPEAT_S:
-            requested_s = requested_s or now_s
-            while len(received) > 1:  # the same request
-                received.pop()
-        elif len(received) > 1:
-            return received[0]
-    return requested
+                return
+        if signals.pass_on(are_ready=output.ready >= nodes):
+            return

@@ -1,4 +1,7 @@
-"""Digest of the code of this project, by which the hosts of a run find out whether one has another version."""
+"""Rendezvous of several nodes: the first serves it (rendezvous_server.py), and each, the first included, is a client.
+
+Every message is authenticated with the secret of the run (runtime/messages.py).
+"""
 
 from __future__ import annotations
 
@@ -36,22 +39,7 @@ from megatron.runtime.messages import SECRET, Connection, run_secret
 from megatron.runtime.network import bound_socket, is_loopback, listen_address, listening_socket, resolve
 
 KINDS = (".py", ".yaml", ".cpp", ".h")
-
-
-@functools.cache
-def code_digest() -> str:
-    """Return a digest of the project's files as they lay on the disk when it was first called, names included."""
-    folder, digest = IMPORT_ROOT / "megatron", hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in KINDS):
-        digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rendezvous of several nodes: the first serves it (rendezvous_server.py), and each, the first included, is a client.
-#
-# Every message is authenticated with the secret of the run (control/messages.py).
-
+"""Files of the project that make a version of it."""
 JOIN_TIMEOUT_S = 600
 """Time for enough nodes to join."""
 EXIT_BARRIER_S = 30
@@ -62,6 +50,17 @@ CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 15.0
 """Time to connect again to a first node that was lost, or for a program without the secret to leave its address."""
 POLL_S = 0.05
+
+
+# Hosts of a run compare it, since two versions of the code on them agree on nothing else that would show it.
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of the project's files as they lay on the disk when it was first called, names included."""
+    folder, digest = IMPORT_ROOT / "megatron", hashlib.sha256()
+    paths = [path for path in folder.rglob("*") if path.suffix in KINDS]
+    for path in sorted(paths):
+        digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 # Not torch's elastic rendezvous, which unpickles what any peer writes to a store that listens on all interfaces.
@@ -82,12 +81,13 @@ class NodesRendezvous(Rendezvous):
         self._address = ""
 
     def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> Membership:
-        number = self._options.node_order if self._options.node_rank is None else self._options.node_rank
-        number = rendezvous_server.UNNUMBERED if number is None else number
+        numbers = (self._options.node_rank, self._options.node_order, rendezvous_server.UNNUMBERED)
+        number = next(number for number in numbers if number is not None)
         try:
             self._client = self._client or self._connected()
-            own = listen_address(self._host) if self._server is not None else self._address
-            order = [self._server is None, number, self._address, os.getpid()]
+            is_first = self._server is not None
+            own = listen_address(self._host) if is_first else self._address
+            order = [not is_first, number, self._address, os.getpid()]
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
             return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
@@ -143,20 +143,26 @@ class NodesRendezvous(Rendezvous):
         while True:
             try:
                 first = resolve(self._host)
-                own = network.address_towards(first)
-                # towards 127.0.1.1, a machine's own name on Debian and Ubuntu, its own address is 127.0.0.1
-                is_here = own == first or is_loopback(first)
-                if self._options.node_rank == 0 or (self._options.node_rank is None and is_here):
-                    break
-                self._address = own or socket.gethostname()
-                return Client(self._connect, f"{self._host}:{self._port}")
+                self._address = network.address_towards(first) or socket.gethostname()
+                if not self._is_first(first):
+                    return Client(self._connect, f"{self._host}:{self._port}")
+                break
             except OSError:  # the first node may not have started yet, nor have a name
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(RETRY_S)
+        # behind the loop: a first node that others cannot reach fails at once
         self._serve()
-        self._address = self._host if self._server is not None else own or socket.gethostname()
+        if self._server is not None:
+            self._address = self._host
         return Client(self._connect, f"{self._host}:{self._port}")
+
+    def _is_first(self, address: str) -> bool:
+        """Return whether this is the first node. `address`: that of the first node."""
+        if self._options.node_rank is not None:
+            return self._options.node_rank == 0
+        # towards 127.0.1.1, a machine's own name on Debian and Ubuntu, its own address is 127.0.0.1
+        return self._address == address or is_loopback(address)
 
     def _connect(self) -> Connection:
         address = listen_address(self._host) if self._server is not None else self._host
@@ -198,10 +204,11 @@ class Client(threading.Thread):
         self._lock = threading.Lock()
         self._request: dict[str, Any] | None = None
         """Message to send as soon as this connection can."""
-        self._join: dict[str, Any] | None = None
-        """The same, again after each new connection, until this node has its number."""
-        self._resume: dict[str, Any] | None = None
-        """The same from then on, while its ranks run."""
+        self._standing: dict[str, Any] | None = None
+        """The same, again after each new connection: `join` until this node has its number, then `resume`.
+
+        None: its ranks are done.
+        """
         self._agent, self._code = secrets.token_hex(8), code_digest()
         self._membership: Membership | None = None
         self._waiting = 0
@@ -227,8 +234,7 @@ class Client(threading.Thread):
         """
         self._membership, self._waiting = None, 0
         self._is_done = self._goes_on = self.is_spare = False
-        self._resume = None
-        self._join = self._request = {
+        self._standing = self._request = {
             "kind": "join",
             "agent": self._agent,
             "code": self._code,
@@ -259,11 +265,11 @@ class Client(threading.Thread):
 
     def finish(self) -> bool:
         """Wait a limited time until the other nodes are done, or have left. Return True if one joins again instead."""
-        self._resume, self._request = None, {"kind": "done"}
+        self._standing, self._request = None, {"kind": "done"}
         self._send_request()
         deadline_s = time.monotonic() + EXIT_BARRIER_S
-        while not (self._is_done or self._goes_on or self._is_closed or self._was_lost or self._fault):
-            if time.monotonic() > deadline_s:
+        while time.monotonic() <= deadline_s:
+            if self._is_done or self._goes_on or self._is_closed or self._was_lost or self._fault:
                 break
             time.sleep(POLL_S)
         return self._goes_on
@@ -339,25 +345,30 @@ class Client(threading.Thread):
                         connection.send(kind="beat")
 
     def _take(self, message: dict[str, Any]) -> None:
-        kind = message.pop("kind")
-        if kind == "placed":
-            self._join, self._waiting, self.has_lost_ranks, self._was_lost = None, 0, False, False
-            self._resume = {"kind": "resume", "agent": self._agent, "round": message.pop("round")}
-            self._membership = Membership(**message)
-        elif kind == "waiting":
-            self._waiting, self.has_lost_ranks = message["count"], message["has_lost_ranks"] or self._was_lost
-        elif kind == "refused":
-            self._refused = message["host"]
-        elif kind == "stale":
-            self._was_lost = self.has_lost_ranks = True
-        elif kind == "spare" and not self.is_spare:
-            self.is_spare = True
-            _report("waits as a spare host: the run is complete without it")
-        elif kind == "closed":
-            self.end_status = message["status"]
-        self._is_done |= kind == "done"
-        self._goes_on |= kind == "again"
-        self._is_closed |= kind == "closed"
+        """Note what a message of the server says; rendezvous_server.py has the table of them."""
+        match message.pop("kind"):
+            case "placed":
+                self._waiting, self.has_lost_ranks, self._was_lost = 0, False, False
+                self._standing = {"kind": "resume", "agent": self._agent, "round": message.pop("round")}
+                self._membership = Membership(**message)  # last: `place` waits for it
+            case "waiting":
+                self._waiting = message["count"]
+                self.has_lost_ranks = message["has_lost_ranks"] or self._was_lost
+            case "refused":
+                self._refused = message["host"]
+            case "stale":
+                self._was_lost = self.has_lost_ranks = True
+            case "spare":
+                if not self.is_spare:  # the server says so again after each new connection
+                    _report("waits as a spare host: the run is complete without it")
+                self.is_spare = True
+            case "done":
+                self._is_done = True
+            case "again":
+                self._goes_on = True
+            case "closed":
+                self.end_status = message["status"]
+                self._is_closed = True  # last: `place` reads the status once it is set
 
     def _reconnect(self, deadline_s: float, error: Exception) -> None:
         """Connect again, or note the fault if that takes too long."""
@@ -371,7 +382,7 @@ class Client(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             with self._lock:
-                self._connection, self._request = connection, self._join or self._resume
+                self._connection, self._request = connection, self._standing
             self._was_lost = self._request is None
             return
         if self._known_s is None and not isinstance(error, ConnectionRefusedError):

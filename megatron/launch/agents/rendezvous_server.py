@@ -1,11 +1,22 @@
 """Server of the rendezvous, a thread in the agent of the first node: which nodes there are, and what number each has.
 
-Nodes that know the secret of the run send `join`, `resume`, `beat`, `done` and `close`. They receive `placed` with
-their number, `waiting` with the number of nodes that wait to join (also as a heartbeat) and whether ranks of another
-node have ended, `spare` where the run is complete without them, `refused` where a node has other code, `done`, or
-`again` where a node that is done must join once more with the others, and `closed`. A node is a connection: it is lost
-when this ends, or is silent for three heartbeats. A further connection of its agent takes the place of the first at
-once: after `resume` the node stays what it was, unless others were placed without it since: `stale`.
+A node is a connection that knows the secret of the run. Its stages, and what it is sent:
+
+| stage           | event                                         | sent               | next stage |
+|-----------------|-----------------------------------------------|--------------------|------------|
+| any             | `join`: wants a number                        |                    | WAITING    |
+| any             | `join` with other code                        | `refused`          | CONNECTED  |
+| WAITING         | the run is complete without it                | `spare`            | SPARE      |
+| WAITING, SPARE  | a round begins with it                        | `placed`, a number | MEMBER     |
+| MEMBER          | `done`: its ranks are                         |                    | DONE       |
+| DONE            | no member is left that runs                   | `done`             | DONE       |
+| DONE            | the same, but a member of the round waits     | `again`: join too  | DONE       |
+| MEMBER          | connection ended, or silent for three beats   |                    | missing    |
+| missing         | `resume` on a further connection              | `waiting`          | MEMBER     |
+| missing         | `resume` after others were placed without it  | `stale`            | CONNECTED  |
+
+All are sent `waiting`, the number of nodes that wait to join and whether ranks of another node have ended, whenever it
+changes and as a heartbeat; and `closed` once one of them sends `close`, or the policy of restarts ends the run.
 
 Where more nodes wait than the run needs, these come first: the first node, nodes that failed less than twice since the
 last new checkpoint, lower numbers. Spare hosts have the numbers from the size of the run on.
@@ -17,6 +28,7 @@ failures of all: a rank that lost another mostly comes first, and is not the cau
 from __future__ import annotations
 
 import contextlib
+import enum
 import secrets
 import selectors
 import socket
@@ -24,8 +36,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.launch.agents.restart_policy import Failure, RestartPolicy
 from megatron.runtime.messages import Connection
@@ -51,25 +64,60 @@ UNNUMBERED = -1
 """Stands for the number of a node that was given none."""
 
 
+class Stage(enum.Enum):
+    """Stage of a node, as the table above has them."""
+
+    CONNECTED = enum.auto()
+    WAITING = enum.auto()
+    SPARE = enum.auto()
+    MEMBER = enum.auto()
+    DONE = enum.auto()
+
+
+class Order(NamedTuple):
+    """By which nodes that wait are sorted, each of equal merit."""
+
+    is_other: bool
+    """Not the first node, which serves the rendezvous."""
+    number: int
+    """UNNUMBERED: it was given none."""
+    address: str
+    process: int
+
+
 @dataclass
 class Node:
     """Another agent, or that of this node itself."""
 
     heard_s: float
-    order: list[Any] | None = None
-    """True for all but the first, then number, address and process; None: it has not joined."""
+    stage: Stage = Stage.CONNECTED
+    order: Order | None = None
+    """None: it has not joined."""
     address: str = ""
     port: int = 0
     agent: str = ""
     """Drawn at random by each agent."""
-    is_spare: bool = False
-    """It knows that the run is complete without it."""
-    is_member: bool = False
-    """It has a number in the present round; not while it waits for the next one."""
-    is_done: bool = False
     failures: list[Failure] = field(default_factory=list)
     """Those of its ranks that ended the present round."""
     joined_s: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.stage in (Stage.WAITING, Stage.SPARE)
+
+    @property
+    def has_number(self) -> bool:
+        """True in the present round, not while it waits for the next one."""
+        return self.stage in (Stage.MEMBER, Stage.DONE)
+
+
+class News(NamedTuple):
+    """State of the round, as all nodes are sent it."""
+
+    waiting: int = 0
+    """Number of nodes that wait to join."""
+    has_lost_ranks: bool = False
+    """The ranks of a member have ended, or are lost, for another reason than a node that joins."""
 
 
 # It alone chooses the nodes of a round and decides on restarts: two hosts cannot give way to one spare host, and an
@@ -105,13 +153,21 @@ class Server(threading.Thread):
         self._missing: dict[str, tuple[Node, float]] = {}
         """Members of the round that were dropped, by agent, and since when."""
         self._has_lost_ranks = False
-        """The ranks of a member have ended, or are lost, for another reason than a node that joins."""
         self._is_first_round = True
         self._last_call_s: float | None = None
-        self._said: tuple[int, bool, float] = (0, False, 0.0)
+        """When a round begins without those that are not there yet; None: too few nodes wait."""
+        self._news, self._news_s = News(), 0.0
+        """What was sent last, and when."""
         self._end_s: float | None = None
         self._is_closed = False
         self._end_status: int | None = None
+        self._actions: dict[str, Callable[[Connection, dict[str, Any]], None]] = {
+            "join": self._admit,
+            "resume": self._resume,
+            "done": self._note_done,
+            "close": self._end_run,
+            "beat": lambda connection, message: None,
+        }
 
     def stop(self, linger_s: float) -> None:
         """End once the nodes have left, at most `linger_s` from now."""
@@ -154,41 +210,47 @@ class Server(threading.Thread):
         try:
             for message in connection.receive():
                 self._nodes[connection].heard_s = time.monotonic()
-                self._take(connection, message)
+                self._actions[message["kind"]](connection, message)
         except Exception:  # of whatever a stranger sends; a node reports it itself
             self._drop(connection)
 
-    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
-        if message["kind"] == "join":
-            is_other, node_rank, address, pid = message["order"]
-            saved = message["saved"]
-            self._policy.note_saved(None if saved is None else int(saved))
-            node.failures = [Failure.from_json(failure) for failure in message["failures"]]
-            node.joined_s = node.heard_s
-            self._replace(connection, str(message["agent"]))
-            self._has_lost_ranks |= (node.is_member or node.agent in self._missing) and not self._said[0]
-            self._missing.pop(node.agent, None)
-            node.order = [bool(is_other), int(node_rank), str(address), int(pid)]
-            node.address, node.port = str(message["address"]), int(message["port"])
-            node.is_member = node.is_done = node.is_spare = False
-            if self._is_closed:
-                connection.send(kind="closed", status=self._end_status)
-            elif message["code"] != self._code:
-                # a node that comes late does not end the run of the others
-                refused = list(self._nodes) if self._is_first_round else [connection]
-                node.order = None
-                self._send_all(refused, kind="refused", host=str(message["host"]))
-            elif len(self._waiting()) >= self._min_nodes:
-                self._last_call_s = time.monotonic() + LAST_CALL_S
-        elif message["kind"] == "resume":
-            self._replace(connection, str(message["agent"]))
-            self._resume(connection, str(message["round"]))
-        elif message["kind"] == "done":
-            node.is_done = True
-        elif message["kind"] == "close":
-            status = message["status"]
-            self._close(None if status is None else int(status))
+        saved = message["saved"]
+        self._policy.note_saved(None if saved is None else int(saved))
+        node.failures = [Failure.from_json(failure) for failure in message["failures"]]
+        node.joined_s = node.heard_s
+        self._replace(connection, str(message["agent"]))
+        ran = node.has_number or node.agent in self._missing
+        if ran and not self._news.waiting:  # no node joins: its ranks have ended by themselves
+            self._has_lost_ranks = True
+        self._missing.pop(node.agent, None)
+        is_other, number, address, process = message["order"]
+        node.order = Order(bool(is_other), int(number), str(address), int(process))
+        node.address, node.port = str(message["address"]), int(message["port"])
+        node.stage = Stage.WAITING
+        if self._is_closed:
+            connection.send(kind="closed", status=self._end_status)
+        elif message["code"] != self._code:
+            self._refuse(connection, str(message["host"]))
+        elif len(self._waiting()) >= self._min_nodes:
+            self._last_call_s = time.monotonic() + LAST_CALL_S
+
+    def _refuse(self, connection: Connection, host: str) -> None:
+        """Refuse a node with other code, and before the first round all nodes: the run cannot have what it asks for."""
+        self._nodes[connection].order, self._nodes[connection].stage = None, Stage.CONNECTED
+        # a node that comes late does not end the run of the others
+        refused = list(self._nodes) if self._is_first_round else [connection]
+        self._send_all(refused, kind="refused", host=host)
+
+    def _note_done(self, connection: Connection, message: dict[str, Any]) -> None:
+        node = self._nodes[connection]
+        if node.stage is Stage.MEMBER:
+            node.stage = Stage.DONE
+
+    def _end_run(self, connection: Connection, message: dict[str, Any]) -> None:
+        status = message["status"]
+        self._close(None if status is None else int(status))
 
     def _close(self, status: int | None) -> None:
         self._is_closed, self._end_status = True, status
@@ -201,72 +263,101 @@ class Server(threading.Thread):
             if other is not connection and node.agent == agent:
                 self._drop(other)
 
-    def _resume(self, connection: Connection, round_id: str) -> None:
+    def _resume(self, connection: Connection, message: dict[str, Any]) -> None:
         """Give a member of the present round that lost its connection its place again: its ranks still run."""
-        if self._is_closed or round_id != self._round_id or self._nodes[connection].agent not in self._missing:
-            if self._is_closed:
-                connection.send(kind="closed", status=self._end_status)
-            else:
-                connection.send(kind="stale")
-            return
-        node, _ = self._missing.pop(self._nodes[connection].agent)
-        node.heard_s = time.monotonic()
-        self._nodes[connection] = node
-        self._round.append(connection)
-        connection.send(kind="waiting", count=self._said[0], has_lost_ranks=self._said[1])
+        agent = str(message["agent"])
+        self._replace(connection, agent)
+        if self._is_closed:
+            connection.send(kind="closed", status=self._end_status)
+        elif message["round"] != self._round_id or agent not in self._missing:
+            connection.send(kind="stale")
+        else:
+            node, _ = self._missing.pop(agent)
+            node.heard_s = time.monotonic()
+            self._nodes[connection] = node
+            self._round.append(connection)
+            connection.send(kind="waiting", count=self._news.waiting, has_lost_ranks=self._news.has_lost_ranks)
 
     def _look(self, now_s: float) -> None:
-        """Drop who is silent, number the nodes if it is time, and send what has changed."""
+        """Let time take its effect: silence, the begin and the end of a round, and news.
+
+        In this order: a round begins once its members are lost, and with it no news of the last one are left.
+        """
+        self._drop_silent(now_s)
+        if self._begin_round(now_s):
+            return
+        returning = sum(now_s - since_s < RETURN_S for _, since_s in self._missing.values())
+        self._has_lost_ranks |= returning < len(self._missing)
+        if not returning:  # its ranks run, and are not done
+            self._end_round()
+        members = sum(node.has_number for node in self._nodes.values())
+        if members == self._max_nodes:
+            self._inform_spares()
+        # nodes join where there are places, also of a member that is lost, but not of one that may return
+        has_places = 0 < members < self._max_nodes - returning
+        self._send_news(News(len(self._waiting()) if has_places else 0, self._has_lost_ranks), now_s)
+
+    def _drop_silent(self, now_s: float) -> None:
         for connection, node in list(self._nodes.items()):
             limit_s = KEEP_ALIVE_S * LOST_BEATS if connection.is_known else INTRODUCTION_S
             if now_s - node.heard_s > limit_s:
                 self._drop(connection, was_silent=True)
+
+    def _begin_round(self, now_s: float) -> bool:
+        """Give the nodes their numbers if no member of the last round is left, and enough wait; return whether so."""
         waiting = self._waiting()
-        members = [connection for connection, node in self._nodes.items() if node.is_member]
         if len(waiting) < self._min_nodes:
             self._last_call_s = None
+        if self._is_closed or any(node.has_number for node in self._nodes.values()):
+            return False
         is_time = self._last_call_s is not None and now_s >= self._last_call_s
-        if not members and not self._is_closed and (self._are_complete(waiting) or is_time):
-            self._decide(now_s)
-            if now_s >= self._start_s and not self._is_closed:
-                self._place(self._waiting())
-                return
-        returning = [since_s for _, since_s in self._missing.values() if now_s - since_s < RETURN_S]
-        self._has_lost_ranks |= len(returning) < len(self._missing)
-        left = [self._nodes[connection] for connection in self._round if connection in self._nodes]
-        have_ended = all(node.is_done or not node.is_member for node in left) and not returning
-        if have_ended and any(node.is_done for node in left):
-            done, self._round = [connection for connection in self._round if connection in self._nodes], []
-            # where a node has joined again, its agent has stopped the ranks of all: the run has not ended
-            kind = "again" if any(not node.is_member for node in left) else "done"
-            self._send_all([connection for connection in done if self._nodes[connection].is_done], kind=kind)
-        if len(members) == self._max_nodes:
-            self._inform_spares()
-        count = len(waiting) if members and len(members) + len(returning) < self._max_nodes else 0
-        if (count, self._has_lost_ranks) != self._said[:2] or now_s - self._said[2] > KEEP_ALIVE_S:
-            self._said = count, self._has_lost_ranks, now_s
-            everyone = [connection for connection in self._nodes if connection.is_known]
-            self._send_all(everyone, kind="waiting", count=count, has_lost_ranks=self._has_lost_ranks)
+        if not is_time and not self._are_complete(waiting):
+            return False
+        self._decide(now_s)
+        if self._is_closed or now_s < self._start_s:
+            return False
+        self._place(self._waiting())  # once more: a failure may have put another node first
+        return True
+
+    def _end_round(self) -> None:
+        """Send those that are done how the round ends, once no member runs any more."""
+        left = [connection for connection in self._round if connection in self._nodes]
+        stages = {self._nodes[connection].stage for connection in left}
+        if Stage.MEMBER in stages or Stage.DONE not in stages:
+            return
+        self._round = []
+        # where a node has joined again, its agent has stopped the ranks of all: the run has not ended
+        kind = "done" if stages == {Stage.DONE} else "again"
+        self._send_all((one for one in left if self._nodes[one].stage is Stage.DONE), kind=kind)
+
+    def _send_news(self, news: News, now_s: float) -> None:
+        if news == self._news and now_s - self._news_s <= KEEP_ALIVE_S:
+            return
+        self._news, self._news_s = news, now_s
+        everyone = [connection for connection in self._nodes if connection.is_known]
+        self._send_all(everyone, kind="waiting", count=news.waiting, has_lost_ranks=news.has_lost_ranks)
 
     def _waiting(self) -> list[Connection]:
         """Return the nodes that have joined and have no place yet, the first of them first, at most one of a number."""
-        found: dict[Any, tuple[list[Any], Connection]] = {}
+        by_number: dict[Any, tuple[tuple[Any, ...], Connection]] = {}
         for connection, node in self._nodes.items():
-            if node.order and not node.is_member:
-                number = node.order[1]
-                is_failing = self._own_failures[node.agent] >= FAILING
-                found[connection if number == UNNUMBERED else number] = (
-                    [node.order[0], is_failing, *node.order[1:]],
-                    connection,
-                )
-        in_order = sorted(found.values(), key=lambda one: one[0])
+            if node.order is None or not node.waits:
+                continue
+            is_other, number, *rest = node.order
+            is_failing = self._own_failures[node.agent] >= FAILING
+            # of two with one number the later is the one that lives: the other has been started again
+            key = connection if number == UNNUMBERED else number
+            by_number[key] = (is_other, is_failing, number, *rest), connection
+        in_order = sorted(by_number.values(), key=lambda one: one[0])
         return [connection for _, connection in in_order][: self._max_nodes]
 
     def _are_complete(self, waiting: list[Connection]) -> bool:
         """Return whether all nodes are there. At first a spare host leaves others the last call to come."""
-        orders = [self._nodes[connection].order or [] for connection in waiting]
-        spare = any(order[1] >= self._max_nodes for order in orders)
-        return len(waiting) == self._max_nodes and not (spare and self._is_first_round)
+        if len(waiting) < self._max_nodes:
+            return False
+        orders = (self._nodes[connection].order for connection in waiting)
+        has_spare = any(order is not None and order.number >= self._max_nodes for order in orders)
+        return not (has_spare and self._is_first_round)
 
     def _decide(self, now_s: float) -> None:
         """Let the policy decide once what follows the failures that ended the round."""
@@ -290,8 +381,8 @@ class Server(threading.Thread):
 
     def _inform_spares(self) -> None:
         for connection, node in list(self._nodes.items()):
-            if node.order and not node.is_member and not node.is_spare:
-                node.is_spare = True
+            if node.stage is Stage.WAITING:
+                node.stage = Stage.SPARE
                 self._send_all([connection], kind="spare")
 
     def _place(self, waiting: list[Connection]) -> None:
@@ -300,9 +391,10 @@ class Server(threading.Thread):
         self._round, self._last_call_s = list(waiting), None
         self._round_id = secrets.token_hex(8)
         self._missing.clear()
-        self._has_lost_ranks, self._said = False, (0, False, time.monotonic())
+        self._has_lost_ranks = False
+        self._news, self._news_s = News(), time.monotonic()
         for number, connection in enumerate(waiting):
-            self._nodes[connection].is_member = True
+            self._nodes[connection].stage = Stage.MEMBER
             self._send_all(
                 [connection],
                 kind="placed",
@@ -316,18 +408,23 @@ class Server(threading.Thread):
         if not self._max_restarts:
             self._end_s = time.monotonic() + LINGER_S
 
-    def _send_all(self, connections: list[Connection], **message: Any) -> None:
+    def _send_all(self, connections: Iterable[Connection], **message: Any) -> None:
         for connection in connections:
-            if connection in self._nodes and connection.is_known:
-                try:
-                    connection.send(**message)
-                except OSError:
-                    self._drop(connection)
+            if connection not in self._nodes or not connection.is_known:
+                continue
+            try:
+                connection.send(**message)
+            except OSError:
+                self._drop(connection)
 
     def _drop(self, connection: Connection, *, was_silent: bool = False) -> None:
-        if (node := self._nodes.pop(connection, None)) is not None:
-            if node.is_member and not node.is_done and not self._is_closed:
-                self._missing[node.agent] = node, time.monotonic() - (RETURN_S if was_silent else 0.0)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(connection.socket)
-            connection.close()
+        node = self._nodes.pop(connection, None)
+        if node is None:
+            return
+        if node.stage is Stage.MEMBER and not self._is_closed:
+            # one that was silent has had its time to return
+            since_s = time.monotonic() - (RETURN_S if was_silent else 0.0)
+            self._missing[node.agent] = node, since_s
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.close()

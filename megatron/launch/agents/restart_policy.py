@@ -99,7 +99,11 @@ class Failure:
     @property
     def error(self) -> str:
         """Its error, or how it ended."""
-        return self.fault if self.state == "failed" else "no progress" if self.hangs else ending(self.returncode)
+        if self.state == "failed":
+            return self.fault
+        if self.hangs:
+            return "no progress"
+        return ending(self.returncode)
 
     @property
     def signature(self) -> tuple[int, int, str]:
@@ -111,13 +115,14 @@ class Failure:
         """Step and phase."""
         if not self.step:
             return "before the first step"
-        return f"in step {self.step}" + (f", {self.phase}" if self.phase else "")
+        return f"in step {self.step}, {self.phase}" if self.phase else f"in step {self.step}"
 
     @property
     def end(self) -> str:
         """The rank and its end."""
-        text = f"{self.member or f'rank {self.rank}'} on {self.host} {ending(self.returncode)}"
-        return text + (f" {self.place}: {self.fault}" if self.state == "failed" else "")
+        name = self.member or f"rank {self.rank}"
+        text = f"{name} on {self.host} {ending(self.returncode)}"
+        return f"{text} {self.place}: {self.fault}" if self.state == "failed" else text
 
     def __str__(self) -> str:
         return f"{self.end}; {self.remark}" if self.remark else self.end
@@ -160,28 +165,43 @@ class RestartPolicy:
         """Decide after an attempt that ended by these failures, the first seen first; all nodes' together.
 
         `lost`: describes the node that was lost, which is the cause where no rank is; there may be no failure then.
+        The first of these rules that holds decides:
+
+        | without progress since             | decision                                           |
+        |------------------------------------|----------------------------------------------------|
+        | the same error ended REPEATS tries | the run ends, ABORTED: a restart would repeat it   |
+        | all restarts are used up           | the run ends with the status of the first failure  |
+        |                                    | restart; the first at once, further ones delayed   |
         """
-        progressed, self._has_progressed = self._has_progressed, False
-        if progressed:
-            self._used = 0
-            self._attempts.clear()
-        own = [one for one in failures if one.is_own] or [one for one in failures if one.hangs]
-        first = next(iter(own or failures), None)
-        cause = lost if lost and not own else str(first)
-        status = FAILED if first is None else shell_status(first.returncode)
-        self._attempts.update({one.signature for one in own if not one.may_pass})
-        if repeated := next((one for one in own if self._attempts[one.signature] >= REPEATS), None):
-            return Decision(_crash_loop(repeated), restarts=False, status=ABORTED, has_progressed=progressed)
+        progressed = self._take_progress()
+        causes = _causes(failures)
+        first = next(iter(causes or failures), None)
+        cause = lost if lost and not causes else str(first)
+        self._attempts.update({one.signature for one in causes if not one.may_pass})
+        repeated = [one for one in causes if self._attempts[one.signature] >= REPEATS]
+        if repeated:
+            return Decision(_crash_loop(repeated[0]), restarts=False, status=ABORTED, has_progressed=progressed)
         if self._used >= self._max_restarts:
             text = f"{cause}; all {self._max_restarts} restarts are used up without a new checkpoint"
+            status = FAILED if first is None else shell_status(first.returncode)
             return Decision(text, restarts=False, status=status, has_progressed=progressed)
         self._used += 1
         self.restarts += 1
         delay_s = self._delay_s()
         text = f"{cause}; restart {self._used} of {self._max_restarts}"
-        text += f" since the checkpoint of iteration {self._saved}" if self._saved else ""
-        text += f", in {delay_s:.1f} s" if delay_s else ""
+        if self._saved:
+            text += f" since the checkpoint of iteration {self._saved}"
+        if delay_s:
+            text += f", in {delay_s:.1f} s"
         return Decision(text, restarts=True, delay_s=delay_s, has_progressed=progressed)
+
+    def _take_progress(self) -> bool:
+        """Return whether there was progress since the last decision, with which all counts begin again."""
+        progressed, self._has_progressed = self._has_progressed, False
+        if progressed:
+            self._used = 0
+            self._attempts.clear()
+        return progressed
 
     def _delay_s(self) -> float:
         if self._used == 1:
@@ -190,13 +210,21 @@ class RestartPolicy:
         return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**doublings) * (1.0 - JITTER * self._draw())
 
 
+def _causes(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures that caused the others: errors of their own, else ranks that hang; none may be known."""
+    own = [failure for failure in failures if failure.is_own]
+    return own or [failure for failure in failures if failure.hangs]
+
+
 def _crash_loop(failure: Failure) -> str:
     """Return the message that ends a crash loop."""
-    where = "" if failure.state == "failed" else f" {failure.place}"
-    earlier = f" ({failure.remark})" if failure.remark else ""
+    text = failure.end
+    if failure.state != "failed":  # else the end names the place
+        text += f" {failure.place}"
+    if failure.remark:
+        text += f" ({failure.remark})"
     return (
-        f"{failure.end}{where}{earlier}: the same error {REPEATS} times without a new checkpoint, so a restart would "
-        "repeat it. "
+        f"{text}: the same error {REPEATS} times without a new checkpoint, so a restart would repeat it. "
         "Correct its cause, then start the run again: it resumes the newest checkpoint"
     )
 
