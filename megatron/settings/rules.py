@@ -92,7 +92,7 @@ def check_partition(config: Config) -> Iterator[str]:
 
 
 def check_fp8(config: Config) -> Iterator[str]:
-    """Yield a message for every option that fp8 cannot be combined with, whatever the device."""
+    """Yield a message for every option that fp8 cannot be combined with, whatever the device and the task."""
     fp8, training = config.fp8, config.training
     if not fp8.uses_fp8:
         return
@@ -109,16 +109,10 @@ def check_fp8(config: Config) -> Iterator[str]:
         )
     if config.lora.lora_rank or config.model.quantize_base != "none":
         yield f"{given} trains whole weights, without adapters and quantize_base; leave these out, or fp8_format"
-    if training.task not in ("pretrain", "sft"):
-        yield f"{given} trains task=pretrain and task=sft, not {training.task}; leave it out"
     if config.optimizer.zero_stage == 3:
         yield f"{given} needs whole weights on each rank, but zero_stage=3; use 2 or less"
     if config.parallel.schedule != "1f1b":
         yield f"{given} runs under pipeline_schedule=1f1b, not {config.parallel.schedule}; use that"
-    packs = training.task == "sft" and config.sft.packing == "step"
-    if fp8.fp8_interval is None and (packs or training.rampup_batch_size is not None):
-        varied = "packing=step" if packs else "rampup_batch_size"
-        yield f"{given} needs fp8_interval, since {varied} varies the microbatches of a step; give their least number"
     if config.sft.compile_ahead:
         yield f"{given} keeps the largest values of each pass, which compile_ahead would change; leave one out"
     yield from _check_fp8_history(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from megatron.options.config import Config, num_microbatches
 from megatron.options.dependents import idle_options
@@ -73,6 +73,8 @@ class TaskData(ABC):
     """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
     reads_data_path: ClassVar[bool] = True
     """The data is that of `data_path` or `train_data_path`, one of which is then required."""
+    content: ClassVar[Literal["text", "chats", "pairs"]] = "text"
+    """Its samples are texts, chats or pairs of answers; the last two begin with prompts of a user."""
     preprocessor: ClassVar[str] = "preprocess_data"
     """Tool that writes the data."""
     order_options: ClassVar[tuple[str, ...]] = (
@@ -168,6 +170,11 @@ class TaskData(ABC):
     def num_microbatches(self, data_parallel_size: int) -> int | None:
         """Return the microbatches of each rank in a full step; None if the data decides."""
         return num_microbatches(self.config.training, data_parallel_size)
+
+    @property
+    def varied_by(self) -> str | None:
+        """Option by which full steps have different numbers of microbatches; None: all have as many."""
+        return None if self.config.training.rampup_batch_size is None else "rampup_batch_size"
 
     def batch_text(self, data_parallel_size: int) -> str:
         """Return the plan's line on the global batch."""

@@ -148,6 +148,10 @@ class PackedData(TaskData):
     def num_microbatches(self, data_parallel_size: int) -> None:
         return None
 
+    @property
+    def varied_by(self) -> str | None:
+        return "packing=step" if self.config.sft.packing == "step" else super().varied_by
+
     def batch_text(self, data_parallel_size: int) -> str:
         training, packing = self.config.training, self.config.sft.packing
         size, rows = training.global_batch_size, f"rows of at most {self.row_length:,} tokens"

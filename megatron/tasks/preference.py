@@ -58,6 +58,7 @@ class PreferenceData(PackedData):
     """Pairs of answers, or single ones."""
 
     sample_name = "pair"
+    content = "pairs"
     preprocessor = "preprocess_preferences"
     order_options: ClassVar[tuple[str, ...]] = (
         *PackedData.order_options,

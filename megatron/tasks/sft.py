@@ -22,6 +22,7 @@ class ChatData(PackedData):
     """Chats, of which the answers are trained."""
 
     sample_name = "chat"
+    content = "chats"
     preprocessor = "preprocess_chat"
 
     def open_samples(self) -> Sequence[Any]:

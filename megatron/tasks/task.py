@@ -47,6 +47,7 @@ class Task:
         yield from self.data.faults(world_size)
         yield from self._loss_faults()
         yield from self._teacher_faults()
+        yield from self._fp8_faults()
         yield from self.objective.faults()
 
     def idle(self) -> Iterator[str]:
@@ -78,6 +79,19 @@ class Task:
             return
         more = "; its pairs have label_smoothing" if "preference" in self.sections else ""
         yield f"label_smoothing_factor={training.label_smoothing_factor} is not read by {owner}; leave it out{more}"
+
+    def _fp8_faults(self) -> Iterator[str]:
+        fp8, varied_by = self.config.fp8, self.data.varied_by
+        if not fp8.uses_fp8:
+            return
+        given = f"fp8_format={fp8.fp8_format}"
+        if not self.predicts_tokens:
+            yield f"{given} trains task=pretrain and task=sft, not {self.config.training.task}; leave it out"
+        if fp8.fp8_interval is None and varied_by is not None:
+            yield (
+                f"{given} needs fp8_interval, since {varied_by} varies the microbatches of a step; give their least "
+                "number"
+            )
 
     def _teacher_faults(self) -> Iterator[str]:
         training, top_k = self.config.training, self.config.training.teacher_top_k

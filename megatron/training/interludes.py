@@ -32,6 +32,7 @@ from megatron.options.config import Config
 from megatron.options.progress import Progress
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.resilience.watchdog import Watchdog
+from megatron.tasks.registry import load_task
 from megatron.training.engine import Engine
 from megatron.weights.loader import tokenizer_of
 
@@ -169,7 +170,7 @@ class Answers(Interlude):
         model.origin = origin_of_run(folder)
         self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
         requests = list[Request]()
-        as_chat = config.training.task != "pretrain" and self._path.suffix != ".jsonl"
+        as_chat = load_task(config).data.content != "text" and self._path.suffix != ".jsonl"
         for where, read in _rows(self._path):
             try:
                 row = read()
