@@ -10,6 +10,7 @@ message lists every fault, and the exit status is 2. Otherwise it is that of the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -26,17 +27,18 @@ from megatron.launch.checks import warn_of_new_tokens
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.dialects.hl_help import script_help
 from megatron.launch.dialects.hl_requests import from_environment, legend
-from megatron.launch.dialects.hl_variables import ALL, Script
-from megatron.launch.plan import LAUNCHERS, TOO_LONG, TRAIN_ON, FineTuning, LaunchPlan, LaunchRequest, RefusedError
+from megatron.launch.dialects.hl_variables import ALL, VARIABLES, Script
+from megatron.launch.options import ChatOptions, LaunchOptions, RowOptions
+from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.options.config import ConfigError
-from megatron.options.dialect import one_of
-from megatron.options.flags import flag
+from megatron.options.dialect import flag_words
+from megatron.options.flags import HelpFormatter, add_flags, flag, read_known_flags, shown
 from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
 from megatron.runtime.commands import REFUSED, command_name
-from megatron.runtime.devices import device_fault, device_names, rank_variables
+from megatron.runtime.devices import rank_variables
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.terminal import folded, for_stderr
 from megatron.settings.command_line import presets_of, read_command_line
@@ -44,30 +46,8 @@ from megatron.settings.parser import build_parser, help_text, help_topic
 from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 
-VARIABLES_OF = {
-    "--nodes": "HL_NUM_NODES",
-    "--devices-per-node": "HL_DEVICES_PER_NODE",
-    "--data-parallel-size": "HL_DP",
-    "--hostsfile": "HL_HOSTSFILE",
-    "--launcher": "HL_LAUNCHER_TYPE",
-    "--cores-per-rank": "HL_PE",
-    "--ranks-per-socket": "HL_PPR",
-    "--max-restarts": "HL_MAX_RESTARTS",
-    "--min-nodes": "HL_MIN_NODES",
-    "--spare-hosts": "HL_SPARE_HOSTS",
-    "--rendezvous": "HL_RENDEZVOUS",
-    "--activate": "HL_QNPU_DIR",
-    "--env": "HL_ENV_FLAGS",
-    "--chats": "HL_DATA",
-    "--chat-template": "HL_CHAT_TEMPLATE",
-    "--train-on": "HL_TRAIN_ON",
-    "--too-long": "HL_TOO_LONG",
-    "--ignore-columns": "HL_IGNORE_COLUMNS",
-    "--dry-run": "HL_DRY_RUN=1",
-}
-"""Variable that stands for a flag of the launcher where a script is used."""
-CHAT_OPTIONS = ("chat_template", "train_on", "too_long", "ignore_columns")
-"""Options of the launcher that decide how the rows of --chats are read."""
+IN_TRAIN_FLAGS = ("device", "data_parallel_size")
+"""Options of a plan that its flags of training say too."""
 
 
 def plan_text(plan: LaunchPlan, title: str) -> str:
@@ -113,36 +93,25 @@ def command_text(plan: LaunchPlan) -> str:
 
 def launch_command(plan: LaunchPlan) -> list[str]:
     """Return the words of this launcher that make the plan, without variables."""
-    values = {
-        "nodes": plan.nodes,
-        "devices_per_node": plan.devices_per_node,
-        "hostsfile": plan.hostsfile,
-        "rendezvous": plan.rendezvous,
-        "master_port": plan.master_port,
-        "launcher": plan.launcher,
-        "cores_per_rank": plan.cores_per_rank,
-        "ranks_per_socket": plan.ranks_per_socket,
-        "max_restarts": plan.max_restarts,
-        "min_nodes": plan.min_nodes if plan.min_nodes < plan.nodes else None,
-        "spare_hosts": plan.spare_hosts,
-        "activate_dir": plan.activate_dir,
-    }
+    given = {name: value for name, value in plan.options().items() if name not in IN_TRAIN_FLAGS}
+    if plan.min_nodes == plan.nodes:
+        given["min_nodes"] = None
+    command = [*_launcher_words(), *_flag_words(LaunchOptions, given)]
     data = plan.fine_tuning
     if data is not None:
-        values["chats"] = data.data or data.folder
-        values |= {name: getattr(data, name) for name in CHAT_OPTIONS if name != "ignore_columns"}
-    command, parser = _launcher_words(), build_launch_parser()
-    for name, setting in values.items():
-        if setting is not None and setting != parser.get_default(name):
-            command += [_flag(name), str(setting)]
-    if data is not None and data.ignore_columns:
-        command += ["--ignore-columns", *data.ignore_columns]
+        rows = {field.name: getattr(data, field.name) for field in dataclasses.fields(RowOptions)}
+        command += _flag_words(ChatOptions, {"chats": data.data or data.folder, **rows})
     threads = threads_per_rank(plan.devices_per_node)
     derived = rank_variables(plan.config.parallel.device) | {"OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
         if derived.get(name) != value:
             command += ["--env", f"{name}={value}"]
     return [*command, "--", *plan.train_flags]
+
+
+def _flag_words(cls: type, options: Mapping[str, Any]) -> list[str]:
+    """Return the flags of the options that are not at their defaults, with their values."""
+    return flag_words({flag(name): value for name, value in options.items() if value != getattr(cls, name)})
 
 
 def _launcher_words() -> list[str]:
@@ -155,59 +124,68 @@ def _launcher_words() -> list[str]:
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script | None]:
     """Return the request, and the script whose HL_* variables define it, if any do."""
-    own, train_flags = list(arguments), []
+    own, train_flags = list(arguments), list[str]()
     if "--" in own:
         place = own.index("--")
         own, train_flags = own[:place], own[place + 1 :]
-    options, faults, unread = _read_options(own)
-    script = options.pop("variables")
-    train_flags, misplaced = _without_own(train_flags, options)
+    namespace, rest = build_launch_parser().parse_known_args(own)
+    script: Script | None = namespace.variables
+    del namespace.variables
+    faults: list[str] = []
+    options, unread = read_known_flags(LaunchOptions, namespace, faults)
+    chats, unread_rows = read_known_flags(ChatOptions, namespace, faults)
+    environment = _environment(namespace.env or [], faults)
+    unread |= unread_rows | _check_words(rest, {flag(name): name for name in vars(namespace)}, faults)
+    train_flags, misplaced = _without_own(train_flags, vars(namespace))
     for name in misplaced:
         remedy = _as_variable(name) if script else "write it before `--`"
-        faults.append(f"{name} is a flag of the launcher, not of megatron.train; {remedy}")
-        unread |= {name.removeprefix("--").replace("-", "_")} & UNREADABLE
+        faults.append(f"{flag(name)} is a flag of the launcher, not of megatron.train; {remedy}")
+    unread = (unread | set(misplaced)) & (UNREADABLE | {"device", "config"})
     if script is None:
-        return _flags_request(options, train_flags, faults, unread), None
+        request = LaunchRequest(**options.options(), environment=environment, train_flags=train_flags)
+        request.faults, request.unread = faults, unread
+        _add_chats(request, chats)
+        return request, None
     request = from_environment(os.environ, script, train_flags)
-    default = vars(build_launch_parser().parse_args([]))
-    request.faults += faults
+    given = [name for name, value in vars(namespace).items() if value is not None]
+    without_effect = [f"{flag(name)} has no effect beside --variables {script}; {_as_variable(name)}" for name in given]
+    request.faults += [*faults, *without_effect]
     request.unread |= unread
-    request.faults += [
-        f"{_flag(name)} has no effect beside --variables {script}; {_as_variable(_flag(name))}"
-        for name, value in options.items()
-        if value != default[name]
-    ]
     return request, script
 
 
-def _flags_request(
-    options: dict[str, Any], train_flags: list[str], faults: list[str], unread: set[str]
-) -> LaunchRequest:
-    """Return the request that the launcher's own options make."""
-    chats = options.pop("chats")
-    given = {name: options.pop(name) for name in CHAT_OPTIONS}
-    request = LaunchRequest(**options | {"environment": dict(options["environment"])}, train_flags=train_flags)
-    request.faults, request.unread = faults, unread
-    if chats is not None:
-        _add_chats(request, chats, given)
-    if chats is None or Path(chats).is_dir():
-        for flag_given in _flags_given(given):
+def _environment(words: Sequence[str], faults: list[str]) -> dict[str, str]:
+    """Return the variables of --env NAME=VALUE."""
+    variables = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            variables[name] = value
+        else:
+            faults.append(f"--env={word!r} must be NAME=VALUE")
+    return variables
+
+
+def _add_chats(request: LaunchRequest, given: ChatOptions) -> None:
+    """Set the data of a fine-tuning run."""
+    chats = given.chats
+    is_processed = chats is not None and Path(chats).is_dir()
+    if chats is None or is_processed:
+        for flag_given in _flags_given(given, ("train_on", "too_long", "ignore_columns")):
             request.faults.append(f"{flag_given} needs --chats with a file, which is processed; leave it out")
-    return request
-
-
-def _add_chats(request: LaunchRequest, chats: str, given: Mapping[str, Any]) -> None:
-    """Set the data of a fine-tuning run. `given`: the options of CHAT_OPTIONS."""
+    if chats is None:
+        return
     config = read_command_line(request.train_flags).config
     model = config.checkpoint.load
     if model is None:
         request.faults.append(f"--chats {chats} needs the model to fine-tune; give --load FOLDER after --")
-    if config.training.task == "preference":
-        for flag_given in _flags_given({name: given[name] for name in ("train_on", "too_long")}):
-            request.faults.append(f"{flag_given} has no effect on pairs of answers; leave it out")
-    folder, file = (chats, None) if Path(chats).is_dir() else (None, chats)
-    rows = {**given, "ignore_columns": tuple(given["ignore_columns"])}
-    request.fine_tuning = FineTuning(model or "", data=file, folder=folder, **rows)
+    with contextlib.suppress(ConfigError):  # the rules of the config report a task that there is not
+        if load_task(config).data.content == "pairs":
+            for flag_given in _flags_given(given, ("train_on", "too_long")):
+                request.faults.append(f"{flag_given} has no effect on pairs of answers; leave it out")
+    rows = {field.name: getattr(given, field.name) for field in dataclasses.fields(RowOptions)}
+    folder, file = (chats, None) if is_processed else (None, chats)
+    request.fine_tuning = FineTuning(model=model or "", data=file, folder=folder, **rows)
     try:
         _ = request.fine_tuning.files
     except ValueError as why:
@@ -215,29 +193,10 @@ def _add_chats(request: LaunchRequest, chats: str, given: Mapping[str, Any]) -> 
         request.fine_tuning = None
 
 
-def _flags_given(options: Mapping[str, Any]) -> list[str]:
-    """Return the flags of rows, with values, that are not at their defaults."""
-    parser = build_launch_parser()
-    changed = {name: value for name, value in options.items() if value != parser.get_default(name)}
-    changed.pop("chat_template", None)
-    return [f"{_flag(name)} {value if isinstance(value, str) else ' '.join(value)}" for name, value in changed.items()]
-
-
-def _read_options(arguments: list[str]) -> tuple[dict[str, Any], list[str], set[str]]:
-    """Return the launcher's own options, their faults, and the options without a value that checks could use."""
-    parser = build_launch_parser()
-    namespace, rest = parser.parse_known_args(arguments)
-    options, faults, unread = vars(namespace), list[str](), set[str]()
-    for name, given in options.items():
-        values = given if isinstance(given, list) else [given]
-        wrong = [value for value in values if isinstance(value, _Wrong)]
-        if wrong:
-            faults += [f"{_flag(name)}={value.text!r} {value.rule}" for value in wrong]
-            kept = [value for value in values if value not in wrong]
-            options[name] = kept if isinstance(given, list) else parser.get_default(name)
-            unread.add(name)
-    unread |= _check_words(rest, {_flag(name): name for name in options}, faults)
-    return options, faults, unread & (UNREADABLE | {"device", "config"})
+def _flags_given(options: ChatOptions, names: Sequence[str]) -> list[str]:
+    """Return those of the flags, with values, that are not at their defaults."""
+    values = {name: getattr(options, name) for name in names}
+    return [f"{flag(name)} {shown(value)}" for name, value in values.items() if value != getattr(ChatOptions, name)]
 
 
 def _check_words(rest: list[str], name_of: Mapping[str, str], faults: list[str]) -> set[str]:
@@ -259,155 +218,51 @@ def _check_words(rest: list[str], name_of: Mapping[str, str], faults: list[str])
 
 
 def _without_own(train_flags: list[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the flags without those of the launcher alone and their values, and the names of these."""
-    own = {_flag(name) for name in options}
+    """Return the flags without those of the launcher alone and their values, and the options that these are of."""
+    names = {flag(name): name for name in options}
     kept: list[str] = []
-    names: list[str] = []
+    misplaced: list[str] = []
     is_value = False
     for word in train_flags:
-        name = word.split("=", 1)[0]
         if word.startswith("-"):
-            is_value = name in own and bool(build_parser().parse_known_args([word])[1])
-            names += [name] if is_value else []
-        kept += [] if is_value else [word]
-    return kept, names
+            name = names.get(word.split("=", 1)[0])
+            is_value = name is not None and bool(build_parser().parse_known_args([word])[1])
+            if is_value:
+                misplaced.append(str(name))
+        if not is_value:
+            kept.append(word)
+    return kept, misplaced
 
 
-def _as_variable(name: str) -> str:
-    return f"set {VARIABLES_OF[name]}" if name in VARIABLES_OF else "leave it out"
-
-
-def _flag(name: str) -> str:
-    return {"environment": "--env", "activate_dir": "--activate"}.get(name, flag(name))
+def _as_variable(option: str) -> str:
+    """Return the remedy for a flag of the launcher where a script is used."""
+    target = {"chats": "data", "env": "environment"}.get(option, option)
+    variables = [row.name for row in VARIABLES if target in row.targets]
+    if not variables:
+        return "leave it out"
+    return f"set {variables[-1]}=1" if option == "dry_run" else f"set {variables[-1]}"
 
 
 def build_launch_parser() -> argparse.ArgumentParser:
-    """Return the parser of the launcher's own flags."""
+    """Return the parser of the launcher's own flags; values stay strings."""
     parser = argparse.ArgumentParser(
         prog=command_name("launch"),
+        usage="%(prog)s [--flag VALUE ...] -- FLAGS OF megatron.train",
         description="Validate a run of megatron.train, then launch it on this machine or on the hosts of a hostsfile.",
         epilog="After --, the flags of megatron.train; `-- --help` shows them. See docs/guides/launching.md.",
         allow_abbrev=False,
-    )
-    parser.add_argument("--variables", choices=ALL, help="read HL_* variables, as this script does")
-    parser.add_argument("--nodes", type=_whole(1), default=1, help="nodes (default: 1)")
-    parser.add_argument("--devices-per-node", type=_whole(1), help="default: 8; on the CPU, what the layout needs")
-    parser.add_argument("--data-parallel-size", type=_whole(1), help="default: what the layout leaves of the devices")
-    parser.add_argument("--hostsfile", help="one `<host> slots=<n>` a line")
-    parser.add_argument("--device", **_choice(tuple(device_names()), device_fault))
-    parser.add_argument(
-        "--master-port", type=_whole(1, 65535), help="default: 29500 over several nodes, else a free one"
-    )
-    _add_launcher_flags(parser)
-    parser.add_argument(
-        "--max-restarts",
-        type=_whole(0),
-        default=0,
-        help="restarts from the newest checkpoint after ranks have failed (default: 0)",
-    )
-    parser.add_argument("--min-nodes", type=_whole(1), help="nodes that suffice when others are lost (default: all)")
-    parser.add_argument(
-        "--spare-hosts",
-        type=_whole(0),
-        default=0,
-        metavar="N",
-        help="hosts of the hostsfile after those of the run, which replace hosts that are lost or fail twice "
-        "(default: 0)",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="address of the first node, if a scheduler starts this launcher on each node; instead of a hostsfile",
+        "--variables", choices=ALL, metavar=f"{{{','.join(ALL)}}}", help="read HL_* variables, as this script does"
     )
+    for title, cls in (("launch", LaunchOptions), ("chats", ChatOptions)):
+        add_flags(parser.add_argument_group(title, cls.__doc__), cls)
+    # not by a dataclass, whose flags replace what was given before
     parser.add_argument(
-        "--activate", dest="activate_dir", metavar="DIR", help="folder whose `activate` every other host sources first"
+        "--env", action="append", metavar="NAME=VALUE", help="variable for the ranks on every host; repeatable"
     )
-    parser.add_argument(
-        "--env",
-        dest="environment",
-        type=_variable,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="variable for the ranks on every host; repeatable",
-    )
-    _add_chat_flags(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     return parser
-
-
-def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--chats",
-        metavar="PATH",
-        help="fine-tuning: JSONL file of chats to tokenize first (of pairs with --task preference), or folder of "
-        "tokenized ones",
-    )
-    parser.add_argument("--chat-template", metavar="NAME", help="with --chats: a preset, or a .jinja or .py file")
-    parser.add_argument(
-        "--train-on",
-        **_choice(TRAIN_ON),
-        help=f"with --chats: the tokens to train (default: {TRAIN_ON[0]})",
-    )
-    parser.add_argument(
-        "--too-long",
-        **_choice(TOO_LONG),
-        help=f"with --chats: what becomes of chats of more than seq_length tokens (default: {TOO_LONG[0]})",
-    )
-    parser.add_argument(
-        "--ignore-columns",
-        nargs="+",
-        default=[],
-        metavar="COLUMN",
-        help="with --chats: leave these columns of the rows out",
-    )
-
-
-def _add_launcher_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--launcher",
-        **_choice(LAUNCHERS),
-        help="what starts an agent on each host; mpirun also on this machine alone (default: pdsh)",
-    )
-    parser.add_argument("--cores-per-rank", type=_whole(1), default=0, help="bind each rank to so many cores")
-    parser.add_argument(
-        "--ranks-per-socket", type=_whole(1), default=0, help="bound ranks on each socket (default: as many on each)"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wrong:
-    """A value that cannot be read; reported beside all other faults."""
-
-    text: str
-    rule: str
-
-
-def _variable(text: str) -> tuple[str, str] | _Wrong:
-    name, equals, value = text.partition("=")
-    return (name, value) if equals and name.isidentifier() else _Wrong(text, "must be NAME=VALUE")
-
-
-def _choice(known: tuple[str, ...], fault_of: Callable[[str], str | None] | None = None) -> dict[str, Any]:
-    """Return how a flag is declared whose value is one of these, the first by default, or one without a fault."""
-    broken = fault_of or (lambda text: None if text in known else f"must be {one_of(known)}")
-    return {
-        "type": lambda text: text if broken(text) is None else _Wrong(text, str(broken(text))),
-        "default": known[0],
-        "metavar": f"{{{','.join(known)}}}",
-    }
-
-
-def _whole(lowest: int, highest: int | None = None) -> Callable[[str], int | _Wrong]:
-    """Return the reader of a whole number within these limits."""
-    limits = f"of {lowest} or more" if highest is None else f"from {lowest} to {highest}"
-
-    def read(text: str) -> int | _Wrong:
-        if text.isdecimal() and lowest <= int(text) and (highest is None or int(text) <= highest):
-            return int(text)
-        return _Wrong(text, f"must be a whole number {limits}")
-
-    return read
 
 
 @command
@@ -481,7 +336,7 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     from megatron.launch.instructlab.data_process import process_files  # it imports torch
 
     folders = [Path(prefix).parent for prefix in plan.config.data.prefixes]
-    has_pairs = load_task(plan.config).data.preprocessor == "preprocess_preferences"
+    has_pairs = load_task(plan.config).data.content == "pairs"
     found = []
     for samples in process_files(given, folders, plan.config.training.seq_length, has_pairs=has_pairs):
         print(samples.describe())

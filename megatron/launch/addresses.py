@@ -25,6 +25,7 @@ def ip_address(address: str) -> IpAddress | None:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return None
+    # ::ffff:10.0.0.1 is 10.0.0.1, which a hostsfile must not list twice
     return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
@@ -44,14 +45,17 @@ def host_fault(name: str) -> str | None:
     number = ip_address(address)
     if "[" in name or "]" in name:
         if ip_address(address.strip("[]")) is not None:
-            return f"pdsh takes brackets for a range; write ssh:{at and user + at}{address.strip('[]')}"
+            return f"pdsh takes brackets for a range; write ssh:{user}{at}{address.strip('[]')}"
         return "pdsh takes brackets for a range of hosts; give each host a line of its own"
     if at and not re.fullmatch(r"\w[\w.-]*", user, re.ASCII):
         return "a host is HOST or USER@HOST; set `User` for this host in ~/.ssh/config"
     if number is not None:
-        is_misread = ":" in address and not name.startswith("ssh:") and (at or not re.match("[^:]*::", address))
-        wrong_module = f"pdsh takes what stands before its first colon for a module; write ssh:{name}"
-        return address_fault(number) or (wrong_module if is_misread else None)
+        fault = address_fault(number)
+        # pdsh reads no module where the first colon is a double one, and no user stands before it
+        is_safe = ":" not in address or name.startswith("ssh:") or (not at and re.match("[^:]*::", address))
+        if fault is None and not is_safe:
+            return f"pdsh takes what stands before its first colon for a module; write ssh:{name}"
+        return fault
     if ":" in address:
         return (
             "pdsh takes no port; write the host alone, and set `Port` for it in ~/.ssh/config, or "

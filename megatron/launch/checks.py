@@ -1,4 +1,7 @@
-"""Checks of what a run starts from, as far as names and JSON files show it, without torch."""
+"""Checks before a launch: what a run starts from, and the files, folders, devices and programs that it needs.
+
+They read little, names and JSON files where these suffice, create nothing, and import no torch.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ from megatron.weights.model_folder import find_base, nothing_to_load
 
 BASE = "base_model_name_or_path"
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
+CHECKED_SEQUENCES = 1 << 24
+"""Sequences up to which the launch reads the whole index; the ranks do of larger ones."""
 
 
 def missing_start(config: Config) -> Iterator[str]:
@@ -102,7 +107,8 @@ def _check_model(folder: Path, config: Config) -> Iterator[str]:
     """Yield the fault of a folder of transformers that is of another model."""
     path = own_file(folder, "config.json")
     theirs = config_of(read_json(path), str(path), architecture=config.model.architecture)
-    if (fault := other_model(folder, config, theirs)) is not None:
+    fault = other_model(folder, config, theirs)
+    if fault is not None:
         yield fault
 
 
@@ -122,7 +128,8 @@ def _lacking_weights(folder: Path) -> Iterator[str]:
     for index in sorted(folder.glob("*.index.json")):
         files = read_json(index).get("weight_map")
         names = sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
-        if missing := [name for name in names if not (folder / name).is_file()]:
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
             yield f"{folder} lacks {missing[0]} ({len(missing)} of {len(names)} files that {index.name} names); copy it"
 
 
@@ -161,13 +168,6 @@ def is_empty(folder: Path) -> bool:
     return folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks of the files, folders, devices and programs that a run needs. They read little, and create nothing.
-
-CHECKED_SEQUENCES = 1 << 24
-"""Sequences up to which the launch reads the whole index; the ranks do of larger ones."""
-
-
 def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
     """Yield that adapters leave the rows of added tokens as they start, all alike. `vocab_size`: with those tokens."""
     added = vocab_size - config.model.vocab_size
@@ -176,7 +176,8 @@ def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
     shards = declared_shards(declared_layers(config))
     modules = [name for name in ("embedding.word", "output") if f"{name}.weight" in shards]
     trained = {name.rpartition(".")[0] for name, shard in shards.items() if shard.trained}
-    if frozen := [name for name in modules if name not in trained]:
+    frozen = [name for name in modules if name not in trained]
+    if frozen:
         yield (
             f"the chat template adds {added} tokens, whose rows of {' and '.join(frozen)} start alike and are frozen: "
             "the model cannot distinguish them; train these modules with --lora-modules-to-save "
@@ -193,7 +194,8 @@ def check_restarts(request: LaunchRequest, config: Config) -> Iterator[str]:
         )
     yield from _check_spare_hosts(request)
     if request.rendezvous is not None:
-        if fault := endpoint_fault(request.rendezvous):
+        fault = endpoint_fault(request.rendezvous)
+        if fault:
             yield f"rendezvous={request.rendezvous}: {fault}"
         if request.nodes > 1 and not request.dry_run:
             try:
@@ -209,6 +211,7 @@ def check_fewer_nodes(request: LaunchRequest, config: Config, devices_per_node: 
         yield f"min_nodes={fewest} is more than the {request.nodes} nodes of the run; set HL_MIN_NODES lower"
     if fewest < request.nodes and not request.max_restarts:
         yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
+    # what is wrong with all nodes is reported as such, and not once more for each smaller number
     known = set(check(config, request.nodes * devices_per_node))
     for nodes in range(request.nodes - 1, fewest - 1, -1):
         world_size = nodes * devices_per_node
@@ -353,14 +356,19 @@ def check_outputs(config: Config) -> Iterator[str]:
     for option, folder in folders.items():
         if folder is None:
             continue
+        # a folder that is not there is made by the run, so the nearest one that exists must take it
         existing = Path(folder).absolute()
         while not os.path.lexists(existing) and existing != existing.parent:
             existing = existing.parent
-        if existing not in checked and not existing.is_dir():
-            yield f"{option}={folder} cannot be created: {existing} is not a folder; choose another, or remove it"
-        elif existing not in checked and (why := _refuses_files(existing)):
-            yield f"{option}={folder} cannot be written: {existing}: {why}; choose another, or change that"
+        if existing in checked:
+            continue
         checked.add(existing)
+        if not existing.is_dir():
+            yield f"{option}={folder} cannot be created: {existing} is not a folder; choose another, or remove it"
+            continue
+        why = _refuses_files(existing)
+        if why:
+            yield f"{option}={folder} cannot be written: {existing}: {why}; choose another, or change that"
 
 
 def _refuses_files(folder: Path) -> str | None:
@@ -399,11 +407,13 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
         yield from record.check_ranks(devices_per_node)
 
 
-def check_plugin(device: str, activate_dir: str | None) -> Iterator[str]:
+def check_plugin(device: str, activate: str | None) -> Iterator[str]:
     """Yield a fault if this machine has devices without their software, unless an environment is activated first."""
-    if device == "auto" or activate_dir:
+    # the environment that is activated may bring what this one lacks
+    if device == "auto" or activate:
         return
-    if missing := find_device(device).missing_software():
+    missing = find_device(device).missing_software()
+    if missing:
         yield f"device {device} is not there: {missing}; or use HL_DEVICE=cpu (--device cpu)"
 
 
@@ -425,7 +435,8 @@ def check_precision(device: str, precision: str) -> Iterator[str]:
 def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[str]:
     """Yield a fault if the ranks of this machine may not open all their files and sockets."""
     with contextlib.suppress(ValueError):  # the rules of the config report it
-        if fault := limit_fault(planned_device(device), world_size, len(config.data.prefixes)):
+        fault = limit_fault(planned_device(device), world_size, len(config.data.prefixes))
+        if fault:
             yield fault
 
 

@@ -84,13 +84,19 @@ def blocked_signals(numbers: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
     """Return a function for a new process to call, so that it gets this signal when its parent dies. Linux only."""
     if not sys.platform.startswith("linux"):
-        return None
+        return lambda: None
+    # loaded here, since little may be called between fork and exec
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     set_parent_death_signal = 1
     return lambda: prctl(set_parent_death_signal, number)
+
+
+def report(text: str) -> None:
+    """Print a line at once: the process may end before a buffer does."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def python_path() -> str:

@@ -1,4 +1,8 @@
-"""Cores that the ranks of a node are bound to, as mpirun's `--map-by ppr:N:socket:PE=K --bind-to core` binds them."""
+"""Environment of the ranks on each host: the cores that they are bound to, their devices, and their variables.
+
+Cores are bound as mpirun's `--map-by ppr:N:socket:PE=K --bind-to core` binds them. Of the environment that a run is
+launched from ssh passes on nothing, so its variables are sent.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,20 @@ def rank_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int, sockets: 
 
     `ranks_per_socket` 0: as many on each socket. Raises CoresError.
     """
-    per_socket = ranks_per_socket or -(-ranks // max(1, len(sockets)))
-    given = f"HL_PE={cores_per_rank} (--cores-per-rank)"
+    fitting = -(-ranks // len(sockets))
+    per_socket = ranks_per_socket or fitting
     if ranks > per_socket * len(sockets):
         raise CoresError(
             f"HL_PPR={per_socket} (--ranks-per-socket) leaves places for {per_socket * len(sockets)} of the {ranks} "
-            f"ranks of a node, which has {len(sockets)} sockets; set it to {-(-ranks // max(1, len(sockets)))} or more"
+            f"ranks of a node, which has {len(sockets)} sockets; set it to {fitting} or more"
         )
-    fewest, together = min(len(cores) for cores in sockets), min(ranks, per_socket)
-    if cores_per_rank * together > fewest:
-        most = fewest // together
+    fewest, together = min(map(len, sockets)), min(ranks, per_socket)
+    needed, most = cores_per_rank * together, fewest // together
+    if needed > fewest:
+        remedy = f"set it to {most} or less" if most else "leave it out"
         raise CoresError(
-            f"{given} for {together} ranks on each socket needs {cores_per_rank * together} cores, but a socket has "
-            f"{fewest} for this process; " + (f"set it to {most} or less" if most else "leave it out")
+            f"HL_PE={cores_per_rank} (--cores-per-rank) for {together} ranks on each socket needs {needed} cores, but "
+            f"a socket has {fewest} for this process; {remedy}"
         )
     bound = []
     for rank in range(ranks):
@@ -47,7 +52,7 @@ def own_sockets() -> Sockets:
     """Return the cores that this process may use. Raises CoresError where the system does not show them."""
     if not hasattr(os, "sched_getaffinity"):
         raise CoresError("HL_PE (--cores-per-rank) binds ranks on Linux only; leave it out")
-    places: dict[int, dict[int, set[int]]] = {}
+    threads_of: dict[int, dict[int, set[int]]] = {}  # by socket and core
     for thread in sorted(os.sched_getaffinity(0)):
         folder = TOPOLOGY / f"cpu{thread}" / "topology"
         try:
@@ -56,19 +61,20 @@ def own_sockets() -> Sockets:
             raise CoresError(
                 f"HL_PE (--cores-per-rank) needs {folder}, which this system does not show; leave it out"
             ) from None
-        places.setdefault(socket, {}).setdefault(core, set()).add(thread)
-    return [[frozenset(cores[core]) for core in sorted(cores)] for _, cores in sorted(places.items())]
+        threads_of.setdefault(socket, {}).setdefault(core, set()).add(thread)
+    sockets = [threads_of[socket] for socket in sorted(threads_of)]
+    return [[frozenset(cores[core]) for core in sorted(cores)] for cores in sockets]
 
 
 def ranges(numbers: frozenset[int]) -> str:
     """Return numbers as `0-12,64`."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(f"{first}-{last}" if first != last else f"{first}" for first, last in found)
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 class ModulesError(ValueError):
@@ -78,12 +84,10 @@ class ModulesError(ValueError):
 def require_devices(ranks: int) -> None:
     """Raise ModulesError where the launched device's record yields a fault. For agents of other machines."""
     device = launched_device()
-    if device is not None and (faults := list(device.check_ranks(ranks))):
+    faults = [] if device is None else list(device.check_ranks(ranks))
+    if faults:
         raise ModulesError(" ".join(faults))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Variables that agents on other hosts get: ssh passes on nothing of the environment that a run is launched from.
 
 PREFIXES = (
     "CUBLAS_",

@@ -11,7 +11,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -23,10 +23,11 @@ from megatron.launch.dialects.hl_help import variable_lines
 from megatron.launch.dialects.hl_requests import inference_request
 from megatron.launch.dialects.hl_variables import Script, path_of, variables_of
 from megatron.launch.host_environment import check_variables, sent_variables
-from megatron.launch.plan import LaunchPlan, LaunchRequest, check_addresses, find_hosts
+from megatron.launch.options import RankOptions
+from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError, check_addresses, find_hosts
 from megatron.launch.preflight import run_id
 from megatron.options.config import Config, ConfigError
-from megatron.options.flags import dashed
+from megatron.options.flags import add_flags, dashed, read_known_flags
 from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, status_of
 from megatron.runtime import devices
@@ -77,47 +78,65 @@ class InferenceCommand(Generic[C]):
         starts training starts several. `argv` None: the process's own, which then ends here.
         """
         arguments = list(sys.argv[1:] if argv is None else argv)
-        parser = self.build_parser(command_name(self.name))
-        add_launch_flags(parser, self.name)
         if "--help" in arguments or "-h" in arguments:
-            print(parser.format_help(), end="")
-            if "--variables" in arguments:
-                print(f"\nvariables of {path_of(self.name)}, which flags override:")
-                print(variable_lines(variables_of(self.name)), end="")
+            self._print_help(with_variables="--variables" in arguments)
             return DONE
         if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return self._run_here(arguments, ends=argv is None)
-        own = type(parser)(allow_abbrev=False, add_help=False)
-        add_launch_flags(own, self.name)
-        namespace, flags = own.parse_known_args(dashed(arguments))
-        request = launch_request(namespace, self.name, os.environ)
-        flags = [*request.train_flags, *flags]
-        faults, request.faults = request.faults, []
         try:
-            command, _ = self.read(flags)  # the first rank gives the notes
-        except ConfigError as error:
-            return refused([*faults, *error.faults])
-        plan = plan_ranks(self.main, request, flags, command, is_chat=self.is_chat(command))
-        if faults := [*faults, *request.faults, *self.check(command, request, plan)]:
-            return refused(faults)
-        if request.dry_run:
-            where = ", ".join(host.name for host in plan.hosts) or "this machine"
-            print(f"{plan.nodes * plan.devices_per_node} ranks of {self.main} on {where}; nothing was started")
-            print(shlex.join([sys.executable, "-m", self.main, *plan.train_flags]))
+            plan = self._plan(arguments)
+        except RefusedError as error:
+            return refused(error.faults)
+        if plan.dry_run:
+            print(plan_text(plan), end="")
             return DONE
-        for note in request.notes:
+        for note in plan.notes:
             print(for_stderr(f"note: {note}"), file=sys.stderr)
         if plan.nodes * plan.devices_per_node == 1 and not plan.hosts:
             os.environ.update(plan.environment)
             return self._run_here(plan.train_flags, ends=argv is None)
-        from megatron.launch.agents.hosts import launch
+        from megatron.launch.agents.hosts import launch  # late: one rank needs none of it
 
-        return launch(plan if plan.hosts else with_terminal(plan, "MEGATRON_TERMINAL"))
+        if not plan.hosts:  # ranks of this machine may read the terminal, and have no input of their own
+            plan.environment = {**plan.environment, "MEGATRON_TERMINAL": f"/proc/{os.getpid()}/fd/0"}
+        return launch(plan)
+
+    def _plan(self, arguments: Sequence[str]) -> LaunchPlan:
+        """Return the plan of a command line. Raises RefusedError with every fault."""
+        own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        add_launch_flags(own, self.name)
+        namespace, flags = own.parse_known_args(dashed(arguments))
+        request = launch_request(namespace, self.name, os.environ)
+        flags = [*request.train_flags, *flags]
+        try:
+            command, _ = self.read(flags)  # the first rank gives the notes
+        except ConfigError as error:
+            raise RefusedError([*request.faults, *error.faults]) from None
+        plan = plan_ranks(self.main, request, flags, command, is_chat=self.is_chat(command))
+        faults = [*request.faults, *self.check(command, request, plan)]
+        if faults:
+            raise RefusedError(faults)
+        return plan
+
+    def _print_help(self, *, with_variables: bool) -> None:
+        parser = self.build_parser(command_name(self.name))
+        add_launch_flags(parser, self.name)
+        print(parser.format_help(), end="")
+        if with_variables:
+            print(f"\nvariables of {path_of(self.name)}, which flags override:")
+            print(variable_lines(variables_of(self.name)), end="")
 
     def _run_here(self, flags: Sequence[str], *, ends: bool) -> int:
         """Run a rank in this process."""
         status = status_of(importlib.import_module(self.main).main, flags)
         return leave(status) if ends else status
+
+
+def plan_text(plan: LaunchPlan) -> str:
+    """Return the text of a dry run."""
+    where = ", ".join(host.name for host in plan.hosts) or "this machine"
+    command = shlex.join([sys.executable, "-m", plan.main, *plan.train_flags])
+    return f"{plan.nodes * plan.devices_per_node} ranks of {plan.main} on {where}; nothing was started\n{command}\n"
 
 
 def refused(faults: Sequence[str]) -> int:
@@ -131,28 +150,20 @@ def refused(faults: Sequence[str]) -> int:
 
 def add_launch_flags(parser: argparse.ArgumentParser, script: Script) -> None:
     """Add the flags that say where ranks run, and `--variables`, by which the script passes its HL_* variables."""
-    group = parser.add_argument_group("launch", "Ranks and hosts. One rank runs in the process of the command itself.")
+    group = parser.add_argument_group("launch", RankOptions.__doc__)
     group.add_argument("--variables", choices=(script,), help=argparse.SUPPRESS)
-    group.add_argument("--nodes", type=int, metavar="INT", help="nodes (default: 1)")
-    group.add_argument("--devices-per-node", type=int, metavar="INT", help="default: what the layout needs")
-    group.add_argument(
-        "--data-parallel-size", type=int, metavar="INT", help="copies of the model, which share the work (default: 1)"
-    )
-    group.add_argument("--hostsfile", metavar="STR", help="one `<host> slots=<n>` a line")
-    group.add_argument("--master-port", type=int, metavar="INT", help="default: 29500 over several nodes, else free")
-    group.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    add_flags(group, RankOptions)
 
 
 def launch_request(namespace: argparse.Namespace, script: Script, environment: Mapping[str, str]) -> LaunchRequest:
     """Return what the launch flags and, with --variables, the HL_* variables request; flags come first."""
     request = inference_request(environment, script) if namespace.variables else LaunchRequest()
-    for name in ("nodes", "devices_per_node", "data_parallel_size", "hostsfile", "master_port"):
-        value = getattr(namespace, name)
-        if value is not None:
-            setattr(request, name, value)
-            if isinstance(value, int) and value < 1:
-                request.faults.append(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    request.dry_run |= namespace.dry_run
+    faults: list[str] = []
+    options, unread = read_known_flags(RankOptions, namespace, faults)
+    for field in dataclasses.fields(RankOptions):
+        if field.name not in unread and getattr(namespace, field.name) is not None:
+            setattr(request, field.name, getattr(options, field.name))
+    request.faults += faults
     return request
 
 
@@ -164,26 +175,45 @@ def plan_ranks(
     device = load.device if load.device != "auto" else request.device
     if not devices.is_device(device):
         device = detect_device(allow_hpu=device != "no-hpu")
-    model_ranks = Layout.of(load).model_size
-    copies = request.data_parallel_size
-    num_devices = request.devices_per_node or -(-model_ranks * (copies or 1) // request.nodes)
+    ranks = Layout.of(load).model_size * (request.data_parallel_size or 1)
+    num_devices = request.devices_per_node or -(-ranks // request.nodes)
     world_size = request.nodes * num_devices
-    if copies is None:
-        copies = request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
-    hosts, faults = find_hosts(request, num_devices)
-    request.faults += [*_layout_faults(request, load, world_size, num_devices), *faults]
-    request.faults += check_addresses(hosts, request.hostsfile)
-    if not request.faults:
+    if request.data_parallel_size is None:  # all devices are used
+        request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
+    hosts, faults_of_hosts = find_hosts(request, num_devices)
+    if request.data_parallel_size * Layout.of(load).model_size == world_size:
         request.faults += layout_faults(load, world_size, device)
+    else:
+        request.faults += checks.check_layout(request, load, num_devices)
+    request.faults += [*faults_of_hosts, *check_addresses(hosts, request.hostsfile)]
     if hosts:
         request.faults += checks.check_remote([*flags, *request.environment.values()], request)
         request.faults += check_variables(device, num_devices)
     else:
         request.faults += checks.check_local_devices(device, num_devices)
-        request.faults += checks.check_plugin(device, request.activate_dir)
+        request.faults += checks.check_plugin(device, request.activate)
         request.faults += checks.check_precision(device, "fp32" if load.precision == "auto" else load.precision)
     if is_chat and hosts:
         request.faults.append("--chat needs its ranks on this machine; leave the hostsfile out")
+    environment = _rank_environment(request, command, device, num_devices)
+    if hosts:
+        environment = sent_variables(os.environ) | environment
+    return LaunchPlan(
+        **request.options() | {"device": device, "devices_per_node": num_devices, "min_nodes": request.nodes},
+        config=Config(),
+        train_flags=(*flags, "--device", device),
+        hosts=tuple(hosts),
+        environment=environment,
+        warnings=(),
+        notes=tuple(request.notes),
+        run_id=run_id(request, flags),
+        main=main,
+        is_chat=is_chat,
+    )
+
+
+def _rank_environment(request: LaunchRequest, command: Command, device: str, num_devices: int) -> dict[str, str]:
+    """Return the variables of the ranks. What keeps the device from replaying graphs is added to request.faults."""
     environment = dict(request.environment) | devices.rank_variables(device)
     record = devices.find_device(device)
     if record.is_host:
@@ -191,37 +221,8 @@ def plan_ranks(
     if command.use_graphs:
         given = {**os.environ, **environment}
         lazy = given[LAZY_MODE] != "0" if given.get(LAZY_MODE) else None
-        tensor_size = load.tensor_model_parallel_size
-        request.faults += devices.graph_faults(
-            "use_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=given
-        )
+        size = command.load.tensor_model_parallel_size
+        request.faults += devices.graph_faults("use_graphs", device, lazy=lazy, tensor_size=size, environment=given)
         if record.has_lazy_mode:
-            environment |= {LAZY_MODE: "1"} | devices.graph_variables(device, tensor_size)
-    return LaunchPlan(
-        config=Config(),
-        train_flags=(*flags, "--device", device),
-        nodes=request.nodes,
-        devices_per_node=num_devices,
-        hosts=tuple(hosts),
-        hostsfile=request.hostsfile,
-        master_port=request.master_port,
-        activate_dir=request.activate_dir,
-        environment=(sent_variables(os.environ) if hosts else {}) | environment,
-        warnings=(),
-        notes=tuple(request.notes),
-        run_id=run_id(request, flags),
-        min_nodes=request.nodes,
-        rendezvous=request.rendezvous,
-        main=main,
-        is_chat=is_chat,
-    )
-
-
-def _layout_faults(request: LaunchRequest, load: LoadOptions, world_size: int, devices: int) -> Iterator[str]:
-    if (request.data_parallel_size or 1) * Layout.of(load).model_size != world_size:
-        yield from checks.check_layout(request, load, devices)
-
-
-def with_terminal(plan: LaunchPlan, variable: str) -> LaunchPlan:
-    """Return the plan with the path of this process's input in a variable of the ranks."""
-    return dataclasses.replace(plan, environment={**plan.environment, variable: f"/proc/{os.getpid()}/fd/0"})
+            environment |= {LAZY_MODE: "1"} | devices.graph_variables(device, size)
+    return environment

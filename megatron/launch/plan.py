@@ -6,47 +6,31 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.launch.addresses import address_of, host_fault, host_key, is_example, is_own, is_this_machine
+from megatron.launch.options import LaunchOptions, RowOptions
 from megatron.options.config import Config
 from megatron.options.data import parse_data_path
 
-if TYPE_CHECKING:
-    from megatron.data.chat.encoder import TooLong, TrainOn
 
-LAUNCHERS = ("pdsh", "mpirun")
-"""Programs that start an agent on each host."""
-TRAIN_ON: tuple[TrainOn, ...] = ("assistant", "all_but_system", "all")
-"""Tokens of chats that can be trained."""
-TOO_LONG: tuple[TooLong, ...] = ("drop", "truncate", "split")
-"""Treatments of chats that are longer than a sample."""
-
-
-@dataclass(frozen=True)
-class FineTuning:
+@dataclass(frozen=True, kw_only=True)
+class FineTuning(RowOptions):
     """Data of a fine-tuning run, before any of it has been read."""
 
     model: str
     """Folder that transformers wrote."""
     data: str | None
     """The files that the task trains on, as `file_words` reads them. None: they are already processed, in `folder`."""
-    chat_template: str | None
     folder: str | None
     """Folder of the processed data. None: `data` in the results folder."""
-    train_on: TrainOn = "assistant"
-    """Tokens of the chats to train."""
-    too_long: TooLong = "drop"
-    """Treatment of chats of more than seq_length tokens."""
-    ignore_columns: tuple[str, ...] = ()
-    """Columns of the rows that are left out, though they look like a part of the prompt."""
 
     @classmethod
     def of(cls, model: str, files: str | Sequence[str | float], folder: str) -> FineTuning:
         """Return the data of a file, or of a list of files, with or without weights before them."""
         words = [files] if isinstance(files, str) else map(str, files)
-        return cls(model, shlex.join(words), None, folder)
+        return cls(model=model, data=shlex.join(words), folder=folder)
 
     @property
     def files(self) -> list[str]:
@@ -63,10 +47,13 @@ class FineTuning:
         for number, name in enumerate(names):
             if name in names[:number]:
                 names[number] = f"{name}_{number + 1}"
-        prefixes = [str(folder / name / "data") for name in names] if len(files) > 1 else [str(folder / "data")]
+        if len(names) < 2:
+            names = [""]
+        prefixes = [str(folder / name / "data") for name in names]
         if weights is None:
             return prefixes
-        return [word for weight, prefix in zip(weights, prefixes, strict=True) for word in (f"{weight:.15g}", prefix)]
+        pairs = zip((f"{weight:.15g}" for weight in weights), prefixes, strict=True)
+        return list(chain.from_iterable(pairs))
 
     def _parsed(self) -> tuple[list[str], list[float] | None]:
         if self.data is None:
@@ -87,33 +74,9 @@ def file_words(text: str) -> list[str]:
 
 
 @dataclass
-class LaunchRequest:
+class LaunchRequest(LaunchOptions):
     """Launch options of a user, and the flags of megatron.train."""
 
-    nodes: int = 1
-    devices_per_node: int | None = None
-    """None: 8, or on the CPU of this machine as many as the layout needs."""
-    data_parallel_size: int | None = None
-    """None: what the layout leaves of the devices."""
-    hostsfile: str | None = None
-    device: str = "auto"
-    """hpu, cuda, cpu, auto, or no-hpu: the first of cuda and cpu that is there."""
-    master_port: int | None = None
-    launcher: str = "pdsh"
-    """One of LAUNCHERS: pdsh, through DeepSpeed's launcher, or mpirun, which is used on this machine alone too."""
-    cores_per_rank: int = 0
-    """Cores that each rank is bound to. 0: ranks are not bound."""
-    ranks_per_socket: int = 0
-    """Bound ranks on each socket. 0: as many on each."""
-    max_restarts: int = 0
-    min_nodes: int | None = None
-    """None: all of them."""
-    spare_hosts: int = 0
-    """Lines of the hostsfile after those of the run."""
-    rendezvous: str | None = None
-    dry_run: bool = False
-    activate_dir: str | None = None
-    """Folder whose `activate` every node sources first."""
     results_parent: str | None = None
     """Folder for a results folder named after the run, where --results-dir is not given."""
     checkpoints_dir: str | None = None
@@ -150,19 +113,17 @@ class Host:
         return address_of(self.name)
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """A run that may start."""
+@dataclass(kw_only=True)
+class LaunchPlan(LaunchOptions):
+    """A run that may start. Its options are those of the request, with every default resolved."""
 
     config: Config
     train_flags: tuple[str, ...]
-    nodes: int
+    """They say the device and the layout too."""
     devices_per_node: int
+    min_nodes: int
     hosts: tuple[Host, ...]
     """Those of the run, then the spare ones. Empty: this machine."""
-    hostsfile: str | None
-    master_port: int | None
-    activate_dir: str | None
     environment: Mapping[str, str]
     """Variables for the ranks, on whatever machine."""
     warnings: tuple[str, ...]
@@ -170,15 +131,6 @@ class LaunchPlan:
     """Settings that were derived from others, a line each."""
     run_id: str
     """Equal on all nodes; agents on other machines are found by it in their command lines."""
-    launcher: str = "pdsh"
-    cores_per_rank: int = 0
-    ranks_per_socket: int = 0
-    max_restarts: int = 0
-    min_nodes: int = 1
-    """Number of nodes that suffices to continue."""
-    spare_hosts: int = 0
-    rendezvous: str | None = None
-    """HOST:PORT of the first node, where each node runs this launcher itself."""
     fine_tuning: FineTuning | None = None
     """Data to process before the ranks start, and the folder for it."""
     main: str = "megatron.train"
@@ -194,9 +146,6 @@ class RefusedError(ValueError):
         super().__init__("\n".join(self.faults))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The hostsfile: parsing, and the hosts of a run.
-
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
 
 
@@ -211,36 +160,45 @@ def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
         faults.append(f"{source} begins with a byte order mark; save it as UTF-8 without one")
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
-        if not content:
-            continue
-        where = f"{source}, line {number}: {content!r}"
-        match = re.fullmatch(r"([\w.:@%\[\]-]+)(?:\s+slots=(\S*))?(\s.*)?", content)
-        name, slots, rest = match.groups() if match else (content, None, None)
-        if not match or name.startswith("-"):
-            faults.append(f"{where} does not start with a host name; write `<host> slots=<n>`")
-        elif slots is None or rest:
-            faults.append(f"{where} is not `<host> slots=<n>`; write for example `{name} slots={DEVICES_PER_NODE}`")
-        elif not slots.isdecimal() or int(slots) == 0:
-            faults.append(f"{where}: slots must be a whole number above 0, the number of devices of the host")
-        elif fault := host_fault(name):
-            faults.append(f"{where}: {fault}")
-        elif (first := next((host for host in hosts if host_key(host.name) == host_key(name)), None)) is not None:
-            also = "" if name == first.name else f", {first.name}: users and case make no other host"
-            faults.append(f"{where} repeats the host of line {first.line}{also}; give each host one line")
-        else:
-            hosts.append(Host(name, int(slots), number))
+        if content:
+            host = _parse_line(content, number, hosts)
+            if isinstance(host, Host):
+                hosts.append(host)
+            else:
+                faults.append(f"{source}, line {number}: {content!r}{host}")
     return hosts, faults
+
+
+def _parse_line(content: str, number: int, earlier: Sequence[Host]) -> Host | str:
+    """Return the host of a line, or the end of the message that says which rule the line breaks."""
+    # what follows is matched too, so that a second word is named instead of passed over
+    match = re.fullmatch(r"([\w.:@%\[\]-]+)(?:\s+slots=(\S*))?(\s.*)?", content)
+    if match is None or content.startswith("-"):
+        return " does not start with a host name; write `<host> slots=<n>`"
+    name, slots, rest = match.groups()
+    if slots is None or rest:
+        return f" is not `<host> slots=<n>`; write for example `{name} slots={DEVICES_PER_NODE}`"
+    if not slots.isdecimal() or int(slots) == 0:
+        return ": slots must be a whole number above 0, the number of devices of the host"
+    fault = host_fault(name)
+    if fault:
+        return f": {fault}"
+    for first in earlier:
+        if host_key(first.name) == host_key(name):
+            also = "" if name == first.name else f", {first.name}: users and case make no other host"
+            return f" repeats the host of line {first.line}{also}; give each host one line"
+    return Host(name, int(slots), number)
 
 
 def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host], list[str]]:
     """Return the hosts of a run, then the spare ones, and their faults; no hosts if it uses this machine alone."""
-    path, nodes = request.hostsfile, request.nodes
+    path = request.hostsfile
     if path is None:
-        if nodes == 1 or request.rendezvous is not None:
+        if request.nodes == 1 or request.rendezvous is not None:
             return [], []
         return [], [
-            f"{nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start this on "
-            "each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
+            f"{request.nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start "
+            "this on each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
         ]
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -248,36 +206,45 @@ def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host
         return [], [f"hostsfile {path} does not exist; write one line `<host> slots=<n>` for each node"]
     except (OSError, UnicodeDecodeError) as error:
         return [], [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
-    hosts, faults = parse_hostsfile(text, path)
-    spare = request.spare_hosts
-    if len(hosts) < nodes + spare and not faults:
-        needed, lower = f"{nodes} nodes", "HL_NUM_NODES (--nodes)"
-        if spare:
-            needed, lower = f"{needed} and {spare} spare", "HL_SPARE_HOSTS (--spare-hosts)"
-        faults.append(f"{path} lists {len(hosts)} hosts for {needed}; add hosts, or set {lower} lower")
+    listed, faults = parse_hostsfile(text, path)
+    if not faults:  # lines that cannot be read may be the hosts that lack
+        faults += _check_number(request, path, len(listed))
     if request.rendezvous is not None:
         faults.append(
             f"hostsfile {path} and rendezvous {request.rendezvous} exclude each other: this launcher starts all hosts, "
             "or it is started on each of them; give one"
         )
-    hosts = hosts[: nodes + spare]
+    hosts = listed[: request.nodes + request.spare_hosts]
+    faults += _check_hosts(hosts, path, request.nodes, devices_per_node)
+    if len(hosts) == 1 and is_this_machine(hosts[0].name):
+        return [], faults
+    return hosts, faults
+
+
+def _check_number(request: LaunchRequest, path: str, listed: int) -> Iterator[str]:
+    needed, lower = f"{request.nodes} nodes", "HL_NUM_NODES (--nodes)"
+    if request.spare_hosts:
+        needed, lower = f"{needed} and {request.spare_hosts} spare", "HL_SPARE_HOSTS (--spare-hosts)"
+    if listed < request.nodes + request.spare_hosts:
+        yield f"{path} lists {listed} hosts for {needed}; add hosts, or set {lower} lower"
+
+
+def _check_hosts(hosts: Sequence[Host], path: str, nodes: int, devices_per_node: int) -> Iterator[str]:
     for host in hosts:
         where = f"{path}, line {host.line}: {host.name}"
         if host.slots < devices_per_node:
-            faults.append(
+            yield (
                 f"{where} has slots={host.slots}, fewer than the {devices_per_node} devices of each node; correct it, "
                 "use another host, or set HL_NGPU_PER_NODE (--devices-per-node) lower"
             )
         if nodes > 1 and is_own(host.name):
-            faults.append(f"{where} means another machine on every node; give the address that all nodes know")
-    if len(hosts) == 1 and is_this_machine(hosts[0].name):
-        return [], faults
-    return hosts, faults
+            yield f"{where} means another machine on every node; give the address that all nodes know"
 
 
 def check_addresses(hosts: Sequence[Host], hostsfile: str | None) -> Iterator[str]:
     """Yield a fault if the hosts are those of an example."""
     examples = [host for host in hosts if is_example(host.name)]
     if examples:
-        some = ", ".join(host.name for host in examples[:2]) + (" ..." if len(examples) > 2 else "")
-        yield f"{hostsfile}, line {examples[0].line}: {some} are example addresses; replace them by your own"
+        some = ", ".join(host.name for host in examples[:2])
+        more = " ..." if len(examples) > 2 else ""
+        yield f"{hostsfile}, line {examples[0].line}: {some}{more} are example addresses; replace them by your own"

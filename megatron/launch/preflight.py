@@ -7,22 +7,33 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.launch import checks, plan
 from megatron.launch.agents.mpirun import check_mpirun
 from megatron.launch.checks import check_start, is_empty, missing_start
 from megatron.launch.child_processes import threads_per_rank
 from megatron.launch.host_environment import check_variables, sent_variables
-from megatron.launch.plan import Host, LaunchPlan, LaunchRequest, RefusedError, check_addresses, find_hosts
+from megatron.launch.plan import (
+    FineTuning,
+    Host,
+    LaunchPlan,
+    LaunchRequest,
+    RefusedError,
+    check_addresses,
+    find_hosts,
+)
 from megatron.options.config import Config, on_device
 from megatron.options.data import parse_data_path
 from megatron.options.dependents import slow_mode
+from megatron.options.dialect import flag_words
 from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
 from megatron.plan.pipeline import partition_warnings
 from megatron.runtime import devices
+from megatron.runtime.device import Device
 from megatron.runtime.device_hpu import LAZY_MODE
 from megatron.runtime.devices import detect_device
 from megatron.settings.command_line import CommandLine, faults_in_all, read_command_line
@@ -43,6 +54,31 @@ class ConfigOnRanks:
     devices_per_node: int
     world_size: int
 
+    @property
+    def device(self) -> Device | None:
+        """Record of the device; None: other machines must detect theirs themselves."""
+        name = self.config.parallel.device
+        return devices.find_device(name) if devices.is_device(name) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """A request as far as it can be read."""
+
+    request: LaunchRequest
+    command: CommandLine
+    flags: list[str]
+    """Of megatron.train, those that follow from the request before the user's own."""
+    lazy: bool | None
+    """HPU: lazy mode; None elsewhere."""
+    layouts: list[ConfigOnRanks]
+    """Several where a value cannot be read: one for each of several values in its place."""
+    hosts: list[Host]
+
+    def in_all(self, check: Callable[[ConfigOnRanks], Iterable[str]]) -> list[str]:
+        """Return what is wrong in every layout, and so does not depend on a value that cannot be read."""
+        return faults_in_all(check(layout) for layout in self.layouts)
+
 
 def preflight(request: LaunchRequest) -> LaunchPlan:
     """Validate a request. Starts and writes nothing. Raises RefusedError with every fault found.
@@ -56,54 +92,76 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
         request = dataclasses.replace(request, unread=request.unread | {"devices_per_node"})
     lazy, faults_of_mode = _lazy_mode(request, command.config, device)
     layouts = [layout for config in command.configs for layout in _layouts(request, config, device, lazy=lazy)]
-    faults, warnings = [*request.faults, *command.faults, *faults_of_mode], list(checks.warn_of_rendezvous(request))
-    warnings += checks.warn_of_spare_hosts(request)
-    if _lacks_data(command, request) and request.dry_run:
-        warnings.append("no dataset is given; the run itself will need --data-path")
-    faults += faults_in_all(_check_layout(request, layout) for layout in layouts)
-    faults += faults_in_all(_check_graphs(request, layout.config, lazy=lazy) for layout in layouts)
-    numbers = {layout.devices_per_node for layout in layouts}
-    known_devices = numbers.pop() if len(numbers) == 1 and not request.unread & SIZES else 1
-    hosts, of_hosts = ([], []) if request.unread & MEETING else find_hosts(request, known_devices)
-    faults += [*of_hosts, *faults_in_all(_check_machine(request, layout, is_remote=bool(hosts)) for layout in layouts)]
-    faults += [*_check_launcher(request, layouts, hosts, flags), *_check_environment(request)]
-    unneeded = warnings if request.dry_run else faults  # a plan needs neither data nor hosts
-    unneeded += check_addresses(hosts, request.hostsfile)
-    unneeded += faults_in_all(_check_data(request, layout) for layout in layouts)
-    if "model" not in request.unread:
-        unneeded += faults_in_all(missing_start(layout.config) for layout in layouts)
+    hosts, faults_of_hosts = _find_hosts(request, layouts)
+    draft = _Draft(request, command, flags, lazy, layouts, hosts)
+    faults = [*request.faults, *command.faults, *faults_of_mode]
+    faults += draft.in_all(lambda layout: _check_layout(request, layout))
+    faults += draft.in_all(lambda layout: _check_graphs(request, layout, lazy=lazy))
+    faults += faults_of_hosts
+    faults += draft.in_all(lambda layout: _check_machine(request, layout, is_remote=bool(hosts)))
+    faults += [*_check_launcher(draft), *_check_environment(request)]
+    warnings = list(_warnings(draft))
+    if request.dry_run:  # a plan needs neither data nor hosts
+        warnings += _check_inputs(draft)
+    else:
+        faults += _check_inputs(draft)
     if faults:
         raise RefusedError(list(dict.fromkeys(faults)), warnings)
+    return _plan(draft, warnings)
 
-    (layout,), given = layouts, command.config
-    derived = _flags_of_layout(given, layout.config)
-    notes = [*request.notes, *command.notes, *_notes_of_device(given, layout.config, lazy=lazy)]
-    flags += derived
+
+def _plan(draft: _Draft, warnings: list[str]) -> LaunchPlan:
+    """Return the plan of a request without faults, so that there is one layout."""
+    (layout,), given, request, lazy = draft.layouts, draft.command.config, draft.request, draft.lazy
+    flags = [*draft.flags, *_flags_of_layout(given, layout.config)]
+    environment = _rank_environment(request, layout, lazy=lazy)
+    if draft.hosts:
+        environment = sent_variables(os.environ) | environment
     data = request.fine_tuning
     if data is not None:
         data = dataclasses.replace(data, folder=str(Path(given.data.data_path[-1]).parent))
+    resolved = {
+        "device": layout.config.parallel.device,
+        "devices_per_node": layout.devices_per_node,
+        "data_parallel_size": Layout.of(layout.config.parallel, layout.world_size).num_batch_ranks,
+        "min_nodes": request.min_nodes or request.nodes,
+        "dry_run": False,
+    }
     return LaunchPlan(
+        **request.options() | resolved,
         config=layout.config,
         train_flags=tuple(flags),
-        nodes=request.nodes,
-        devices_per_node=layout.devices_per_node,
-        hosts=tuple(hosts),
-        hostsfile=request.hostsfile,
-        master_port=request.master_port,
-        activate_dir=request.activate_dir,
-        environment=(sent_variables(os.environ) if hosts else {}) | _rank_environment(request, layout, lazy=lazy),
+        hosts=tuple(draft.hosts),
+        environment=environment,
         warnings=(*warnings, *idle(layout.config), *partition_warnings(layout.config), *_warn_of_devices(layout)),
-        notes=tuple(notes),
+        notes=(*request.notes, *draft.command.notes, *_notes_of_device(layout, lazy=lazy)),
         run_id=run_id(request, flags),
-        launcher=request.launcher,
-        cores_per_rank=request.cores_per_rank,
-        ranks_per_socket=request.ranks_per_socket,
-        max_restarts=request.max_restarts,
-        min_nodes=request.min_nodes or request.nodes,
-        spare_hosts=request.spare_hosts,
-        rendezvous=request.rendezvous,
         fine_tuning=data,
     )
+
+
+def _find_hosts(request: LaunchRequest, layouts: Sequence[ConfigOnRanks]) -> tuple[list[Host], list[str]]:
+    if request.unread & MEETING:
+        return [], []
+    numbers = {layout.devices_per_node for layout in layouts}
+    is_known = len(numbers) == 1 and not request.unread & SIZES
+    return find_hosts(request, numbers.pop() if is_known else 1)
+
+
+def _warnings(draft: _Draft) -> Iterator[str]:
+    yield from checks.warn_of_rendezvous(draft.request)
+    yield from checks.warn_of_spare_hosts(draft.request)
+    if draft.request.dry_run and _lacks_data(draft.command, draft.request):
+        yield "no dataset is given; the run itself will need --data-path"
+
+
+def _check_inputs(draft: _Draft) -> Iterator[str]:
+    """Yield the faults of what the run reads and where it runs, which its plan does without."""
+    request = draft.request
+    yield from check_addresses(draft.hosts, request.hostsfile)
+    yield from draft.in_all(lambda layout: _check_data(request, layout))
+    if "model" not in request.unread:
+        yield from draft.in_all(lambda layout: missing_start(layout.config))
 
 
 def _with_derived_flags(request: LaunchRequest) -> tuple[CommandLine, list[str]]:
@@ -121,9 +179,8 @@ def _with_derived_flags(request: LaunchRequest) -> tuple[CommandLine, list[str]]
 
 def _lacks_data(command: CommandLine, request: LaunchRequest) -> bool:
     placeholder = ("DATASET",) if request.dry_run else ()
-    return request.fine_tuning is None and all(
-        config.data.paths[0][1] in ((), placeholder) for config in command.configs
-    )
+    paths = [config.data.paths[0][1] for config in command.configs]
+    return request.fine_tuning is None and all(path in ((), placeholder) for path in paths)
 
 
 def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
@@ -131,14 +188,16 @@ def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
     names = {config.parallel.device for config in command.configs}
     if len(names) > 1:
         return None
+    # the flag of training wins over the launcher's own, which HL_DEVICE sets
     requested = request.device if names == {"auto"} else names.pop()
     if devices.is_device(requested):
         return requested
     if request.nodes > 1 and request.rendezvous is None:
         return "auto"
-    named = {devices.known_chip(config.parallel.device_memory) for config in command.configs}
-    if request.dry_run and requested == "auto" and len(named) == 1 and (known := named.pop()) is not None:
-        return known[0].name  # a plan for devices that this machine need not have
+    if request.dry_run and requested == "auto":  # a plan for devices that this machine need not have
+        chips = [devices.known_chip(config.parallel.device_memory) for config in command.configs]
+        if chips[0] is not None and chips.count(chips[0]) == len(chips):
+            return chips[0][0].name
     return detect_device(allow_hpu=requested != "no-hpu")
 
 
@@ -157,7 +216,9 @@ def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tu
         ]
     if lazy is None:
         lazy = request.prefers_lazy and not compiled
-    return None if device == "auto" and not lazy and not given else lazy, []
+    if device == "auto" and not lazy and not given:
+        return None, []  # the hosts may have no HPU, and nothing was said that only an HPU has
+    return lazy, []
 
 
 def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy: bool | None) -> list[ConfigOnRanks]:
@@ -185,10 +246,11 @@ def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world
 
 def _default_devices(request: LaunchRequest, device: str | None, model_ranks: int) -> int:
     """Return the devices of a node where none are given: a CPU runs as many ranks as the layout has."""
-    is_host = device is not None and devices.is_device(device) and devices.find_device(device).is_host
-    if is_host and request.nodes == 1 and request.hostsfile is None:
-        return model_ranks * (request.data_parallel_size or 1)
-    return plan.DEVICES_PER_NODE
+    if device is None or not devices.is_device(device) or not devices.find_device(device).is_host:
+        return plan.DEVICES_PER_NODE
+    if request.nodes > 1 or request.hostsfile is not None:
+        return plan.DEVICES_PER_NODE
+    return model_ranks * (request.data_parallel_size or 1)
 
 
 def _check_layout(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str]:
@@ -206,39 +268,38 @@ def _check_layout(request: LaunchRequest, layout: ConfigOnRanks) -> Iterator[str
     yield from check_start(config)
 
 
-def _check_graphs(request: LaunchRequest, config: Config, *, lazy: bool | None) -> Iterator[str]:
+def _check_graphs(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bool | None) -> Iterator[str]:
     """Yield what keeps an HPU from running the graphs of evaluations; another device is another fault."""
-    device = config.parallel.device
-    if config.data.eval_graphs and devices.is_device(device) and devices.find_device(device).replays_evaluations:
-        tensor_size = config.parallel.tensor_model_parallel_size
-        environment = {**os.environ, **request.environment}
+    device = layout.device
+    if device is not None and layout.config.data.eval_graphs and device.replays_evaluations:
+        parallel, environment = layout.config.parallel, {**os.environ, **request.environment}
+        size = parallel.tensor_model_parallel_size
         yield from devices.graph_faults(
-            "eval_graphs", device, lazy=lazy, tensor_size=tensor_size, environment=environment
+            "eval_graphs", parallel.device, lazy=lazy, tensor_size=size, environment=environment
         )
 
 
-def _check_launcher(
-    request: LaunchRequest, layouts: Sequence[ConfigOnRanks], hosts: Sequence[Host], flags: Sequence[str]
-) -> Iterator[str]:
+def _check_launcher(draft: _Draft) -> Iterator[str]:
     """Yield what keeps pdsh or mpirun from starting the agents, and from giving them their variables."""
-    if hosts and not request.dry_run:
-        yield from checks.check_remote([*flags, *request.environment.values()], request)
-        yield from faults_in_all(
-            check_variables(layout.config.parallel.device, layout.devices_per_node, request.launcher)
-            for layout in layouts
+    request = draft.request
+    if draft.hosts and not request.dry_run:
+        yield from checks.check_remote([*draft.flags, *request.environment.values()], request)
+        yield from draft.in_all(
+            lambda layout: check_variables(layout.config.parallel.device, layout.devices_per_node, request.launcher)
         )
     if request.launcher == "mpirun":
-        yield from check_mpirun(request, hosts)
+        yield from check_mpirun(request, draft.hosts)
 
 
 def _check_environment(request: LaunchRequest) -> Iterator[str]:
     """Yield the faults of what the ranks' environment is to be."""
-    if request.activate_dir and not Path(request.activate_dir, "activate").is_file():
-        yield f"HL_QNPU_DIR={request.activate_dir} holds no file `activate`; set it (--activate) to a folder that does"
+    if request.activate and not Path(request.activate, "activate").is_file():
+        yield f"HL_QNPU_DIR={request.activate} holds no file `activate`; set it (--activate) to a folder that does"
     if request.ranks_per_socket and not request.cores_per_rank:
         places = f"HL_PPR={request.ranks_per_socket} (--ranks-per-socket)"
         yield f"{places} places ranks that are bound to cores; set HL_PE (--cores-per-rank) too"
-    if given := request.environment.get("DS_ACCELERATOR"):
+    given = request.environment.get("DS_ACCELERATOR")
+    if given:
         yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
 
 
@@ -257,7 +318,7 @@ def _check_machine(request: LaunchRequest, layout: ConfigOnRanks, *, is_remote: 
     if request.nodes > 1 and request.rendezvous is None:
         return
     yield from checks.check_local_devices(device, layout.devices_per_node)
-    yield from checks.check_plugin(device, request.activate_dir)
+    yield from checks.check_plugin(device, request.activate)
     yield from checks.check_cores(layout.devices_per_node, request.cores_per_rank, request.ranks_per_socket)
     yield from checks.check_precision(device, layout.config.training.precision)
     yield from checks.check_descriptors(layout.config, device, layout.world_size)
@@ -275,18 +336,18 @@ def _flags_of_layout(given: Config, config: Config) -> list[str]:
     return flags
 
 
-def _notes_of_device(given: Config, config: Config, *, lazy: bool | None) -> Iterator[str]:
-    if lazy is not None and devices.is_device(config.parallel.device):
-        yield from slow_mode(config, lazy=lazy)
-        compiled = "layers are compiled" if config.training.torch_compile else "nothing is compiled"
-        mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
-        yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
+def _notes_of_device(layout: ConfigOnRanks, *, lazy: bool | None) -> Iterator[str]:
+    if lazy is None or layout.device is None:
+        return
+    yield from slow_mode(layout.config, lazy=lazy)
+    compiled = "layers are compiled" if layout.config.training.torch_compile else "nothing is compiled"
+    mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
+    yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
 def _warn_of_devices(layout: ConfigOnRanks) -> Iterator[str]:
-    device = layout.config.parallel.device
-    if devices.is_device(device):
-        yield from devices.find_device(device).warn_of_ranks(layout.devices_per_node)
+    if layout.device is not None:
+        yield from layout.device.warn_of_ranks(layout.devices_per_node)
 
 
 def _check_folders(request: LaunchRequest, config: Config) -> Iterator[str]:
@@ -324,39 +385,56 @@ def _rank_environment(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bo
     environment |= devices.rank_variables(device)
     if layout.config.data.eval_graphs:
         environment |= devices.graph_variables(device, layout.config.parallel.tensor_model_parallel_size)
-    if devices.is_device(device) and devices.find_device(device).is_host:
-        threads = str(request.cores_per_rank) if request.cores_per_rank else threads_per_rank(layout.devices_per_node)
+    if layout.device is not None and layout.device.is_host:
+        threads = str(request.cores_per_rank or threads_per_rank(layout.devices_per_node))
         environment.setdefault("OMP_NUM_THREADS", threads)
     return environment
 
 
 def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
     """Return flags for the folders that are not given; the results folder is named after the run."""
-    config, given = command.config, command.given
-    flags = []
-    results = config.logging.results_dir
-    if request.results_parent is not None and "results_dir" not in given and request.rendezvous is None:
-        first, *others = _layouts(request, config, _choose_device(request, command), lazy=None)
-        # sizes that cannot be read would be in the name
-        name = "" if others or len(command.configs) > 1 else _run_folder(first)
-        results = str(Path(request.results_parent, name))
-        flags += ["--results-dir", results]
-    checkpoints = request.checkpoints_dir or (str(Path(results, "checkpoints")) if results is not None else None)
-    saves = config.checkpoint.save is not None
-    if checkpoints is not None:
-        if request.save and "save" not in given:
-            flags, saves = [*flags, "--save", checkpoints], True
-        # a run that saves nothing has nothing to go on from in a new folder
-        if request.resume and "load" not in given and (saves or not is_empty(Path(checkpoints))):
-            flags += ["--load", checkpoints]
+    results = command.config.logging.results_dir
+    flags: dict[str, Any] = {}
+    if request.results_parent is not None and "results_dir" not in command.given and request.rendezvous is None:
+        flags["results_dir"] = results = str(Path(request.results_parent, _name_of_results(request, command)))
+    flags |= _checkpoint_flags(request, command, results)
     if request.fine_tuning is not None:
-        folder = Path(request.fine_tuning.folder or Path(results or ".", "data"))
-        flags += [] if command.namespace.data_path else ["--data-path", *request.fine_tuning.data_path(folder)]
-        # the exports are what is wanted, checkpoints serve a restart
-        of_exports = {"save_hf": str(Path(results or ".", "hf_format")), "keep_last": "1", "save_at_epoch": "true"}
-        for name, value in of_exports.items():
-            flags += [flag(name), value] if saves and name not in given else []
+        saves = "save" in flags or command.config.checkpoint.save is not None
+        flags |= _fine_tuning_flags(request.fine_tuning, command, Path(results or "."), saves=saves)
+    return flag_words({flag(name): value for name, value in flags.items()})
+
+
+def _checkpoint_flags(request: LaunchRequest, command: CommandLine, results: str | None) -> dict[str, str]:
+    checkpoints = request.checkpoints_dir
+    if checkpoints is None and results is not None:
+        checkpoints = str(Path(results, "checkpoints"))
+    if checkpoints is None:
+        return {}
+    flags = {}
+    if request.save and "save" not in command.given:
+        flags["save"] = checkpoints
+    # a run that saves nothing has nothing to go on from in a new folder
+    saves = "save" in flags or command.config.checkpoint.save is not None
+    if request.resume and "load" not in command.given and (saves or not is_empty(Path(checkpoints))):
+        flags["load"] = checkpoints
     return flags
+
+
+def _fine_tuning_flags(given: FineTuning, command: CommandLine, results: Path, *, saves: bool) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    if not command.namespace.data_path:
+        flags["data_path"] = given.data_path(Path(given.folder or results / "data"))
+    if saves:  # the exports are what is wanted, checkpoints serve a restart
+        exports = {"save_hf": str(results / "hf_format"), "keep_last": 1, "save_at_epoch": True}
+        flags |= {name: value for name, value in exports.items() if name not in command.given}
+    return flags
+
+
+def _name_of_results(request: LaunchRequest, command: CommandLine) -> str:
+    """Return the name of the results folder, "" where sizes that cannot be read would be in it."""
+    # the name has sizes in it, which must be the ones that the run will have
+    first, *others = _layouts(request, command.config, _choose_device(request, command), lazy=None)
+    return "" if others or len(command.configs) > 1 else _run_folder(first)
 
 
 def _run_folder(layout: ConfigOnRanks) -> str:

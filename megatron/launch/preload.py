@@ -13,8 +13,7 @@ from megatron.launch.child_processes import end_with_parent
 from megatron.runtime.devices import defer_backends, launched_device
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
-if set_death_signal := end_with_parent():
-    set_death_signal()
+end_with_parent()()
 
 defer_backends()  # no rank knows its place yet
 

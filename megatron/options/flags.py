@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -38,8 +38,10 @@ def dashed(arguments: Sequence[str]) -> list[str]:
 
 def doc_of_option(cls: type, name: str) -> str:
     """Return the documentation of an option, on one line."""
-    info = cls.__pydantic_fields__[name]  # type: ignore[attr-defined]
-    return " ".join((info.description or "").split())
+    # pydantic reads the docstrings of a class alone, not of those that it inherits from
+    of_bases = [vars(base).get("__pydantic_fields__", {}).get(name) for base in cls.__mro__]
+    texts = [info.description for info in of_bases if info is not None]
+    return " ".join(next(filter(None, texts), "").split())
 
 
 def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
@@ -127,15 +129,38 @@ def unset(hint: Any, value: Any) -> Any:
 
 def read_flags(cls: type[Options], namespace: argparse.Namespace, faults: list[str]) -> Options | None:
     """Return the options of a dataclass from parsed flags; None where one cannot be read, with each fault added."""
+    values, without_value = _flag_values(cls, namespace)
+    faults += [f"{flag(name)} needs a value" for name in without_value]
+    return read_values(cls, values, faults)
+
+
+def read_known_flags(cls: type[Options], namespace: argparse.Namespace, faults: list[str]) -> tuple[Options, set[str]]:
+    """Return the options of a dataclass that needs none, and the names of those that cannot be read.
+
+    These have their defaults, and a fault each is added.
+    """
+    values, unread = _flag_values(cls, namespace)
+    faults += [f"{flag(name)} needs a value" for name in unread]
+    try:
+        return TypeAdapter(cls).validate_python(values), unread
+    except ValidationError as error:
+        faults += _faults_of(error, cls, values)
+        unread |= {str(wrong["loc"][0]) for wrong in error.errors()}
+    known = {name: value for name, value in values.items() if name not in unread}
+    return TypeAdapter(cls).validate_python(known), unread
+
+
+def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, Any], set[str]]:
+    """Return what the flags of a dataclass give, as plain values, and the names of those without a value."""
     values: dict[str, Any] = {}
-    hints = get_type_hints(cls)
-    for name, hint in hints.items():
+    without_value: set[str] = set()
+    for name, hint in get_type_hints(cls).items():
         value = getattr(namespace, name)
         if value in ("", []):
-            faults.append(f"{flag(name)} needs a value")
+            without_value.add(name)
         elif value is not None:
             values[name] = unset(hint, [word.split("=", 1) for word in value] if _is_pairs(hint) else value)
-    return read_values(cls, values, faults)
+    return values, without_value
 
 
 def read_values(cls: type[Options], values: Mapping[str, Any], faults: list[str]) -> Options | None:
@@ -143,17 +168,21 @@ def read_values(cls: type[Options], values: Mapping[str, Any], faults: list[str]
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        for wrong in error.errors():
-            name, rule = str(wrong["loc"][0]), wrong["msg"]
-            if name not in values:
-                faults.append(f"{flag(name)} is missing; {_lowered(doc_of_option(cls, name).split('.')[0])}")
-                continue
-            given = values[name]
-            text = " ".join(map(_written, given)) if isinstance(given, list) else str(given)
-            if _is_pairs(get_type_hints(cls)[name]) and wrong["type"] == "missing":
-                rule = "write KEY=VALUE"
-            faults.append(f"{flag(name)} {text}: {_lowered(rule)}")
+        faults += _faults_of(error, cls, values)
         return None
+
+
+def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Iterator[str]:
+    for wrong in error.errors():
+        name, rule = str(wrong["loc"][0]), wrong["msg"]
+        if name not in values:
+            yield f"{flag(name)} is missing; {_lowered(doc_of_option(cls, name).split('.')[0])}"
+            continue
+        given = values[name]
+        text = " ".join(map(_written, given)) if isinstance(given, list) else str(given)
+        if _is_pairs(get_type_hints(cls)[name]) and wrong["type"] == "missing":
+            rule = "write KEY=VALUE"
+        yield f"{flag(name)} {text}: {_lowered(rule)}"
 
 
 def _written(value: Any) -> str:

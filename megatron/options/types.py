@@ -35,5 +35,10 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 
+TrainOn = Literal["assistant", "all_but_system", "all"]
+"""Tokens of chats that are trained."""
+TooLong = Literal["drop", "truncate", "split"]
+"""Treatments of chats that are longer than a sample."""
+
 # a preset may give a number where a string is expected: `split: 100`, `data_path: [0.3, a, 0.7, b]`
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True)

@@ -241,8 +241,7 @@ class Trials:
 
 
 if IN_SERVER in os.environ and __name__ != "__main__":  # preloaded by the fork server, as launch/preload.py is
-    if set_death_signal := end_with_parent():
-        set_death_signal()
+    end_with_parent()()
     sys.modules["megatron.train"] = SimpleNamespace(process=rank)  # type: ignore[assignment]
     sys.modules["megatron.launch.preload"] = ModuleType("preload")  # the ranks need no torch
 

@@ -43,7 +43,7 @@ def work_of(name: str, folder: str) -> list[str]:
     [
         ("--tensor-model-parallel-size 3 --devices-per-node 2", "= 3 ranks, but nodes x devices = 1 x 2"),
         ("--nodes 2", "2 nodes need a hostsfile"),
-        ("--data-parallel-size 0", "--data-parallel-size 0 must be 1 or more"),
+        ("--data-parallel-size 0", "--data-parallel-size 0: input should be greater than 0"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(

@@ -447,7 +447,7 @@ def test_a_variable_becomes_its_flags(variable: str, value: str, flags: list[str
         ({"HL_SAVE": "0"}, "save", False),
         ({}, "save", True),
         ({"HL_CHECKPOINTS_DIR": "c"}, "checkpoints_dir", "c"),
-        ({"HL_QNPU_DIR": "q"}, "activate_dir", "q"),
+        ({"HL_QNPU_DIR": "q"}, "activate", "q"),
         ({"HL_DEVICE": "cpu"}, "device", "cpu"),
         ({"HL_USE_HPU": "1"}, "device", "hpu"),
         ({"HL_USE_HPU": "0"}, "device", "no-hpu"),
@@ -689,8 +689,8 @@ ODD = "a b'c\"d$HOME`id`;&|*\\e"
         {},
         {"nodes": 2, "hostsfile": ODD, "master_port": 12345, "environment": {"A_B": ODD, "PT_HPU_LAZY_MODE": "0"}},
         {"max_restarts": 3, "min_nodes": 1, "nodes": 2, "rendezvous": "node0:29500", "devices_per_node": 2},
-        {"fine_tuning": FineTuning("base", ODD, "chatml", None)},
-        {"fine_tuning": FineTuning("base", None, None, "chats")},
+        {"fine_tuning": FineTuning(model="base", data=ODD, folder=None, chat_template="chatml")},
+        {"fine_tuning": FineTuning(model="base", data=None, folder="chats")},
     ],
 )
 def test_a_shown_command_can_be_pasted(

@@ -173,7 +173,7 @@ def test_a_column_that_must_be_left_out_is_refused_under_the_variables_name(fold
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        ("--too-long cut", "--too-long='cut' must be drop, truncate or split"),
+        ("--too-long cut", "--too-long cut: input should be 'drop', 'truncate' or 'split'"),
         ("--too-long split", "--too-long split needs --chats with a file"),
         ("--chats {chats} --too-long split -- --task preference", "--too-long split has no effect on pairs of answers"),
         ("--chats {chats} --train-on all -- --task preference", "--train-on all has no effect on pairs of answers"),

@@ -163,9 +163,11 @@ def test_a_run_whose_first_folder_has_gone_knows_its_model(model: Path, tmp_path
 def test_a_chat_template_that_nobody_knows_is_refused_in_a_plan_too(model: Path, tmp_path: Path) -> None:
     chats = str(tmp_path / "chats.jsonl")
     Path(chats).write_text("{}\n")
-    known = dataclasses.replace(request_of(model), fine_tuning=FineTuning(str(model), chats, "chatml", None))
+    data = FineTuning(model=str(model), data=chats, folder=None, chat_template="chatml")
+    known = dataclasses.replace(request_of(model), fine_tuning=data)
     assert preflight(known).fine_tuning is not None
-    (fault,) = faults(dataclasses.replace(known, fine_tuning=FineTuning(str(model), chats, "nosuch", None)))
+    unknown = dataclasses.replace(data, chat_template="nosuch")
+    (fault,) = faults(dataclasses.replace(known, fine_tuning=unknown))
     assert "chat template 'nosuch' is neither a file nor a preset" in fault
 
 

@@ -321,18 +321,18 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--device gpu --devices-per-node x --env A --master-port 99999 --max-restarts -1 -- "
         "--config tiny_bloom --data-path corpus",
         [
-            "--device='gpu' must be auto, hpu, cuda, cpu, or your own as package.module:RECORD",
-            "--devices-per-node='x' must be a whole number",
+            "--device gpu: must be auto, hpu, cuda, cpu, or your own as package.module:RECORD",
+            "--devices-per-node x: input should be a valid integer",
             "--env='A' must be NAME=VALUE",
-            "--master-port='99999' must be a whole number from 1 to 65535",
-            "--max-restarts='-1' must be a whole number of 0 or more",
+            "--master-port 99999: input should be less than or equal to 65535",
+            "--max-restarts -1: input should be greater than or equal to 0",
         ],
     ),
     (
         "",
         "",
         "--hostfile hosts --nodes 0 -- --config tiny_bloom --data-path corpus --device cpu",
-        ["--nodes='0' must be", "unknown flag --hostfile; did you mean --hostsfile"],
+        ["--nodes 0: input should be greater than 0", "unknown flag --hostfile; did you mean --hostsfile"],
     ),
     (
         "",
@@ -359,7 +359,7 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "",
         "",
         "--no-save-at-epoch --nodes 0 -- --config tiny_bloom",
-        ["--nodes='0' must be", "--no-save-at-epoch is a flag of megatron.train"],
+        ["--nodes 0: input should be greater than 0", "--no-save-at-epoch is a flag of megatron.train"],
     ),
     (
         "llama",
@@ -378,8 +378,18 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "--device cpu -- --config tiny_bloom --data-path corpus --dry-run --lr x",
         ["--dry-run is a flag of the launcher, not of megatron.train; write it before `--`", "lr='x'"],
     ),
-    ("", "", "--nodes 0 --config tiny_bloom --lr x", ["--nodes='0' must be", "--config is a flag of megatron.train"]),
-    ("", "", "--nodes 0 --dry-run stray -- --train-iters 5", ["--nodes='0' must be", "'stray' does not follow a flag"]),
+    (
+        "",
+        "",
+        "--nodes 0 --config tiny_bloom --lr x",
+        ["--nodes 0: input should be", "--config is a flag of megatron.train"],
+    ),
+    (
+        "",
+        "",
+        "--nodes 0 --dry-run stray -- --train-iters 5",
+        ["--nodes 0: input should be greater than 0", "'stray' does not follow a flag"],
+    ),
     (
         "",
         "",

@@ -23,8 +23,8 @@ from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.index.indexed import DataError
 from megatron.data.prepare.block_encoder import Counts
 from megatron.data.prepare.rows import RowCounts
+from megatron.options.types import TrainOn
 
-TrainOn = Literal["assistant", "all_but_system", "all"]
 Turns = Literal["together", "as_prompted"]
 TooLong = Literal["drop", "truncate", "split", "error"]
 TOO_LONG = "too long"

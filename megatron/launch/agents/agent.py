@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from megatron.launch.agents.agent_command import AgentOptions, announce, parse
 from megatron.launch.agents.helper_processes import HelperProcesses
-from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError, report
+from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError
 from megatron.launch.agents.ownership import adopted_orphans, owned
 from megatron.launch.agents.rendezvous import (
     DifferentCodeError,
@@ -34,7 +34,7 @@ from megatron.launch.agents.rendezvous import (
     RunEndedError,
 )
 from megatron.launch.agents.restart_policy import Failure, ending
-from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals
+from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
 from megatron.launch.host_environment import CoresError, ModulesError, require_devices
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
 from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
@@ -239,6 +239,7 @@ class Agent:
 
     def _let_ranks_save(self) -> None:
         """Have the ranks end, because the nodes have changed: healthy ones save before."""
+        # a rank that saves needs all others: with one of them lost it would wait in the collective until it is killed
         if self._rendezvous.has_lost_ranks():
             report("another node has failed or is lost; the ranks restart")
             self._ranks.wait_for_end(FAILED_GRACE_S, or_failure=True)
@@ -301,6 +302,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
                     find_secret(options.secret_file)
             with adopted_orphans():
                 return Agent(options, helpers, train_flags, received).run()
+        # a signal before the ranks have run: nothing is to be saved
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
         except NotNeededError:

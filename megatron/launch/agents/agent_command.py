@@ -1,8 +1,12 @@
-"""Messages of agents to the launcher in the stderr of pdsh or mpirun: when they take signals, and how they ended."""
+"""Command of a node's agent, its messages to the launcher, and the secret by which the agents of a run know each other.
+
+pdsh and mpirun pass on what an agent prints, and little else: it says there when it takes signals, and how it ended.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -12,12 +16,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO, TypeVar
 
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
 from megatron.launch.agents.rendezvous import NodeOptions
+from megatron.launch.child_processes import end_with_parent, kill_tree
 from megatron.launch.plan import LaunchPlan
+from megatron.options.flags import flag
 from megatron.runtime.messages import SECRET
 
 _MARK = "\x1e"
@@ -34,13 +41,74 @@ def announce(text: str) -> None:
 
 def without_messages(line: bytes) -> tuple[bytes, list[tuple[str, int | None]]]:
     """Return a line without the messages in it, and host and status of each; None: it is ready."""
-    found = [(match[1].decode(), None if match[3] is None else int(match[3])) for match in _MESSAGE.finditer(line)]
+    messages: list[tuple[str, int | None]] = []
+    for match in _MESSAGE.finditer(line):
+        status = None if match[3] is None else int(match[3])
+        messages.append((match[1].decode(), status))
     rest = _MESSAGE.sub(b"", line)
-    return b"" if found and _OF_PDSH.fullmatch(rest) else rest, found
+    if messages and _OF_PDSH.fullmatch(rest):
+        rest = b""
+    return rest, messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Options of a node's agent, and its command line.
+class AgentsOutput(threading.Thread):
+    """Copies the stderr of pdsh or mpirun without the agents' messages, and notes these."""
+
+    def __init__(self, lines: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._lines = lines
+        self.ready = 0
+        """Number of agents that take signals."""
+        self.ended = 0
+        """Number of agents that have ended by themselves."""
+        self.failed: tuple[str, int] | None = None
+        """Host and status of the first failure."""
+
+    def run(self) -> None:
+        for line in self._lines:
+            text, messages = without_messages(line)
+            for host, status in messages:
+                self.note_agent(host, status)
+            self.note_line(text)
+            sys.stderr.write(text.decode(errors="replace"))
+            sys.stderr.flush()
+
+    def note_agent(self, host: str, status: int | None) -> None:
+        """Take a message. `status`: with which the agent has ended; None: it takes signals."""
+        if status is None:
+            self.ready += 1
+        else:
+            self.ended += 1
+
+    def note_line(self, line: bytes) -> None:
+        """Take what else was printed."""
+
+
+Output = TypeVar("Output", bound=AgentsOutput)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str], kind: type[Output], stdin: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Output]]:
+    """Start pdsh or mpirun, with its output copied. What is left of it at the end is killed."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=stdin,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=end_with_parent(),
+    )
+    assert process.stderr is not None
+    output = kind(process.stderr)
+    output.start()
+    try:
+        yield process, output
+    finally:
+        # pdsh starts each ssh in a session of its own; what an ssh has started ends with it (ownership.py)
+        kill_tree(process.pid)
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -64,15 +132,17 @@ class AgentOptions(NodeOptions):
 
     def arguments(self) -> list[str]:
         """Return the command line that `parse` reads."""
-        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        known = [(name, value) for name, value in given if value != getattr(AgentOptions, name)]
-        words = [(f"--{name.replace('_', '-')}", "1" if value is True else str(value)) for name, value in known]
-        return [word for pair in words for word in pair]
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                words += [flag(field.name), "1" if value is True else str(value)]
+        return words
 
 
 def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
     """Return the agent's own options, and the flags of megatron.train behind `--`."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m megatron.launch.agents.agent",
         description="Start the ranks of this node. tools/launch.py calls it; megatron/launch/agents/rendezvous.py "
@@ -82,15 +152,12 @@ def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
     )
     for field in dataclasses.fields(AgentOptions):
         kind = int if "int" in str(field.type) or "bool" in str(field.type) else str
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    options = AgentOptions(**vars(parser.parse_args(arguments[:place])))
+        parser.add_argument(flag(field.name), type=kind, default=field.default)
+    options = AgentOptions(**vars(parser.parse_args(arguments[:end])))
     if options.nodes > 1 and options.rendezvous is None:
         parser.error(f"--nodes {options.nodes} needs --rendezvous HOST:PORT, the address of the first node")
-    return options, list(arguments[place + 1 :])
+    return options, list(arguments[end + 1 :])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command of the agents of a run, and the secret by which they know each other.
 
 # Connections to hosts at one time, besides those of pdsh or mpirun.
 SSH_AT_ONCE = 64
@@ -138,11 +205,12 @@ def agent_command(plan: LaunchPlan) -> list[str]:
     command += agent_options(plan).arguments()
     if plan.hosts and plan.launcher == "pdsh":
         command += ["--node-rank", "%n"]  # pdsh writes the number of the host for it
-    command += ["--secret-file", secret_file(plan)] if plan.hosts and plan.nodes > 1 else []
+    if plan.hosts and plan.nodes > 1:
+        command += ["--secret-file", secret_file(plan)]
     command += ["--", *plan.train_flags]
-    if plan.activate_dir is None or not plan.hosts:  # on this machine the script has sourced `activate` already
+    if plan.activate is None or not plan.hosts:  # on this machine the script has sourced `activate` already
         return command
-    return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate_dir, *command]
+    return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate, *command]
 
 
 # By ssh's standard input, in a second connection: pdsh passes no input on, sshd drops variables, and every user of a
@@ -154,6 +222,7 @@ def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
     command line, and DeepSpeed's launcher puts variables there, can be read by every user of the host.
     """
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
+    # each connection takes a process and descriptors here, and there are as many as the run has hosts
     slots = threading.BoundedSemaphore(SSH_AT_ONCE)
 
     def send(host: str, name: str) -> None:
@@ -183,4 +252,5 @@ def secret_file(plan: LaunchPlan) -> str:
     An agent that pdsh starts has the number of its host, %n. One that mpirun starts takes any of the files, all
     of which are alike.
     """
-    return f".megatron-{plan.run_id}." + ("%n" if plan.launcher == "pdsh" else "*")
+    number = "%n" if plan.launcher == "pdsh" else "*"
+    return f".megatron-{plan.run_id}.{number}"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 
 from megatron.launch.agents.restart_policy import Failure, ending
-from megatron.launch.child_processes import blocked_signals, python_path
+from megatron.launch.child_processes import blocked_signals, python_path, report
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.commands import FAILED
 
@@ -49,22 +49,26 @@ class HelperProcesses:
     @property
     def pids(self) -> set[int]:
         """Process ids of those that run or ran last."""
-        known = {_tracker_pid(), _server_pid() if self._has_server else None}
+        known = [_tracker_pid()]
+        if self._has_server:
+            known.append(_server_pid())
         return {pid for pid in known if pid is not None}
 
     def renew(self) -> None:
         """Start those again that have ended, and report how, unless `server_failure` has returned it."""
         self._start_tracker()
-        if self._has_server:
-            if (failure := self.server_failure()) is not None:
-                _report(f"{failure}; it is started again")
-            self._start_server()
+        if not self._has_server:
+            return
+        failure = self.server_failure()
+        if failure is not None:
+            report(f"{failure}; it is started again")
+        self._start_server()
 
     def note(self) -> bool:
         """Report a fork server that multiprocessing has started again by itself, and return whether it has."""
         is_another = self._server not in (None, self._lost_server, _server_pid())
         if is_another:
-            _report(f"{SERVER} on {socket.gethostname()} had ended, and was started again")
+            report(f"{SERVER} on {socket.gethostname()} had ended, and was started again")
         self._server = _server_pid()
         return is_another
 
@@ -73,9 +77,12 @@ class HelperProcesses:
 
         `is_likely`: its connections have ended.
         """
-        pid = _server_pid() if self._has_server else None
+        if not self._has_server:
+            return None
+        pid = _server_pid()
         if pid is None or pid == self._lost_server:
             return None
+        # its connections end a moment before its process does
         code = _ended(pid, END_S if is_likely else 0.0)
         if code is None:
             return None
@@ -89,14 +96,13 @@ class HelperProcesses:
         """
         if self.start_method == "fork":
             return
-        pid = _tracker_pid()
-        code = _ended(pid) if pid is not None else None
+        code = _ended(_tracker_pid())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is reported here
             resource_tracker.ensure_running()
         if self._tracker not in (None, _tracker_pid()):
             how = "has ended" if code is None else ending(code)
-            _report(f"multiprocessing's resource tracker {how}; no rank needs it, and it is started again")
+            report(f"multiprocessing's resource tracker {how}; no rank needs it, and it is started again")
         self._tracker = _tracker_pid()
 
     def _start_server(self) -> None:
@@ -113,14 +119,17 @@ def _tracker_pid() -> int | None:
     return vars(vars(resource_tracker)["_resource_tracker"])["_pid"]
 
 
-def _ended(pid: int, timeout_s: float = 0.0) -> int | None:
+def _ended(pid: int | None, timeout_s: float = 0.0) -> int | None:
     """Return how a child has ended within this time, below 0 by a signal, and leave it to be waited for.
 
-    None: it runs, or another process started it.
+    None: it runs, or there is none, or another process started it.
     """
+    if pid is None or not hasattr(os, "waitid"):
+        return None
     deadline_s = time.monotonic() + timeout_s
-    while hasattr(os, "waitid"):
+    while True:
         try:
+            # not waited for: multiprocessing does so itself before it starts another
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None
@@ -129,7 +138,6 @@ def _ended(pid: int, timeout_s: float = 0.0) -> int | None:
         if time.monotonic() >= deadline_s:
             return None
         time.sleep(LOOK_S)
-    return None
 
 
 @contextlib.contextmanager
@@ -146,7 +154,3 @@ def quiet_main() -> Iterator[None]:
             yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

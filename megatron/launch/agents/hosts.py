@@ -16,11 +16,11 @@ from typing import IO, NoReturn
 
 from megatron.launch.addresses import RENDEZVOUS_PORT
 from megatron.launch.agents.agent import FAILED_GRACE_S, run_agent
-from megatron.launch.agents.agent_command import agent_command, agent_options, send_secret, without_messages
+from megatron.launch.agents.agent_command import AgentsOutput, agent_command, agent_options, send_secret, started
 from megatron.launch.agents.mpirun import LOST_HOST, run_with_mpirun
 from megatron.launch.agents.ownership import END_AT_ONCE, owned
 from megatron.launch.agents.restart_policy import ending
-from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals, python_path
+from megatron.launch.child_processes import noted_signals, python_path
 from megatron.launch.plan import LaunchPlan
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.commands import shell_status
@@ -55,7 +55,8 @@ def run_plan(plan: LaunchPlan) -> int:
         return run_agent(agent_options(plan), plan.train_flags)
     # the user's own come first, and ssh keeps the first value of each
     alive = SHORT_KEEP_ALIVE if plan.min_nodes < len(plan.hosts) else KEEP_ALIVE
-    environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive]))
+    own = os.environ.get("PDSH_SSH_ARGS_APPEND")
+    environment["PDSH_SSH_ARGS_APPEND"] = " ".join([own, *alive] if own else alive)
     if plan.nodes > 1:
         raise_limit()  # of open files: several for each host
         send_secret(plan, environment)
@@ -108,33 +109,26 @@ def signal_agents(plan: LaunchPlan, number: int) -> bool:
     return bool(signalled.stdout.strip())
 
 
-class PdshOutput(threading.Thread):
-    """Copies the stderr of pdsh and the ranks, and notes which host failed first, with its status."""
+class PdshOutput(AgentsOutput):
+    """Notes which hosts failed, as pdsh says it: also those whose agent never started or was killed."""
 
-    def __init__(self, lines: IO[bytes]):
-        super().__init__(daemon=True)
-        self._lines = lines
-        self.failed: tuple[str, int] | None = None
-        """Host and status."""
+    def __init__(self, lines: IO[bytes]) -> None:
+        super().__init__(lines)
         self.all_failed: set[str] = set()
-        self.ended = 0
-        """Number of agents that have ended by themselves."""
         self.gloo_failed = False
 
-    def run(self) -> None:
-        for raw in self._lines:
-            line, messages = without_messages(raw)
-            self.ended += sum(status is not None for _, status in messages)
-            sys.stderr.write(line.decode(errors="replace"))
-            sys.stderr.flush()
-            match = re.match(rb"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)", line)
-            if match:
-                self.all_failed.add(match[1].decode())
-            if match and self.failed is None:
-                status = int(match[2])
-                # DeepSpeed's launcher ends with -n for a process that signal n killed; 255 is ssh's own failure
-                self.failed = match[1].decode(), status if status < 192 or status == 255 else shell_status(status - 256)
-            self.gloo_failed |= b"Gloo connectFullMesh failed" in line
+    def note_line(self, line: bytes) -> None:
+        self.gloo_failed |= b"Gloo connectFullMesh failed" in line
+        match = re.match(rb"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)", line)
+        if match:
+            self._note_failure(match[1].decode(), int(match[2]))
+
+    def _note_failure(self, host: str, status: int) -> None:
+        self.all_failed.add(host)
+        if self.failed is None:
+            # DeepSpeed's launcher ends with -n for a process that signal n killed; 255 is ssh's own failure
+            is_signal = 192 <= status < LOST_HOST
+            self.failed = host, shell_status(status - 256) if is_signal else status
 
     def ends(self, plan: LaunchPlan) -> bool:
         """Return whether the run cannot continue on the other hosts: without the first one it never does."""
@@ -149,20 +143,9 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: L
     checkpoint, and return before the ranks have ended. Where one host fails, it waits for the others, whose ranks may
     wait for that one.
     """
-    with noted_signals(SIGNALS) as received:
-        runner = subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent()
-        )
-        assert runner.stderr is not None
-        output = PdshOutput(runner.stderr)
-        output.start()
-        try:
-            _wait_for_hosts(runner, output, plan, received)
-            output.join(timeout=FAILED_GRACE_S)
-        finally:
-            # pdsh starts each ssh in a session of its own; what an ssh has started ends with it (ownership.py)
-            kill_tree(runner.pid)
-            runner.wait()
+    with noted_signals(SIGNALS) as received, started(command, environment, PdshOutput) as (runner, output):
+        _wait_for_hosts(runner, output, plan, received)
+        output.join(timeout=FAILED_GRACE_S)
     if output.gloo_failed:
         print(
             "gloo could not connect the hosts: each of them takes the address that its own name resolves to, which the "
@@ -193,6 +176,10 @@ def _status_without_failure(returncode: int, ended: int, plan: LaunchPlan) -> in
 def _wait_for_hosts(
     runner: subprocess.Popen[bytes], output: PdshOutput, plan: LaunchPlan, received: deque[int]
 ) -> None:
+    """Wait until the launcher has ended, or some hosts do not answer after a failure. Passes signals on.
+
+    After a failure that ends the run the other agents have FAILED_GRACE_S to end, and are then ended.
+    """
     failed_s: float | None = None
     ending: threading.Thread | None = None
     tried_s = -RETRY_S

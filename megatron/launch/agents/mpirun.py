@@ -16,17 +16,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from megatron.launch.agents.agent import FAILED_GRACE_S
-from megatron.launch.agents.agent_command import agent_command, send_secret, without_messages
+from megatron.launch.agents.agent_command import AgentsOutput, agent_command, send_secret, started
 from megatron.launch.agents.restart_policy import ending
-from megatron.launch.child_processes import end_with_parent, kill_tree, noted_signals
+from megatron.launch.child_processes import noted_signals
 from megatron.launch.host_environment import deepspeed_env
 from megatron.launch.plan import Host, LaunchPlan, LaunchRequest
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
@@ -151,18 +149,13 @@ def hostfile_of(plan: LaunchPlan) -> Iterator[str | None]:
         yield file.name
 
 
-class MpirunOutput(threading.Thread):
-    """Copies the stderr of mpirun without the agents' messages, and notes these."""
+class MpirunOutput(AgentsOutput):
+    """Notes which agent failed first, as it says itself: mpirun names none."""
 
-    def __init__(self, lines: IO[bytes]):
-        super().__init__(daemon=True)
-        self._lines = lines
-        self.ready = 0
-        """Number of agents that take signals."""
-        self.ended = 0
-        """Number of agents that have ended by themselves."""
-        self.failed: tuple[str, int] | None = None
-        """Host and status of the agent that failed first."""
+    def note_agent(self, host: str, status: int | None) -> None:
+        super().note_agent(host, status)
+        if status and self.failed is None:
+            self.failed = host, status
 
     def has_lost_host(self, status: int, nodes: int) -> bool:
         """Return whether mpirun, which ended by this status, has lost a host and made the other agents stop.
@@ -173,38 +166,15 @@ class MpirunOutput(threading.Thread):
             return False
         return status > OF_SIGNALS or (status == 0 and self.ended < nodes)
 
-    def run(self) -> None:
-        for line in self._lines:
-            text, messages = without_messages(line)
-            for host, status in messages:
-                self.ready += status is None
-                self.ended += status is not None
-                if status and self.failed is None:
-                    self.failed = host, status
-            sys.stderr.write(text.decode(errors="replace"))
-            sys.stderr.flush()
-
 
 def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPlan) -> int:
-    with noted_signals(SIGNALS) as received:
-        mpirun = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=end_with_parent(),
-        )
-        assert mpirun.stderr is not None
-        output = MpirunOutput(mpirun.stderr)
-        output.start()
+    with (
+        noted_signals(SIGNALS) as received,
+        started(command, environment, MpirunOutput, stdin=subprocess.DEVNULL) as (mpirun, output),
+    ):
         signals = _PassedSignals(mpirun, received)
-        try:
-            _wait(mpirun, output, signals, plan.nodes)
-            output.join(timeout=FAILED_GRACE_S)
-        finally:
-            kill_tree(mpirun.pid)
-            mpirun.wait()
+        _wait(mpirun, output, signals, plan.nodes)
+        output.join(timeout=FAILED_GRACE_S)
     requested = signals.requested
     # mpirun ends with the status of the agent that failed first, also of one that was killed and sent no message
     status = shell_status(mpirun.returncode)

@@ -1,4 +1,7 @@
-"""Process of one rank, started by the agent of its node."""
+"""Processes of a node's ranks: their start, the connections to them, how they ended, and their end.
+
+The agent (agent.py) decides when.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,18 @@ from megatron.launch.agents.helper_processes import OF_LOST_SERVER, SERVER, Help
 from megatron.launch.agents.ownership import end_processes, processes_below
 from megatron.launch.agents.rendezvous import Membership
 from megatron.launch.agents.restart_policy import Failure
-from megatron.launch.child_processes import blocked_signals, end_with_parent
+from megatron.launch.child_processes import blocked_signals, end_with_parent, report
 from megatron.launch.host_environment import own_sockets, ranges, rank_cores
 from megatron.resilience import shutdown
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.agent_link import AGENT_SOCKET, RankLink, send_endings
 from megatron.runtime.commands import FAILED
 from megatron.runtime.network import STORE_SOCKET
+
+WATCH_S = 0.05
+"""Interval at which the agent looks for signals. A rank that ends is noticed at once."""
+KILL_S = 1.0
+"""Time for the ranks to end after a second signal."""
 
 
 def run_rank(
@@ -49,8 +57,7 @@ def run_rank(
     """
     if cores:  # before any thread starts, which would keep the cores of the agent
         os.sched_setaffinity(0, cores)
-    if set_death_signal := end_with_parent():
-        set_death_signal()
+    end_with_parent()()
     agent = parent_process()
     if agent is not None and not agent.is_alive():
         os._exit(FAILED)  # it ended before the death signal was set
@@ -75,17 +82,6 @@ def run_main(main: str, flags: Sequence[str]) -> None:
     if main != "megatron.train":  # which unblocks them once it handles them: one that waits must not end it before
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     module.process()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes of a node's ranks: their start, the connections to them, how they ended, and their end.
-#
-# Used by the agent (`agent.py`), which decides when.
-
-WATCH_S = 0.05
-"""Interval at which the agent looks for signals. A rank that ends is noticed at once."""
-KILL_S = 1.0
-"""Time for the ranks to end after a second signal."""
 
 
 class NotStartedError(Exception):
@@ -120,6 +116,7 @@ class NodeRanks:
 
     def start(self) -> None:
         """Start the processes, which wait for their place. Raises NotStartedError."""
+        # ranks of a fork server that has ended would raise EOFError here, or end by status 255
         self._helpers.renew()
         self._start_processes()
         if self._helpers.note():  # those of the fork server before it are lost, and cannot say how they end
@@ -133,6 +130,7 @@ class NodeRanks:
         self._processes, self._environments = [], []
         with blocked_signals(SIGNALS), quiet_main():
             for local_rank in range(self._options.ranks_per_node):
+                # the environment comes later, by this pipe: a process that already imports learns its place from it
                 receiver, sender = self._context.Pipe()
                 self._environments.append(sender)
                 cores, is_late = self._cores[local_rank] if self._cores else (), self._options.nodes > 1
@@ -153,7 +151,9 @@ class NodeRanks:
             with contextlib.suppress(OSError):  # it has ended, which its exit code shows
                 sender.send(self._environment(membership, local_rank))
                 if local_rank == 0 and membership.store_socket is not None:
+                    # rank 0 inherits the socket, so that nobody else gets the port before it listens
                     send_handle(sender, membership.store_socket.fileno(), None)
+                # the pipe stays open for the reports of the rank, so that no port is needed for them
                 self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))
             sender.close()
         if membership.store_socket is not None:
@@ -180,16 +180,19 @@ class NodeRanks:
 
     def look(self) -> None:
         """Wait until a rank ends or reports, at most WATCH_S, and take the reports."""
+        running = self._running()
+        if not running:
+            return
         links = {link.fileno(): link for link in self._links.values() if link.is_open}
-        if running := self._running():
-            ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
-            for number in set(links) & set(ready):
-                links[number].receive()
+        ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
+        for number in links.keys() & set(ready):
+            links[number].receive()
 
     def failure(self, local_rank: int, returncode: int) -> Failure:
         """Return the failure of a rank that has ended, with what it reported last."""
         number = self._first_rank + local_rank
-        if (link := self._links.get(local_rank)) is None:
+        link = self._links.get(local_rank)
+        if link is None:  # it ended before it had its place
             return Failure(number, socket.gethostname(), returncode)
         if link.is_open:
             link.receive()
@@ -210,8 +213,11 @@ class NodeRanks:
 
     def inform(self, endings: Mapping[int, str]) -> None:
         """Inform the watchdogs of the other ranks how local ranks have ended, which they only lose."""
-        if watchdogs := next((link.watchdogs for link in self._links.values() if link.watchdogs), None):
-            send_endings(watchdogs, {self._first_rank + place: ending for place, ending in endings.items()})
+        of_run = {self._first_rank + local_rank: ending for local_rank, ending in endings.items()}
+        for link in self._links.values():
+            if link.watchdogs:  # each rank knows where those of all are
+                send_endings(link.watchdogs, of_run)
+                return
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the ranks that still run."""
@@ -223,14 +229,15 @@ class NodeRanks:
     def wait_for_end(self, timeout_s: float, *, or_failure: bool = False) -> bool:
         """Return whether all ranks have ended within this time. `or_failure`: do not wait once one has failed."""
         deadline_s = time.monotonic() + timeout_s
-        while (running := self._running()) and (left_s := deadline_s - time.monotonic()) > 0:
-            if or_failure and any(process.exitcode for process in self._processes):
-                break
+        while True:
+            running, left_s = self._running(), deadline_s - time.monotonic()
+            if not running or left_s <= 0 or (or_failure and any(self.codes)):
+                return not running
             wait([process.sentinel for process in running], timeout=left_s)
-        return not running
 
     def end(self) -> None:
         """Kill what is left of the ranks and of all that they started."""
+        # also what ranks have started in sessions of their own, such as the workers of a loader
         for pid in end_processes(os.getpid(), self._spared | self._helpers.pids):
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
@@ -254,7 +261,3 @@ def bound_cores(options: AgentOptions) -> list[frozenset[int]]:
     cores = rank_cores(options.ranks_per_node, options.cores_per_rank, options.ranks_per_socket, own_sockets())
     report(f"{socket.gethostname()}: ranks are bound to the cores {' | '.join(map(ranges, cores))}")
     return cores
-
-
-def report(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from megatron.launch.agents.rendezvous import (
 )
 from megatron.launch.agents.rendezvous_server import LOST_BEATS
 from megatron.launch.agents.restart_policy import MOST_FAILURES, Failure
+from megatron.launch.child_processes import report
 from megatron.runtime import network
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.messages import SECRET, Connection, run_secret
@@ -255,7 +255,7 @@ class Client(threading.Thread):
                 raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
             time.sleep(POLL_S)
         if self.is_spare:
-            _report("takes a place in the run")
+            report(f"{socket.gethostname()} takes a place in the run")
         return self._membership
 
     def nodes_waiting(self) -> bool:
@@ -329,6 +329,7 @@ class Client(threading.Thread):
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)
             while True:
+                # not blocking for longer: requests of the main thread are sent from here once the server is known
                 selector.select(POLL_S)
                 now_s = time.monotonic()
                 for message in connection.receive():
@@ -360,7 +361,7 @@ class Client(threading.Thread):
                 self._was_lost = self.has_lost_ranks = True
             case "spare":
                 if not self.is_spare:  # the server says so again after each new connection
-                    _report("waits as a spare host: the run is complete without it")
+                    report(f"{socket.gethostname()} waits as a spare host: the run is complete without it")
                 self.is_spare = True
             case "done":
                 self._is_done = True
@@ -392,7 +393,3 @@ class Client(threading.Thread):
             )
         else:
             self._fault = f"lost the rendezvous at {self._endpoint}: {error or type(error).__name__}"
-
-
-def _report(text: str) -> None:
-    print(f"{socket.gethostname()} {text}", file=sys.stderr, flush=True)

@@ -53,6 +53,7 @@ def owned(run: Callable[[], int], connection: Sequence[int] = ()) -> NoReturn:
     """
     sys.stdout.flush()  # or the child would print it too
     signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, END_AT_ONCE])
+    # what runs already is not what the command starts
     end = _End(_temporary_folder(), spared=processes_below(os.getpid()))
     status, own = FAILED, os.getpid()
     try:
@@ -100,8 +101,7 @@ def _run_child(run: Callable[[], int], owner: int, end: _End) -> NoReturn:
         for number in _heeded():  # what comes when `run` no longer notes it; children must not inherit SIG_IGN
             signal.signal(number, lambda number, frame: None)
         signal.signal(END_AT_ONCE, lambda number, frame: end(shell_status(-number)))
-        if set_death_signal := end_with_parent(END_AT_ONCE):
-            set_death_signal()
+        end_with_parent(END_AT_ONCE)()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [END_AT_ONCE])
         if os.getppid() == owner:  # it has not ended before the death signal was set
             adopt_orphans()

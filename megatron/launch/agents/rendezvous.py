@@ -6,13 +6,13 @@ One node needs no agreement, and so no open port here. nodes_rendezvous.py has t
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.launch.addresses import split_endpoint
 from megatron.launch.agents.restart_policy import Failure, RestartPolicy
+from megatron.launch.child_processes import report
 from megatron.runtime.network import LOOPBACK, bound_socket
 
 SLICE_S = 0.5
@@ -97,7 +97,7 @@ class Rendezvous:
         self._policy.note_saved(saved)
         if failures:
             decision = self._policy.after(failures)
-            print(decision.text, file=sys.stderr, flush=True)
+            report(decision.text)
             if not decision.restarts:
                 raise RunEndedError(decision.status)
             _wait(decision.delay_s)

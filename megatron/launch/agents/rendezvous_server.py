@@ -32,7 +32,6 @@ import enum
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -41,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.launch.agents.restart_policy import Failure, RestartPolicy
+from megatron.launch.child_processes import report
 from megatron.runtime.messages import Connection
 
 KEEP_ALIVE_S = 5.0
@@ -64,8 +64,8 @@ UNNUMBERED = -1
 """Stands for the number of a node that was given none."""
 
 
-class Stage(enum.Enum):
-    """Stage of a node, as the table above has them."""
+class NodeStage(enum.Enum):
+    """NodeStage of a node, as the table above has them."""
 
     CONNECTED = enum.auto()
     WAITING = enum.auto()
@@ -90,7 +90,7 @@ class Node:
     """Another agent, or that of this node itself."""
 
     heard_s: float
-    stage: Stage = Stage.CONNECTED
+    stage: NodeStage = NodeStage.CONNECTED
     order: Order | None = None
     """None: it has not joined."""
     address: str = ""
@@ -103,12 +103,12 @@ class Node:
 
     @property
     def waits(self) -> bool:
-        return self.stage in (Stage.WAITING, Stage.SPARE)
+        return self.stage in (NodeStage.WAITING, NodeStage.SPARE)
 
     @property
     def has_number(self) -> bool:
         """True in the present round, not while it waits for the next one."""
-        return self.stage in (Stage.MEMBER, Stage.DONE)
+        return self.stage in (NodeStage.MEMBER, NodeStage.DONE)
 
 
 class News(NamedTuple):
@@ -145,6 +145,7 @@ class Server(threading.Thread):
         self._start_s = 0.0
         """The next round does not begin before."""
         self._selector = selectors.DefaultSelector()
+        # a peer may leave between select and accept
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._nodes: dict[Connection, Node] = {}
@@ -189,6 +190,7 @@ class Server(threading.Thread):
 
     def _accept(self) -> None:
         strangers = [connection for connection in self._nodes if not connection.is_known]
+        # else whoever opens connections without a word would use up the descriptors
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         try:
@@ -228,7 +230,7 @@ class Server(threading.Thread):
         is_other, number, address, process = message["order"]
         node.order = Order(bool(is_other), int(number), str(address), int(process))
         node.address, node.port = str(message["address"]), int(message["port"])
-        node.stage = Stage.WAITING
+        node.stage = NodeStage.WAITING
         if self._is_closed:
             connection.send(kind="closed", status=self._end_status)
         elif message["code"] != self._code:
@@ -238,15 +240,15 @@ class Server(threading.Thread):
 
     def _refuse(self, connection: Connection, host: str) -> None:
         """Refuse a node with other code, and before the first round all nodes: the run cannot have what it asks for."""
-        self._nodes[connection].order, self._nodes[connection].stage = None, Stage.CONNECTED
+        self._nodes[connection].order, self._nodes[connection].stage = None, NodeStage.CONNECTED
         # a node that comes late does not end the run of the others
         refused = list(self._nodes) if self._is_first_round else [connection]
         self._send_all(refused, kind="refused", host=host)
 
     def _note_done(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
-        if node.stage is Stage.MEMBER:
-            node.stage = Stage.DONE
+        if node.stage is NodeStage.MEMBER:
+            node.stage = NodeStage.DONE
 
     def _end_run(self, connection: Connection, message: dict[str, Any]) -> None:
         status = message["status"]
@@ -323,12 +325,12 @@ class Server(threading.Thread):
         """Send those that are done how the round ends, once no member runs any more."""
         left = [connection for connection in self._round if connection in self._nodes]
         stages = {self._nodes[connection].stage for connection in left}
-        if Stage.MEMBER in stages or Stage.DONE not in stages:
+        if NodeStage.MEMBER in stages or NodeStage.DONE not in stages:
             return
         self._round = []
         # where a node has joined again, its agent has stopped the ranks of all: the run has not ended
-        kind = "done" if stages == {Stage.DONE} else "again"
-        self._send_all((one for one in left if self._nodes[one].stage is Stage.DONE), kind=kind)
+        kind = "done" if stages == {NodeStage.DONE} else "again"
+        self._send_all((one for one in left if self._nodes[one].stage is NodeStage.DONE), kind=kind)
 
     def _send_news(self, news: News, now_s: float) -> None:
         if news == self._news and now_s - self._news_s <= KEEP_ALIVE_S:
@@ -363,6 +365,7 @@ class Server(threading.Thread):
         """Let the policy decide once what follows the failures that ended the round."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.joined_s)
         failures = [failure for node in nodes for failure in node.failures]
+        # by agent, not by number: the numbers change with each round
         failed = [node.agent for node in nodes if any(failure.is_own for failure in node.failures)]
         for node in nodes:
             node.failures = []
@@ -371,7 +374,7 @@ class Server(threading.Thread):
         if not failures and not lost:
             return  # a node joins
         decision = self._policy.after(failures, lost)
-        print(decision.text, file=sys.stderr, flush=True)
+        report(decision.text)
         if decision.has_progressed:
             self._own_failures.clear()
         self._own_failures.update(failed)
@@ -381,8 +384,8 @@ class Server(threading.Thread):
 
     def _inform_spares(self) -> None:
         for connection, node in list(self._nodes.items()):
-            if node.stage is Stage.WAITING:
-                node.stage = Stage.SPARE
+            if node.stage is NodeStage.WAITING:
+                node.stage = NodeStage.SPARE
                 self._send_all([connection], kind="spare")
 
     def _place(self, waiting: list[Connection]) -> None:
@@ -394,7 +397,7 @@ class Server(threading.Thread):
         self._has_lost_ranks = False
         self._news, self._news_s = News(), time.monotonic()
         for number, connection in enumerate(waiting):
-            self._nodes[connection].stage = Stage.MEMBER
+            self._nodes[connection].stage = NodeStage.MEMBER
             self._send_all(
                 [connection],
                 kind="placed",
@@ -421,7 +424,7 @@ class Server(threading.Thread):
         node = self._nodes.pop(connection, None)
         if node is None:
             return
-        if node.stage is Stage.MEMBER and not self._is_closed:
+        if node.stage is NodeStage.MEMBER and not self._is_closed:
             # one that was silent has had its time to return
             since_s = time.monotonic() - (RETURN_S if was_silent else 0.0)
             self._missing[node.agent] = node, since_s

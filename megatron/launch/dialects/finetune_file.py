@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.options.config import ConfigError
 from megatron.options.deepspeed_file import read_settings
-from megatron.options.dialect import Dialect, Entry, WrongValueError, flag_words, no_effect, number, sets
+from megatron.options.dialect import Dialect, Entry, Translation, WrongValueError, flag_words, no_effect, number, sets
 from megatron.options.flags import flag
 from megatron.options.presets import is_finetune_file, read_preset
 
@@ -96,13 +96,16 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
         variables = {target: value for target, value in variables.items() if not target.startswith("HL_LORA_")}
     if "data" in settings:
         variables["HL_DATA"] = _data(settings["data"], settings.get("split"), faults)
+    flags = flag_words(DEFAULTS | settings)
     beside = Path(name).parent / DEEPSPEED_FILE
+    if beside.is_file():
+        flags += deepspeed_flags(beside)
     return FinetuneFile(
         variables,
-        flag_words(DEFAULTS | settings) + (deepspeed_flags(beside) if beside.is_file() else []),
-        _samples(settings) if not result.unread & {"batch", "accumulation"} else None,
-        [f"{name}: {note}" for note in result.notes],
-        [f"{name}: {fault}" for fault in faults],
+        flags,
+        _samples(result),
+        notes=[f"{name}: {note}" for note in result.notes],
+        faults=[f"{name}: {fault}" for fault in faults],
     )
 
 
@@ -116,11 +119,12 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _samples(settings: Mapping[str, str]) -> int | None:
+def _samples(result: Translation) -> int | None:
     """Return the samples in a step of a data-parallel rank; None if the file does not say."""
-    if not {"batch", "accumulation"} & settings.keys():
+    names = {"batch", "accumulation"}
+    if names & result.unread or not names & result.settings.keys():
         return None
-    return int(settings.get("batch", 1)) * int(settings.get("accumulation", 1))
+    return int(result.settings.get("batch", 1)) * int(result.settings.get("accumulation", 1))
 
 
 def _data(value: object, split: object, faults: list[str]) -> str:
@@ -128,7 +132,10 @@ def _data(value: object, split: object, faults: list[str]) -> str:
 
     A list holds several of them, with or without weights before them.
     """
-    words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
+    if not isinstance(value, list):
+        return _file(Path(str(value)), split, faults)
+    # YAML reads a weight as a number
+    words = list(map(str, value))
     if len(words) == 1:
         return _file(Path(words[0]), split, faults)
     return shlex.join(word if _is_number(word) else _file(Path(word), split, faults) for word in words)

@@ -48,7 +48,8 @@ def script_help(script: Script, topic: str) -> str:
 
 
 def _overview(script: Script, taken: Sequence[Entry]) -> str:
-    first = [variable for name in FIRST for variable in taken if variable.name == name]
+    rows = {row.name: row for row in taken}
+    first = [rows[name] for name in FIRST if name in rows]
     return "\n".join(
         [
             f"usage: [HL_NAME=VALUE ...] scripts/run_{script}.sh [--flag VALUE ...]\n",

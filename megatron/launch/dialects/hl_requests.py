@@ -21,7 +21,8 @@ from megatron.launch.dialects.hl_variables import (
     path_of,
     variables_of,
 )
-from megatron.launch.plan import LAUNCHERS, FineTuning, LaunchRequest
+from megatron.launch.options import LAUNCHERS, LaunchOptions
+from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.launch.preflight import UNREADABLE
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Translation, flag_words, one_of
@@ -34,8 +35,8 @@ from megatron.weights.model_folder import find_model
 
 KNOWN = {variable.name: variable for variable in VARIABLES}
 FIELDS = (
-    *("nodes", "devices_per_node", "data_parallel_size", "hostsfile", "rendezvous", "dry_run", "activate_dir"),
-    *("max_restarts", "min_nodes", "spare_hosts", "cores_per_rank", "ranks_per_socket", "lazy", "checkpoints_dir"),
+    *(field.name for field in dataclasses.fields(LaunchOptions) if field.name not in ("device", "launcher")),
+    *("lazy", "checkpoints_dir"),
 )
 """Fields of a launch request that variables set as they are."""
 NETWORK = {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1", "FI_PROVIDER": "verbs"}
@@ -64,7 +65,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     if script == "dpo" and "config" not in settings:
         _check_rate(settings, arguments, request)
 
-    request.train_flags += ["--config", preset] if preset is not None else []
+    if preset is not None:
+        request.train_flags += ["--config", preset]
     request.train_flags += of_file
     if script in FINE_TUNING:
         _fine_tuning(given, settings, script, request)
@@ -80,6 +82,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
         parent = Path(settings.get("results_prefix", "."), "out")
         request.results_parent = str(parent / _run_name(settings, script, preset))
     request.save, request.resume = settings.get("save", True), True
+    # last, so that arguments override variables, which override the file and the preset
     request.train_flags += passed_on
     request.unread -= {name for name, value in arguments.items() if value is not None}
     return request
@@ -154,11 +157,15 @@ def _with_file(
     Variables and arguments override the file.
     """
     names = arguments["config"] or [given.get("HL_CONFIG", "")]
-    file, name = next(((file, name) for name in names if (file := read_finetune_file(name))), (None, ""))
-    if file is None:
+    for name in names:
+        file = read_finetune_file(name)
+        if file is not None:
+            break
+    else:
         return given, passed_on, []
     given = {key: value for key, value in given.items() if key != "HL_CONFIG"}
-    if others := [other for other in names if other != name]:
+    others = [other for other in names if other != name]
+    if others:
         given["HL_CONFIG"] = others[0]
     request.faults += file.faults
     request.notes += file.notes
@@ -170,10 +177,9 @@ def _with_file(
 def _without_config(arguments: list[str], name: str) -> list[str]:
     rest, words = list[str](), iter(arguments)
     for word in words:
-        if word == "--config" and (value := next(words, "")) != name:
-            rest += [word, value]
-        elif word not in ("--config", f"--config={name}"):
-            rest.append(word)
+        given = [word, next(words, "")] if word == "--config" else [word]
+        if given not in (["--config", name], [f"--config={name}"]):
+            rest += given
     return rest
 
 
@@ -182,7 +188,9 @@ def _option(flag: str) -> str:
 
 
 def _requests_adapters(settings: Mapping[str, Any], arguments: Mapping[str, object]) -> bool:
-    rank = arguments["lora_rank"] if arguments["lora_rank"] is not None else settings.get("--lora-rank")
+    rank = arguments["lora_rank"]
+    if rank is None:
+        rank = settings.get("--lora-rank")
     return rank not in UNSET
 
 
@@ -203,8 +211,9 @@ def _preset(settings: Mapping[str, Any], script: Script, request: LaunchRequest,
         return str(settings["config"])
     if script == "llama":
         return _llama_preset(settings, request)
-    sft = "lora_llama" if adapts else "sft_llama"  # whose learning rate is far too low for adapters
-    return {"sft": sft, "dpo": "dpo_llama", "bloom13b": "bloom_13b"}[script]
+    if script == "sft":  # the learning rate of a whole model is far too low for adapters
+        return "lora_llama" if adapts else "sft_llama"
+    return {"dpo": "dpo_llama", "bloom13b": "bloom_13b"}[script]
 
 
 def _llama_preset(settings: Mapping[str, Any], request: LaunchRequest) -> str | None:
@@ -267,8 +276,10 @@ def _launcher(settings: Mapping[str, Any], request: LaunchRequest) -> None:
     if kind in LAUNCHERS:
         request.launcher = kind
         return
-    own = "; for torchrun's way set HL_RENDEZVOUS=HOST:PORT and start this script on each node"
-    request.faults.append(f"HL_LAUNCHER_TYPE={kind} must be {one_of(LAUNCHERS)}{own if kind == 'torchrun' else ''}")
+    fault = f"HL_LAUNCHER_TYPE={kind} must be {one_of(LAUNCHERS)}"
+    if kind == "torchrun":
+        fault += "; for torchrun's way set HL_RENDEZVOUS=HOST:PORT and start this script on each node"
+    request.faults.append(fault)
 
 
 def _environment(settings: Mapping[str, Any], result: Translation, request: LaunchRequest) -> dict[str, str]:
@@ -315,8 +326,9 @@ def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: 
     """Add the training data, and the model's flags, from its folder."""
     model, data, folder = settings.get("model"), settings.get("data"), settings.get("folder")
     rows = "pairs of answers" if script == "dpo" else "chats"
-    of_rows = {name: settings[name] for name in ("train_on", "too_long", "ignore_columns") if name in settings}
-    request.fine_tuning = FineTuning(model or "", data, settings.get("chat_template"), folder, **of_rows)
+    names = ("chat_template", "train_on", "too_long", "ignore_columns")
+    of_rows = {name: settings[name] for name in names if name in settings}
+    request.fine_tuning = FineTuning(model=model or "", data=data, folder=folder, **of_rows)
     _check_processed(given, request)
     if data is not None:
         _check_files(request.fine_tuning, rows, request)
@@ -367,8 +379,8 @@ def _check_files(given: FineTuning, rows: str, request: LaunchRequest) -> None:
         return
     for file in files:
         if not Path(file).is_file():
-            named = f"HL_DATA={given.data}" if len(files) == 1 else f"HL_DATA={given.data}: {file}"
-            request.faults.append(f"{named} is not a file; set it to a JSONL file of {rows}")
+            which = "" if len(files) == 1 else f": {file}"
+            request.faults.append(f"HL_DATA={given.data}{which} is not a file; set it to a JSONL file of {rows}")
 
 
 def _data(settings: Mapping[str, Any], script: Script, preset: str | None, request: LaunchRequest) -> None:
@@ -412,7 +424,10 @@ def legend(faults: list[str], script: Script) -> str:
         return "HL_IGNORE_COLUMNS sets --ignore-columns"
     # a single word may be plain English, or the name of a section
     words = set(re.findall(r"\w+(?==)|\w+_\w+", " ".join(faults)))
-    named = {_option(row.flags[0]): row.name for row in reversed(variables_of(script)) if row.flags}
-    return "; ".join(
-        f"{variable} sets {option}" for option, variable in named.items() if option in words and variable not in words
-    )
+    # the first of two variables of an option names it: reversed, it comes last
+    variables = {_option(row.flags[0]): row.name for row in reversed(variables_of(script)) if row.flags}
+    named = []
+    for option, variable in variables.items():
+        if option in words and variable not in words:
+            named.append(f"{variable} sets {option}")
+    return "; ".join(named)

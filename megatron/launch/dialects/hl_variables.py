@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_type_hints
 
-from megatron.launch.plan import TOO_LONG, TRAIN_ON
 from megatron.options.data import DataConfig
 from megatron.options.dialect import Entry, Setting, WrongValueError, one_in, one_of, sets, whole
 from megatron.options.optimizer import OPTIMIZERS
+from megatron.options.types import TooLong, TrainOn
 from megatron.runtime.devices import device_fault
 
 Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
@@ -170,14 +170,14 @@ _VARIABLES: tuple[Entry, ...] = (
     _one_in(
         "HL_TRAIN_ON",
         "train_on",
-        TRAIN_ON,
+        get_args(TrainOn),
         "trained tokens of the chats: assistant (its turns), all_but_system, or all",
         scripts=("sft",),
     ),
     _one_in(
         "HL_TOO_LONG",
         "too_long",
-        TOO_LONG,
+        get_args(TooLong),
         "chats of more than HL_SEQ_LEN tokens: drop, truncate (keep the beginning) or split",
         scripts=("sft",),
     ),
@@ -401,7 +401,7 @@ _VARIABLES: tuple[Entry, ...] = (
     _text("HL_HCCL_OVER_OFI", "HCCL_OVER_OFI", "with HL_HNIC=1: HCCL_OVER_OFI"),
     _text("HL_HCCL_GAUDI_DIRECT", "HCCL_GAUDI_DIRECT", "with HL_HNIC=1: HCCL_GAUDI_DIRECT"),
     _text("HL_FI_PROVIDER", "FI_PROVIDER", "with HL_HNIC=1: FI_PROVIDER"),
-    _text("HL_QNPU_DIR", "activate_dir", "folder of an environment whose `activate` is sourced first, on every node"),
+    _text("HL_QNPU_DIR", "activate", "folder of an environment whose `activate` is sourced first, on every node"),
     # data
     _text(
         "HL_DATA",

@@ -53,30 +53,25 @@ def generation_request(
         values |= {"--load": values.pop("adapter"), "--lora-base": base or ""}
     samples = values.pop("sample") == "true"
     _choose_tokens(values, given, _configured(base), request, samples=samples)
-    if values.pop("bf16") == "true" or ranks > 1:
-        values["--precision"] = "bf16"
-    else:
-        values["--precision"] = "fp32"
+    in_bf16 = values.pop("bf16") == "true" or ranks > 1  # on several ranks the script does so in any case
+    values["--precision"] = "bf16" if in_bf16 else "fp32"
     if values.pop("nf4", "false") == "true":
         values["--quantize-base"] = "nf4"
     prompts = shlex.split(values.pop("prompts", ""))
+    for name, value in values.items():
+        is_given = name in given or name == "--lora-base"
+        if is_given or name not in from_variables:
+            request.flags += [name, value]
     if not prompts:
         request.faults.append("--prompt is not given; give at least a text in quotes, which is not the script's own")
-    elif len(prompts) != int_of(values["--batch-size"]):
+        return request
+    request.flags += ["--prompt", *prompts]
+    if str(len(prompts)) != values["--batch-size"]:
         request.notes.append(
             f"all {len(prompts)} prompts are continued, where run_generation.py cuts or repeats them to --batch_size "
             f"{values['--batch-size']}"
         )
-    for name, value in values.items():
-        is_default = name not in given and name != "--lora-base"
-        if not (is_default and name in from_variables):
-            request.flags += [name, value]
-    request.flags += ["--prompt", *prompts] if prompts else []
     return request
-
-
-def int_of(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 def _choose_tokens(
@@ -88,25 +83,25 @@ def _choose_tokens(
     samples: bool,
 ) -> None:
     """Set how a token is chosen: drawn with --do_sample alone, and by what the model's own configuration says."""
+    used = {key: configured[key] for key in OF_MODEL if configured.get(key) not in (None, 1, 1.0)}
+    if "repetition_penalty" in used:
+        values["--repetition-penalty"] = str(used["repetition_penalty"])
     if samples:
         values.setdefault("--temperature", str(configured.get("temperature") or 1.0))
         values.setdefault("--top-p", str(configured.get("top_p") or 1.0))
-    for name in ("--temperature", "--top-p", "--top-k"):
-        if samples and name == "--temperature" and values[name] in ("0", "0.0"):
+        if values["--temperature"] in ("0", "0.0"):
             request.faults.append("--temperature=0 must be above 0 with --do_sample; leave --do_sample out")
-        if not samples and values.pop(name, None) is not None:
-            request.notes.append(
-                f"--{name[2:].replace('-', '_')} {given[name]} has no effect without --do_sample: the most probable "
-                "token is taken"
-            )
-    if configured.get("repetition_penalty") not in (None, 1, 1.0):
-        values["--repetition-penalty"] = str(configured["repetition_penalty"])
-    taken = [f"{key} {configured[key]}" for key in OF_MODEL if configured.get(key) not in (None, 1, 1.0)]
-    used = [text for text in taken if samples or text.startswith("repetition")]
+    else:
+        used = {key: value for key, value in used.items() if key == "repetition_penalty"}
+        for name in ("--temperature", "--top-p", "--top-k"):
+            if values.pop(name, None) is not None:
+                request.notes.append(
+                    f"--{name[2:].replace('-', '_')} {given[name]} has no effect without --do_sample: the most "
+                    "probable token is taken"
+                )
     if used:
-        request.notes.append(
-            f"{' and '.join(used)}: from the model's generation_config.json, unless a flag says otherwise"
-        )
+        texts = " and ".join(f"{key} {value}" for key, value in used.items())
+        request.notes.append(f"{texts}: from the model's generation_config.json, unless a flag says otherwise")
 
 
 def _configured(model: str | None) -> Mapping[str, object]:

@@ -21,6 +21,7 @@ from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
 from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest
+from megatron.options.flags import dashed, flag
 from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.model_folder import find_hub_folder, find_model
@@ -76,6 +77,10 @@ class SpawnCommand(Translation):
         """Return the value that is given, else the script's default."""
         return self.settings.get(name, self.defaults.get(name))
 
+    def has_train_flag(self, option: str) -> bool:
+        """Return whether a flag behind `--` gives an option."""
+        return any(word.partition("=")[0] == flag(option) for word in dashed(self.train_flags))
+
 
 def script_request(
     kind: Kind, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks
@@ -93,8 +98,10 @@ def script_request(
     _name_data(kind, command, variables)
     _report(command)
     flags = flag_words(command.defaults | command.settings) + _graph_flags(command, variables)
-    if (file := command.get("deepspeed")) is not None:
+    file = command.get("deepspeed")
+    if file is not None:
         flags += deepspeed_flags(Path(file))
+    # the script's defaults give way to the user's variables, and these to the flags of the command
     given = hl_variables(command.defaults) | ranks.variables | variables | hl_variables(command.settings)
     request = from_environment(given, kind, [*flags, *command.train_flags])
     _set_batch(request, command, variables)
@@ -110,15 +117,14 @@ def _graph_flags(command: SpawnCommand, variables: Mapping[str, str]) -> list[st
     if command.settings.get("graphs") != "1":
         return []
     device = variables.get("HL_DEVICE") or command.settings.get("HL_DEVICE") or detect_device()
-    evaluates = variables.get("HL_EVAL_ITERS", "0") != "0" or any(
-        re.match(r"--eval[-_]iters", word) for word in command.train_flags
-    )
     # a device that cannot be read is a fault of its own
-    known = is_device(device) and device_fault(device) is None
-    replays = known and find_device(device).replays_evaluations
-    if replays and evaluates:
+    is_known = is_device(device) and device_fault(device) is None
+    if not is_known or not find_device(device).replays_evaluations:
+        why = f"{device} has no HPU graphs"
+    elif variables.get("HL_EVAL_ITERS", "0") == "0" and not command.has_train_flag("eval_iters"):
+        why = "the run has no validation; set HL_EVAL_ITERS"
+    else:
         return ["--eval-graphs", "true"]
-    why = "the run has no validation; set HL_EVAL_ITERS" if replays else f"{device} has no HPU graphs"
     command.notes.append(f"{command.sources['graphs']} has no effect: {why}")
     return []
 
@@ -155,14 +161,18 @@ def _values(words: Sequence[str], table: Mapping[str, Entry], faults: list[str])
         if name not in table and positive in table and table[positive].takes == "switch":
             yield positive, "False"
             continue
-        takes = table[name].takes if name in table else "value"
-        text = shlex.join(values) if takes == "texts" else " ".join(values)
-        if takes == "switch" and not values:
-            text = "True"
-        if name in table and not text:
-            faults.append(f"{name} needs a value")
-        else:
+        text = " ".join(values)
+        if name not in table:  # a fault of the dialect, with what was given
             yield name, text
+            continue
+        if table[name].takes == "texts":
+            text = shlex.join(values)
+        elif table[name].takes == "switch" and not values:
+            text = "True"
+        if text:
+            yield name, text
+        else:
+            faults.append(f"{name} needs a value")
 
 
 def _grouped(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -205,41 +215,40 @@ def _name_modules(command: SpawnCommand, variables: Mapping[str, str]) -> None:
     model = {**command.defaults, **variables, **command.settings}.get("HL_MODEL", "")
     with contextlib.suppress(CheckpointError, ConfigError):  # preflight names the fault of a model that cannot be read
         config = read_json(own_file(find_model(model, "HL_MODEL"), "config.json"))
-        if (modules := PEFT_MODULES.get(str(config.get("model_type")))) is not None:
+        modules = PEFT_MODULES.get(str(config.get("model_type")))
+        if modules is not None:
             command.defaults["HL_LORA_TARGET_MODULES"] = modules
             command.sources.setdefault("HL_LORA_TARGET_MODULES", "--lora_target_modules")
 
 
 def _without_adapters(command: SpawnCommand) -> None:
-    if command.settings.get("use_peft") == "False":
-        for name in [name for name in command.defaults if name.startswith("HL_LORA_")]:
-            del command.defaults[name]
-        if given := [name for name in command.settings if name.startswith("HL_LORA_")]:
-            command.faults.append(f"--use_peft False trains no adapters; leave {command.sources[given[0]]} out")
+    if command.settings.get("use_peft") != "False":
+        return
+    command.defaults = {name: value for name, value in command.defaults.items() if not name.startswith("HL_LORA_")}
+    given = [name for name in command.settings if name.startswith("HL_LORA_")]
+    if given:
+        command.faults.append(f"--use_peft False trains no adapters; leave {command.sources[given[0]]} out")
 
 
 def _set_batch(request: LaunchRequest, command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Set the samples in a step of a data-parallel rank, unless HL_GBS or a flag behind `--` gives the global batch."""
-    is_given = {"batch", "accumulation"} & set(command.settings)
-    given_otherwise = "HL_GBS" in variables or any(
-        re.match(r"--global[-_]batch[-_]size", word) for word in command.train_flags
-    )
-    if given_otherwise and not is_given:
+    if "HL_GBS" in variables or command.has_train_flag("global_batch_size"):
+        if {"batch", "accumulation"} & command.settings.keys():  # their defaults give way
+            request.faults.append(
+                "--per_device_train_batch_size and HL_GBS (--global-batch-size) both set the samples of a step; leave "
+                "one out"
+            )
         return
     batch, accumulation = command.get("batch"), command.get("accumulation")
-    if given_otherwise:
-        request.faults.append(
-            "--per_device_train_batch_size and HL_GBS (--global-batch-size) both set the samples of a step; leave one "
-            "out"
+    if batch is None or accumulation is None:
+        return
+    request.samples_per_rank = batch * accumulation
+    if command.get("packing") == "1":
+        command.notes.append(
+            f"a step has {request.samples_per_rank} samples for each data-parallel rank; sft.py --packing, its "
+            f"default, fills as many rows of {command.get('HL_SEQ_LEN')} tokens with several samples: for steps of "
+            "as many tokens raise --per_device_train_batch_size or --gradient_accumulation_steps"
         )
-    elif batch is not None and accumulation is not None:
-        request.samples_per_rank = batch * accumulation
-        if command.get("packing") == "1":
-            command.notes.append(
-                f"a step has {request.samples_per_rank} samples for each data-parallel rank; sft.py --packing, its "
-                f"default, fills as many rows of {command.get('HL_SEQ_LEN')} tokens with several samples: for steps of "
-                "as many tokens raise --per_device_train_batch_size or --gradient_accumulation_steps"
-            )
 
 
 def _name_batch(kind: Kind, command: SpawnCommand) -> None:
@@ -305,19 +314,19 @@ def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list
         raise ConfigError([f"{name} has no folder {subset}; give one of its folders as --subset, or None"])
     try:
         listing = find_sources([str(folder)])
-        sources = listing.sources if len(listing.sources) == 1 else of_split(listing, split, [str(folder)]).sources
+        if len(listing.sources) > 1:
+            listing = of_split(listing, split, [str(folder)])
     except DataError as error:
         raise ConfigError([f"{name}: {error}".replace("--input", str(folder))]) from None
-    return [source.name for source in sources]
+    return [source.name for source in listing.sources]
 
 
 def _report(command: SpawnCommand) -> None:
-    wanted = (command.get("report_to") or "").split()
-    name = command.settings.get("run_name")
-    if "wandb" in wanted:
-        command.settings["--wandb-project"] = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
-        if name is not None:
-            command.settings["--wandb-exp-name"] = name
+    if "wandb" not in (command.get("report_to") or "").split():
+        return
+    command.settings["--wandb-project"] = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
+    if "run_name" in command.settings:
+        command.settings["--wandb-exp-name"] = command.settings["run_name"]
 
 
 def _refused_model(command: SpawnCommand) -> Iterator[str]:

@@ -1,4 +1,12 @@
-"""Raw documents as samples of one length (pretraining_config): continual pretraining by fine-tuning."""
+"""InstructLab's data processing: messages to tokenized samples with a loss mask, once, before the training.
+
+    from megatron.api import DataProcessArgs, data_process as dp
+    dp.main(DataProcessArgs(data_path="chats.jsonl", data_output_path="data", max_seq_len=4096, model_path="model"))
+
+The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/reference/instructlab.md),
+tokenizer/, and data.json with the digests of their inputs: the same call, made again or on another node that shares the
+folder, uses what is there.
+"""
 
 from __future__ import annotations
 
@@ -34,87 +42,10 @@ from megatron.launch.plan import FineTuning
 from megatron.options.data import parse_data_path
 from megatron.runtime.files import parse_json, replacing
 
-BATCH_DOCUMENTS = 1000
-TOKENIZER_NAME = "tokenizer.json"
-
-
-def write_blocks(
-    data_path: Path, model: Path, tokens_prefix: Path, mask_prefix: Path, block_size: int, column: str
-) -> tuple[int, int]:
-    """Write blocks of tokens, the last one shorter, and masks of ones. Returns the numbers of documents and token ids.
-
-    A document begins with what the tokenizer puts first, and ends with its EOS token. Raises DataError.
-    """
-    import tokenizers
-
-    path = model / TOKENIZER_NAME
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"{path} is not a tokenizer ({error}); model_path must hold the model's own") from None
-    eos = tokenizer.token_to_id(named_tokens(read_config(model)).get("eos_token", ""))
-    if eos is None:
-        raise DataError(f"the tokenizer in {model} has no EOS token; name it in tokenizer_config.json")
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    dtype = best_dtype(vocab_size)
-    num_documents, left = 0, np.empty(0, dtype)
-    with (
-        IndexedDatasetBuilder(tokens_prefix, dtype) as tokens,
-        IndexedDatasetBuilder(mask_prefix, np.uint8) as mask,
-    ):
-
-        def add(block: NDArray[np.integer]) -> None:
-            tokens.add_document(block)
-            mask.add_document(np.ones(len(block), np.uint8))
-
-        texts = _texts(data_path, column)
-        while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
-            ids = [encoding.ids for encoding in tokenizer.encode_batch(batch, add_special_tokens=True)]
-            ended = (one if one and one[-1] == eos else [*one, eos] for one in ids)
-            left = np.concatenate([left, np.fromiter(itertools.chain.from_iterable(ended), dtype)])
-            whole = len(left) // block_size * block_size
-            for start in range(0, whole, block_size):
-                add(left[start : start + block_size])
-            left = left[whole:]
-            num_documents += len(batch)
-        if len(left) > 1:  # a single token predicts nothing
-            add(left)
-        if not tokens.num_tokens:
-            raise DataError(f"{data_path} holds no documents under {column!r}")
-        mask.finalize()
-        tokens.finalize()
-    return num_documents, vocab_size
-
-
-def _texts(data_path: Path, column: str) -> Iterator[str]:
-    """Yield the texts that are not empty. Raises DataError that names the line."""
-    with data_path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = orjson.loads(line)[column]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise DataError(f"{data_path}, line {number} is not an object with a text under {column!r}; correct it")
-            if text:
-                yield text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# InstructLab's data processing: messages to tokenized samples with a loss mask, once, before the training.
-#
-#     from megatron.api import DataProcessArgs, data_process as dp
-#     dp.main(DataProcessArgs(data_path="chats.jsonl", data_output_path="data", max_seq_len=4096, model_path="model"))
-#
-# The folder then holds data.bin, data.idx, data_loss_mask.bin and data_loss_mask.idx (docs/reference/instructlab.md),
-# tokenizer/, and data.json with the digests of their inputs: the same call, made again or on another node that shares
-# the folder, uses what is there.
-
 logger = logging.getLogger("megatron.api")
 
 NAME = "data"
+TOKENIZER_NAME = "tokenizer.json"
 SHORTEST_SAMPLE = 20
 """InstructLab leaves out samples of fewer tokens as broken."""
 TOKENIZER_FILES = (
@@ -123,6 +54,8 @@ TOKENIZER_FILES = (
 )
 MOCK_STEPS = 4
 """Global batches in an epoch of mock data."""
+BATCH_DOCUMENTS = 1000
+"""Documents that are tokenized at one time."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +190,9 @@ def _summary(totals: ChatTotals) -> str:
     if counts.left_out:
         unwritten = [f"{count:,} {kind}" for kind, count in counts.left_out.items()]
         text += f"; not written by the template: {', '.join(unwritten)}"
-    return text + (f"; left out: {', '.join(left_out)}" if left_out else "")
+    if left_out:
+        text += f"; left out: {', '.join(left_out)}"
+    return text
 
 
 def process_pairs(
@@ -314,6 +249,73 @@ def process_documents(
     return _once(folder, made_of, make)
 
 
+def write_blocks(
+    data_path: Path, model: Path, tokens_prefix: Path, mask_prefix: Path, block_size: int, column: str
+) -> tuple[int, int]:
+    """Write blocks of tokens, the last one shorter, and masks of ones. Returns the numbers of documents and token ids.
+
+    A document begins with what the tokenizer puts first, and ends with its EOS token. Raises DataError.
+    """
+    import tokenizers
+
+    path = model / TOKENIZER_NAME
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{path} is not a tokenizer ({error}); model_path must hold the model's own") from None
+    eos = tokenizer.token_to_id(named_tokens(read_config(model)).get("eos_token", ""))
+    if eos is None:
+        raise DataError(f"the tokenizer in {model} has no EOS token; name it in tokenizer_config.json")
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    dtype = best_dtype(vocab_size)
+    num_documents, left = 0, np.empty(0, dtype)
+    with (
+        IndexedDatasetBuilder(tokens_prefix, dtype) as tokens,
+        IndexedDatasetBuilder(mask_prefix, np.uint8) as mask,
+    ):
+
+        def add(block: NDArray[np.integer]) -> None:
+            tokens.add_document(block)
+            mask.add_document(np.ones(len(block), np.uint8))
+
+        texts = _texts(data_path, column)
+        while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
+            documents = []
+            for encoding in tokenizer.encode_batch(batch, add_special_tokens=True):
+                documents += encoding.ids
+                if encoding.ids[-1:] != [eos]:  # some tokenizers write it themselves
+                    documents.append(eos)
+            left = np.concatenate([left, np.array(documents, dtype)])
+            whole = len(left) // block_size * block_size
+            for start in range(0, whole, block_size):
+                add(left[start : start + block_size])
+            left = left[whole:]
+            num_documents += len(batch)
+        if len(left) > 1:  # a single token predicts nothing
+            add(left)
+        if not tokens.num_tokens:
+            raise DataError(f"{data_path} holds no documents under {column!r}")
+        mask.finalize()
+        tokens.finalize()
+    return num_documents, vocab_size
+
+
+def _texts(data_path: Path, column: str) -> Iterator[str]:
+    """Yield the texts that are not empty. Raises DataError that names the line."""
+    with data_path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = orjson.loads(line)[column]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise DataError(f"{data_path}, line {number} is not an object with a text under {column!r}; correct it")
+            if text:
+                yield text
+
+
 def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int, seed: int) -> Samples:
     """Write random tokens, half of each sample trained, to try a setup without data."""
     lengths = np.random.default_rng(seed).integers(max(2, longest // 2), longest, num_samples, endpoint=True)
@@ -354,24 +356,30 @@ def open_samples(folder: Path, *, has_pairs: bool = False) -> Samples:
     name = record.get("tokenizer")
     tokenizer = str(folder / name) if name and (folder / name).is_dir() else None
     lengths = dataset.lengths.astype(np.int64)
-    manifest = read_manifest(prefix)
-    outcomes = {} if manifest is None else manifest.header["outcomes"]
     if has_pairs:
         if len(lengths) != SEQUENCES * dataset.num_documents:
             raise DataError(f"{prefix} does not hold pairs of answers; give HL_DATA, the file of the pairs")
+        # a sample is the prompt with either answer
         prompts, *answers = lengths.reshape(-1, SEQUENCES).T
         lengths = prompts + np.maximum(*answers)
-        vocab_size = record.get("vocab_size")
-        return Samples(str(prefix), len(lengths), int(lengths.max()), vocab_size, tokenizer, outcomes, "pairs")
-    longest = int(lengths.max())
-    return Samples(str(prefix), len(dataset), longest, record.get("vocab_size"), tokenizer, outcomes)
+    manifest = read_manifest(prefix)
+    return Samples(
+        prefix=str(prefix),
+        num_samples=len(lengths),
+        longest=int(lengths.max()),
+        vocab_size=record.get("vocab_size"),
+        tokenizer=tokenizer,
+        outcomes={} if manifest is None else manifest.header["outcomes"],
+        unit="pairs" if has_pairs else "chats",
+    )
 
 
 def _made_of(data_path: str, model: Path, **options: Any) -> dict[str, Any]:
     """Return digests of all that determines the samples. Raises DataError if the data is not there."""
     if not Path(data_path).is_file():
         raise DataError(f"data_path={data_path} is not a file; give the JSONL file of the messages")
-    tokenizer = {name: digest for name in TOKENIZER_FILES if (digest := _content(model / name))}
+    digests = {name: _content(model / name) for name in TOKENIZER_FILES}
+    tokenizer = {name: digest for name, digest in digests.items() if digest is not None}
     return {"data": file_sha256(data_path), "tokenizer": tokenizer, **options}
 
 
@@ -392,6 +400,7 @@ def _once(
                     samples = open_samples(folder, has_pairs=has_pairs)
                     logger.info("data_output_dir %s holds these samples already: %s", folder, samples.describe())
                     return samples
+            # else a `make` that fails would leave its files under the record of others
             record.unlink(missing_ok=True)
             found = make()
             with replacing(record) as file:

@@ -132,23 +132,29 @@ def _given(args: Arguments, group: str = "") -> Iterator[tuple[str, Any]]:
 
 def _torchrun_faults(torch_args: TorchrunArgs) -> Iterator[str]:
     endpoint, address, port = torch_args.rdzv_endpoint, torch_args.master_addr, torch_args.master_port
+    if torch_args.node_rank >= torch_args.nnodes:
+        yield f"node_rank={torch_args.node_rank} must be below nnodes={torch_args.nnodes}; count from 0"
+    if torch_args.nnodes > 1:
+        if endpoint is None and address is None:
+            yield f"nnodes={torch_args.nnodes} need a rendezvous; give rdzv_endpoint, HOST:PORT of the first node"
+        yield from _secret_faults()
     if endpoint is not None and address is not None:
         yield f"rdzv_endpoint={endpoint} and master_addr={address} mean the same; give one of them"
     if port is not None and address is None:
         yield f"master_port={port} belongs to master_addr; give that too, or rdzv_endpoint instead"
-    if torch_args.nnodes > 1 and endpoint is None and address is None:
-        yield f"nnodes={torch_args.nnodes} need a rendezvous; give rdzv_endpoint, HOST:PORT of the first node"
-    if torch_args.node_rank >= torch_args.nnodes:
-        yield f"node_rank={torch_args.node_rank} must be below nnodes={torch_args.nnodes}; count from 0"
-    if torch_args.nnodes > 1:
-        try:
-            run_secret()
-        except MissingSecretError as error:
-            yield str(error)
-    if endpoint is not None and (fault := endpoint_fault(endpoint)):
-        yield f"rdzv_endpoint={endpoint}: {fault}"
-    if address is not None and (fault := endpoint_fault(endpoint_of(address, port or RENDEZVOUS_PORT))):
-        yield f"master_addr={address}: {fault}"
+    faults = {}
+    if endpoint is not None:
+        faults[f"rdzv_endpoint={endpoint}"] = endpoint_fault(endpoint)
+    if address is not None:
+        faults[f"master_addr={address}"] = endpoint_fault(endpoint_of(address, port or RENDEZVOUS_PORT))
+    yield from (f"{given}: {fault}" for given, fault in faults.items() if fault)
+
+
+def _secret_faults() -> Iterator[str]:
+    try:
+        run_secret()
+    except MissingSecretError as error:
+        yield str(error)
 
 
 def _data_faults(args: TrainingArgs) -> Iterator[str]:
@@ -267,6 +273,7 @@ def build_config(args: TrainingArgs, setting: Setting) -> Config:
             near = nearest(name, options())
             hint = f"did you mean {near!r}?" if near else "docs/reference/configuration.md lists them"
             raise ConfigError([f"engine_options has no {name!r}; {hint}"])
+    # last: what the user names as ours wins over what follows from InstructLab's arguments
     tree: dict[str, dict[str, Any]] = {"model": dict(setting.model)}
     for name, value in (values | args.engine_options).items():
         tree.setdefault(options()[name][0], {})[name] = value

@@ -137,7 +137,9 @@ def test_a_run_loses_no_real_chat_that_is_split(tmp_path: Path, test_data: Path)
     given = data_args(tmp_path).model_dump() | {"max_seq_len": 1024}
     rows = (test_data / "sft_messages.jsonl").read_text().splitlines(keepends=True)[:200]
     Path(given["data_path"]).write_text("".join(rows))
-    found = FineTuning(given["model_path"], given["data_path"], None, None, "all", "split")
+    found = FineTuning(
+        model=given["model_path"], data=given["data_path"], folder=None, train_on="all", too_long="split"
+    )
     (samples,) = data_process.process_files(found, [tmp_path / "data"], 1024, has_pairs=False)
     assert samples.outcomes["split"] > 50
     # a piece of one token, which nothing precedes, trains nothing
