@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -286,3 +288,37 @@ def test_a_rank_that_dies_ends_the_run_with_its_status(tmp_path: Path, fake: Pat
     assert run.status() == 137, run.said
     assert re.search(r"rank 0 on \S+ was killed by SIGKILL", run.said)
     assert of_run(tmp_path) == []
+
+
+TERM, XCPU, USR1, USR2 = signal.SIGTERM, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2
+
+
+@pytest.mark.parametrize(
+    ("events", "passed_on", "requested", "ends"),
+    [
+        ([(0, True, TERM)], [USR1], TERM, False),
+        ([(0, True, USR2)], [USR2], USR2, False),
+        ([(0, True, TERM), (9, True, TERM)], [USR1, USR1], TERM, False),
+        ([(0, True, XCPU), (1, True, XCPU)], [USR1], XCPU, False),  # the kernel repeats it
+        ([(0, False, TERM), (0.1, False, TERM), (20, True, None)], [USR1], TERM, False),
+        ([(0, False, TERM), (9, False, None)], [], None, False),
+        ([(0, False, TERM), (9, False, TERM)], [], TERM, True),
+    ],
+)
+def test_a_signal_waits_for_all_agents_and_a_later_one_ends_their_start(
+    events: list[tuple[float, bool, int | None]],
+    passed_on: list[int],
+    requested: int | None,
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events: the time, whether all agents take signals, and the signal that comes."""
+    clock, sent, received = [0.0], list[int](), deque[int]()
+    monkeypatch.setattr(mpirun.time, "monotonic", lambda: clock[0])
+    process: Any = SimpleNamespace(send_signal=sent.append)
+    signals = mpirun._PassedSignals(process, received)
+    for now_s, are_ready, number in events:
+        clock[0] = now_s
+        received.extend([] if number is None else [number])
+        has_ended = signals.pass_on(are_ready=are_ready)
+    assert (sent, signals.requested, has_ended) == (passed_on, requested, ends)
