@@ -65,7 +65,7 @@ UNNUMBERED = -1
 
 
 class NodeStage(enum.Enum):
-    """NodeStage of a node, as the table above has them."""
+    """Stage of a node, as in the table above."""
 
     CONNECTED = enum.auto()
     WAITING = enum.auto()
