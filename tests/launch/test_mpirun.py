@@ -220,6 +220,7 @@ def test_values_and_secrets_are_not_in_the_command(tmp_path: Path, fake: Path, m
 
 def test_agents_without_numbers_take_one_secret_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(SECRET, "")  # the one that is found does not stay for other tests
     for number in range(2):
         (tmp_path / f".megatron-run.{number}").write_text("the secret of sixteen letters\n")
     (tmp_path / ".megatron-run.2.partial").write_text("half")
