@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
@@ -26,10 +27,19 @@ from megatron.launch.dialects.hl_requests import inference_request, legend
 from megatron.launch.dialects.published_scripts import check_script
 from megatron.launch.dialects.spawn_flags import GENERATION, TABLES
 from megatron.launch.dialects.spawn_generation import generation_request
-from megatron.launch.dialects.spawn_requests import Kind, Ranks, finetune_request, named, read_words, script_request
+from megatron.launch.dialects.spawn_requests import (
+    Kind,
+    Ranks,
+    SpawnCommand,
+    finetune_request,
+    named,
+    read_words,
+    script_request,
+)
 from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
-from megatron.options.dialect import nearest
+from megatron.options.dialect import flag_words, nearest
+from megatron.options.flags import flag
 from megatron.runtime.commands import DONE
 from megatron.runtime.devices import detect_device, device_fault, find_device
 from megatron.runtime.terminal import folded, for_stderr
@@ -194,22 +204,8 @@ def _entry(name: str, text: str, width: int) -> str:
 
 def _generate(line: SpawnLine, ranks: Ranks) -> int:
     """Generate on all ranks, which share each layer unless HL_TP, HL_PP or HL_DP divides them."""
-    flags = ["--variables", "generate"]
-    if ranks.nodes > 1 or any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP")):
-        flags += ["--nodes", str(ranks.nodes), "--devices-per-node", str(ranks.world_size // ranks.nodes)]
-    if not any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP")):
-        flags += ["--tensor-model-parallel-size", str(ranks.world_size)]
-    for name, value in (("--hostsfile", ranks.hostsfile), ("--master-port", ranks.master_port)):
-        flags += [name, str(value)] if value is not None else []
-    if ranks.variables:
-        ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
     command = read_words("run_generation", GENERATION, line.words)
-    device = os.environ.get("HL_DEVICE") or detect_device()
-    on_cpu = ranks.hostsfile is None and device_fault(device) is None and find_device(device).is_host
-    if on_cpu and command.settings.pop("--use-graphs", None) == "true":
-        ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
-    if os.environ.get("HL_DEVICE"):
-        command.settings.pop("--device", None)
+    _choose_device(command, ranks)
     request = generation_request(
         command.settings,
         command.defaults,
@@ -217,11 +213,34 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
         ranks=ranks.world_size,
         environment=os.environ,
     )
-    if faults := [*command.faults, *request.faults]:
+    faults = [*command.faults, *request.faults]
+    if faults:
         return refused(faults)
     for note in (*ranks.notes, *command.notes, *request.notes):
         print(for_stderr(f"note: {note}"), file=sys.stderr)
-    return GENERATE.run([*flags, *request.flags, *command.train_flags])
+    return GENERATE.run(["--variables", "generate", *_layout_flags(ranks), *request.flags, *command.train_flags])
+
+
+def _choose_device(command: SpawnCommand, ranks: Ranks) -> None:
+    """Leave out what the device of the variables replaces, or what the CPU lacks, with a note."""
+    if ranks.variables:
+        ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
+    device = os.environ.get("HL_DEVICE") or detect_device()
+    on_cpu = ranks.hostsfile is None and device_fault(device) is None and find_device(device).is_host
+    if on_cpu and command.settings.pop("--use-graphs", None) == "true":
+        ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
+    if os.environ.get("HL_DEVICE"):
+        command.settings.pop("--device", None)
+
+
+def _layout_flags(ranks: Ranks) -> list[str]:
+    options: dict[str, Any] = {"hostsfile": ranks.hostsfile, "master_port": ranks.master_port}
+    is_divided = any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP"))
+    if ranks.nodes > 1 or is_divided:
+        options |= {"nodes": ranks.nodes, "devices_per_node": ranks.world_size // ranks.nodes}
+    if not is_divided:
+        options["tensor_model_parallel_size"] = ranks.world_size
+    return flag_words({flag(name): value for name, value in options.items() if value is not None})
 
 
 @command
