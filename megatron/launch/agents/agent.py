@@ -93,8 +93,9 @@ class Agent:
         | all done, but another agent's joins  | no               | again: that agent has ended the ranks of all     |
         | nodes change                         | no               | healthy ranks save, again                        |
         | either of these two                  | yes              | DONE on all nodes                                |
-        | a rank, or the start of one, fails   | no, restarts set | again: the policy decides when all nodes wait    |
-        | the same, refused, or ABORTED        | yes, or none     | its status                                       |
+        | a rank fails as REFUSED or ABORTED   |                  | its status on all nodes                          |
+        | other failure, restarts are set      | no               | again: the policy decides when all nodes wait    |
+        | any other failure                    |                  | its status on all nodes                          |
         | signal between two attempts          |                  | DONE on all nodes                                |
         | the policy, or a node, ends the run  |                  | that status                                      |
         """

@@ -177,6 +177,7 @@ class RestartPolicy:
         causes = _causes(failures)
         first = next(iter(causes or failures), None)
         cause = lost if lost and not causes else str(first)
+        # an error that may pass is no crash loop, however often it comes: it uses up restarts alone
         self._attempts.update({one.signature for one in causes if not one.may_pass})
         repeated = [one for one in causes if self._attempts[one.signature] >= REPEATS]
         if repeated:
@@ -212,6 +213,7 @@ class RestartPolicy:
 
 def _causes(failures: Sequence[Failure]) -> list[Failure]:
     """Return the failures that caused the others: errors of their own, else ranks that hang; none may be known."""
+    # a rank that has lost another only repeats that it has
     own = [failure for failure in failures if failure.is_own]
     return own or [failure for failure in failures if failure.hangs]
 
