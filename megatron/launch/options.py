@@ -40,7 +40,7 @@ class LaunchOptions(RankOptions):
     device: DeviceName = "auto"
     """Device of the ranks: hpu, cuda, cpu, auto, or your own as package.module:RECORD."""
     launcher: Launcher = "pdsh"
-    """What starts an agent on each host: pdsh, through DeepSpeed's launcher, or mpirun, also on this machine alone."""
+    """Program that starts an agent on each host: pdsh, by DeepSpeed's launcher; mpirun, also on this machine alone."""
     cores_per_rank: NonNegative = 0
     """Cores that each rank is bound to. 0: ranks are not bound."""
     ranks_per_socket: NonNegative = 0

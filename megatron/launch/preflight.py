@@ -68,7 +68,7 @@ class _Draft:
     request: LaunchRequest
     command: CommandLine
     flags: list[str]
-    """Of megatron.train, those that follow from the request before the user's own."""
+    """Flags of megatron.train, those that follow from the request before the user's own."""
     lazy: bool | None
     """HPU: lazy mode; None elsewhere."""
     layouts: list[ConfigOnRanks]

@@ -55,7 +55,7 @@ JOIN_SAVE_S = 120
 
 
 class Event(enum.Enum):
-    """What ends the ranks of an attempt that has started, other than a failure."""
+    """End of an attempt that has started, other than a failure."""
 
     DONE = enum.auto()
     """All ranks of this node have ended well."""

@@ -151,7 +151,7 @@ class NodeRanks:
             with contextlib.suppress(OSError):  # it has ended, which its exit code shows
                 sender.send(self._environment(membership, local_rank))
                 if local_rank == 0 and membership.store_socket is not None:
-                    # rank 0 inherits the socket, so that nobody else gets the port before it listens
+                    # rank 0 inherits the socket, so that no other program gets the port before it listens
                     send_handle(sender, membership.store_socket.fileno(), None)
                 # the pipe stays open for the reports of the rank, so that no port is needed for them
                 self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))

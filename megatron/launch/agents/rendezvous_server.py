@@ -75,7 +75,7 @@ class NodeStage(enum.Enum):
 
 
 class Order(NamedTuple):
-    """By which nodes that wait are sorted, each of equal merit."""
+    """Order of nodes that wait, and have failed equally often."""
 
     is_other: bool
     """Not the first node, which serves the rendezvous."""
@@ -158,7 +158,7 @@ class Server(threading.Thread):
         self._last_call_s: float | None = None
         """When a round begins without those that are not there yet; None: too few nodes wait."""
         self._news, self._news_s = News(), 0.0
-        """What was sent last, and when."""
+        """Last news sent, and when."""
         self._end_s: float | None = None
         self._is_closed = False
         self._end_status: int | None = None
@@ -239,7 +239,7 @@ class Server(threading.Thread):
             self._last_call_s = time.monotonic() + LAST_CALL_S
 
     def _refuse(self, connection: Connection, host: str) -> None:
-        """Refuse a node with other code, and before the first round all nodes: the run cannot have what it asks for."""
+        """Refuse a node with other code, and before the first round all nodes: the run lacks one of its own."""
         self._nodes[connection].order, self._nodes[connection].stage = None, NodeStage.CONNECTED
         # a node that comes late does not end the run of the others
         refused = list(self._nodes) if self._is_first_round else [connection]

@@ -177,7 +177,7 @@ class RestartPolicy:
         causes = _causes(failures)
         first = next(iter(causes or failures), None)
         cause = lost if lost and not causes else str(first)
-        # an error that may pass is no crash loop, however often it comes: it uses up restarts alone
+        # an error that may pass never makes a crash loop: it uses up restarts alone
         self._attempts.update({one.signature for one in causes if not one.may_pass})
         repeated = [one for one in causes if self._attempts[one.signature] >= REPEATS]
         if repeated:
