@@ -57,7 +57,6 @@ LIMITS = {
 MOST_FILES = 18
 CROWDED = {
     "megatron/generation": 20,
-    "megatron/options": 19,
     "megatron/parallel": 19,
     "megatron/training": 21,
 }

@@ -45,6 +45,7 @@ def checkpoint_folders(save: Path) -> list[Path]:
     """Folders that may be checkpoints, newest first; one that was being replaced follows its successor."""
     keys = {}
     for path in save.iterdir():
+        # the one that a save was replacing when it was killed is whole, under its hidden name
         tag = path.name
         left = LEFTOVER.fullmatch(path.name)
         if left is not None and left["state"] == "replaced":

@@ -128,6 +128,7 @@ def safetensors_header(
     tag: str, token: str, file: str, fragments: Sequence[StoredFragment], header_bytes: int
 ) -> bytes:
     """Header of a safetensors file, padded with spaces to `header_bytes`. Raises CheckpointError if it does not fit."""
+    # the save and the file's own name: a file from another checkpoint is found without its checksums
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, "tag": tag, "save": token, "file": file}}
     for at in fragments:
         begin = at.offset - header_bytes
@@ -283,6 +284,7 @@ def _rank_file(file: str, entry: Any, parameters: Mapping[str, Shard]) -> RankFi
     listed = _typed(entry, "fragments", list)
     num_bytes, sizes = _count(entry, "bytes"), [_count(fragment, "numel") * ITEM_BYTES for fragment in listed]
     offset = num_bytes - sum(sizes)
+    # the tensors are mapped as float32, so they lie at multiples of it
     if offset < 8 or offset % ITEM_BYTES:
         raise CheckpointError(f"files: {file} has {num_bytes} bytes, but its fragments have {sum(sizes)}")
     fragments = []
@@ -323,7 +325,7 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
     local_numel = math.prod(replace(shard, padding=padding).local_shape(size))
     by_rank: dict[int, list[StoredFragment]] = {}
     for at in fragments:
-        by_rank.setdefault(at.tensor_rank, []).append(at)
+        by_rank.setdefault(at.tensor_rank, []).append(at)  # ZeRO cuts a rank's tensor into stretches
     if max(by_rank) >= size:
         return f"a fragment is of tensor rank {max(by_rank)}, but there are {size}"
     missing = set(range(size)) - by_rank.keys()

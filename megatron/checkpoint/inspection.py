@@ -76,6 +76,7 @@ class Difference:
 
     def add(self, first: Tensor, second: Tensor) -> None:
         reference = first.double()
+        # infinities and NaN in both are no difference, though their difference is NaN
         same = (first == second) | (first.isnan() & second.isnan())
         delta = (reference - second.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
         self.largest = max(self.largest, delta.max().item())

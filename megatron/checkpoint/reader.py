@@ -69,6 +69,7 @@ class Checkpoint(WeightSource):
         """In the order of the files, and within them."""
         kinds = sorted({at.kind for at in self.fragments}, key=lambda kind: (kind != "weight", kind))
         super().__init__(Path(folder), manifest.parameters, kinds=kinds, metadata=manifest.metadata)
+        # cheap, so at every opening: a file of another save must not wait for its checksums to be found
         for name, file in manifest.files.items():
             self._check_file(name, file)
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
@@ -155,6 +156,7 @@ class Checkpoint(WeightSource):
             with open_file(path) as descriptor, as_damage(path):
                 if os.fstat(descriptor).st_size != self.file_bytes[file]:
                     raise CheckpointError("its size has changed since the checkpoint was opened")
+                # mapped: slices of any layout are scattered over the file, and copied once
                 mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the tensor is read-only, and no code writes to it
@@ -173,6 +175,7 @@ class Checkpoint(WeightSource):
     def share(self, share: tuple[int, int]) -> list[StoredFragment]:
         """Fragments that worker share[0] of share[1] verifies, so that each worker reads as many bytes."""
         index, count = share
+        # by bytes: one embedding is larger than a thousand norms
         total = sum(at.num_bytes for at in self.fragments)
         own, before = [], 0
         for at in self.fragments:
@@ -259,6 +262,7 @@ def newest_checkpoint(
     candidates = checkpoint_folders(save)
     if not candidates:
         _refuse_others(save)
+        # hidden names are leftovers of a first save that was killed: the run is as good as new
         if all(entry.name.startswith(".") for entry in save.iterdir()):
             return None
     if tag is not None:
@@ -299,6 +303,7 @@ def _older_one(
     with_ancestors: bool,
 ) -> Checkpoint:
     """Return the newest complete checkpoint of a lineage. `problems`: those of the newer ones, for messages."""
+    # a newer one of another run in the folder would continue that run
     for path in _lineage_of(save, candidates, lineage, with_ancestors=with_ancestors):
         if path.name in excluding:
             continue
@@ -367,7 +372,7 @@ def read_latest(save: Path) -> tuple[str, Run | None]:
         tag = tag.strip()
         if not TAG.fullmatch(tag):
             raise CheckpointError(f"it says {tag[:80]!r}, which is not the name of a checkpoint; {LATEST_REMEDY}")
-    if record:
+    if record:  # a file of an older release has the tag alone
         with contextlib.suppress(ValueError, CheckpointError):
             return tag, Run.of({"run": parse_json(record)})
     return tag, run_in(save / tag)
@@ -390,6 +395,7 @@ def own_run(options: CheckpointConfig) -> Run | None:
     if options.save is None or not holds_checkpoints(Path(options.save)) or resumes_itself(options):
         return None
     runs = [run_in(path) for path in checkpoint_folders(Path(options.save))]
+    # first: after a branch the newest checkpoint may be of the other run
     with contextlib.suppress(CheckpointError):
         runs.insert(0, read_latest(Path(options.save))[1])
     for run in runs:

@@ -50,7 +50,7 @@ class SaveFolder:
         """
         if not self._leftovers_are_dead:
             return
-        self._leftovers_are_dead = False
+        self._leftovers_are_dead = False  # later ones are of this run's own saves
         for path in self._path.iterdir():
             left = LEFTOVER.fullmatch(path.name)
             if left is None or left["token"] == token:

@@ -115,6 +115,7 @@ class Saver:
         job = _Job(self, tag, token, Run.of(metadata), began_s, keep)
         self._is_attended = False
         try:
+            # now, not in the thread: the run goes on, and its progress with it
             text = json.dumps(metadata, allow_nan=False)
             owned = list(fragments)
             if self._asynchronous:
@@ -181,7 +182,7 @@ class Saver:
         on_cuda = any(fragment.tensor.is_cuda for fragment in fragments)
         if numel > len(self._buffer):
             self._buffer = torch.empty(0)  # free the previous one first
-            if on_cuda:
+            if on_cuda:  # pinned, or copies would not run beside each other
                 self._buffer = torch.empty(numel, pin_memory=True)
             else:
                 self._buffer = torch.frombuffer(anonymous_memory(numel * ITEM_BYTES), dtype=torch.float32)
@@ -243,6 +244,7 @@ class _Job:
         self._saver.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._partial)
+        # by which it is known under its final name: another save of this tag may be there already
         self._own_folder = os.stat(self._partial)
         return self._write(fragments)
 
@@ -330,6 +332,7 @@ class _Job:
 
     def _await(self, is_there: Callable[[], bool], patience: int = 1) -> None:
         """Wait. Raises CheckpointError if another rank fails, or the folder has not changed for `patience` timeouts."""
+        # sizes of files are the sign: ranks on other hosts have no clock in common, and no collective in a thread
         pause_s, changed_s, seen = 0.001, time.monotonic(), self._sizes()
         while not is_there():
             self._raise_failure()

@@ -45,6 +45,7 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
         return [Region(0, 1, start, start + numel, 0, numel)]
     inner = math.prod(shard.shape[shard.dim + 1 :])
     full_columns = shard.shape[shard.dim] * inner
+    # a rank holds a span of each fused piece (q, k, v), one after the other
     spans = [(first * inner, last * inner) for first, last in shard.spans(tensor_rank, tensor_size)]
     local_columns = sum(last - first for first, last in spans)
     found = []
@@ -52,7 +53,7 @@ def regions(shard: Shard, tensor_rank: int, tensor_size: int, start: int, numel:
         begin = 0  # first column of the span in the local tensor
         for first, last in spans:
             column_start = first + max(left - begin, 0)
-            column_stop = min(first + min(right - begin, last - first), full_columns)
+            column_stop = min(first + min(right - begin, last - first), full_columns)  # behind them is padding
             if column_start < column_stop:
                 offset = row_start * local_columns + begin + column_start - first - start
                 found.append(Region(row_start, row_stop, column_start, column_stop, offset, local_columns))

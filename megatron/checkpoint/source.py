@@ -44,7 +44,7 @@ class Slice:
     @staticmethod
     def of_rank(name: str, shard: Shard, tensor_rank: int, tensor_size: int) -> Slice:
         """Return a whole local tensor; the full one where every rank holds that."""
-        if shard.dim is None:
+        if shard.dim is None:  # so that one slice of it has one description on all ranks
             tensor_rank, tensor_size = 0, 1
         numel = math.prod(shard.local_shape(tensor_size))
         return Slice(name, shard, 0, numel, tensor_rank, tensor_size)

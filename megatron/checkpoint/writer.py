@@ -201,6 +201,7 @@ def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment]
     make_folder(save)
     partial = hidden_path(save, tag, "partial", token)
     entries, writer, number = ManifestEntries({}, {}), None, 0
+    # a file is closed when its header is full: tensors come one by one, and their names are not known before
     try:
         os.mkdir(partial)
         for fragment in fragments:
@@ -246,7 +247,7 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
     replaced, latest = hidden_path(save, tag, "replaced", token), hidden_path(save, tag, "latest", token)
     try:
         write_durably(partial / MANIFEST, manifest_text(tag, token, metadata_text, entries.parameters, entries.files))
-        for path in partial.glob("rank_*.json"):
+        for path in partial.glob("rank_*.json"):  # the ranks' entries, which the manifest now has
             os.unlink(path)
         Checkpoint(partial)  # an incomplete one must not get its name
         sync_folder(partial)

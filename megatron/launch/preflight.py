@@ -36,7 +36,8 @@ from megatron.runtime import devices
 from megatron.runtime.device import Device
 from megatron.runtime.device_hpu import LAZY_MODE
 from megatron.runtime.devices import detect_device
-from megatron.settings.command_line import CommandLine, faults_in_all, read_command_line
+from megatron.settings.command_line import CommandLine, read_command_line
+from megatron.settings.stand_ins import faults_in_all
 from megatron.settings.validation import check, idle
 from megatron.training.deepspeed.config import check_deepspeed
 

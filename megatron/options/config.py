@@ -21,12 +21,11 @@ from pydantic.dataclasses import dataclass
 
 from megatron.options.data import DataConfig
 from megatron.options.flags import doc_of_option
-from megatron.options.fp8 import Fp8Config
 from megatron.options.model import LoraConfig, ModelConfig
 from megatron.options.optimizer import OptimizerConfig
 from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
-from megatron.options.training import GuardConfig, ParallelConfig, TrainingConfig
+from megatron.options.training import Fp8Config, GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
 from megatron.runtime.devices import find_device
 from megatron.runtime.errors import UserError
@@ -39,6 +38,11 @@ class ConfigError(UserError, ValueError):
         self.faults = list(faults)
         count = "1 error" if len(self.faults) == 1 else f"{len(self.faults)} errors"
         super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {f}" for f in self.faults))
+
+
+def broken(*rules: tuple[object, str]) -> list[str]:
+    """Return the messages of the rules that are broken; a rule is (whether it is broken, message)."""
+    return [message for is_broken, message in rules if is_broken]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -91,8 +95,9 @@ class Config:
     @property
     def effective_watchdog_timeout_s(self) -> float:
         """Timeout of the watchdog in seconds. 0: no watchdog."""
-        given = self.guard.watchdog_timeout_s
-        return min(600.0, self.parallel.distributed_timeout_minutes * 60) if given is None else given
+        if self.guard.watchdog_timeout_s is not None:
+            return self.guard.watchdog_timeout_s
+        return min(600.0, self.parallel.distributed_timeout_minutes * 60)
 
     @property
     def uses_pipeline(self) -> bool:
@@ -108,7 +113,9 @@ class Config:
     @property
     def effective_zero_stage(self) -> int:
         """ZeRO stage that DeepSpeed runs: its 16-bit optimizers always shard their states."""
-        return max(self.optimizer.zero_stage, 0 if self.training.precision == "fp32" else 1)
+        if self.training.precision == "fp32":
+            return self.optimizer.zero_stage
+        return max(1, self.optimizer.zero_stage)
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, as in a preset."""
@@ -123,7 +130,7 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
     parallel, training = config.parallel, config.training
     compiled = training.torch_compile
     if compiled is None:
-        # waits within a layer are not seen in its graph
+        # waits within a layer are not seen in its graph, and Habana trains in fp8 in lazy mode
         times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
         compiles = find_device(device).compiles_layers
         compiled = compiles and not lazy and not times_parts and not config.fp8.uses_fp8
@@ -132,10 +139,6 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
         parallel=dataclasses.replace(parallel, device=device),
         training=dataclasses.replace(training, torch_compile=compiled),
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Lookup by section and name
 
 
 @cache
@@ -148,12 +151,13 @@ def sections() -> dict[str, type]:
 @cache
 def options() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Return the section and field of each option, by its (unique) name."""
-    found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    by_name: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
     for section, cls in sections().items():
         for field in fields(cls):
-            assert field.name not in found, f"{field.name} is in {section} and in {found[field.name][0]}"
-            found[field.name] = (section, field)
-    return found
+            # a flat flag has room for one
+            assert field.name not in by_name, f"{field.name} is in {section} and in {by_name[field.name][0]}"
+            by_name[field.name] = (section, field)
+    return by_name
 
 
 def option_doc(section: str, name: str) -> str:
@@ -188,7 +192,14 @@ def samples_after(training: TrainingConfig, iterations: int) -> int:
     """Return the samples in the first `iterations` steps of a stream of samples, ramp-up included."""
     samples = 0
     for batch_size, level_end in batch_levels(training):
-        steps = iterations if level_end is None else min(iterations, max(0, -(-(level_end - samples) // batch_size)))
+        steps = iterations
+        if level_end is not None:
+            steps = min(iterations, steps_beyond(level_end, samples, batch_size))
         samples += steps * batch_size
         iterations -= steps
     return samples
+
+
+def steps_beyond(level_end: int, samples: int, batch_size: int) -> int:
+    """Return the steps of a batch size by which the samples consumed reach or pass the end of its level."""
+    return max(0, -(-(level_end - samples) // batch_size))

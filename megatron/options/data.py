@@ -12,8 +12,6 @@ from megatron.options.types import STRICT, NonNegative, Positive, TokenizerType
 
 LARGEST_BLEND = 2**15 - 1
 """Maximum number of datasets in a blend: the index stores a dataset's number in 16 bits."""
-
-
 DOCUMENT_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 """Options that need to know where documents end."""
 
@@ -102,11 +100,10 @@ class DataConfig:
 
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Return prefixes and weights; the weights are None for prefixes alone. Raises ValueError that states the rule."""
-    numbers = [_number(word) for word in words]
-    if words and (len(words) == 1 or all(number is None for number in numbers)):
-        prefixes, weights = list(words), None
-    else:
-        prefixes, weights = list(words[1::2]), [0.0 if number is None else number for number in numbers[::2]]
+    prefixes, weights = list(words), None
+    are_prefixes = len(words) == 1 or all(_number(word) is None for word in words)
+    if not words or not are_prefixes:
+        prefixes, weights = list(words[1::2]), [_number(word) or 0.0 for word in words[::2]]
         if not words or len(words) % 2 or not all(0 < weight < math.inf for weight in weights):
             raise ValueError("must be one prefix, prefixes alone, or WEIGHT PREFIX pairs with weights above 0")
     if len(prefixes) > LARGEST_BLEND:

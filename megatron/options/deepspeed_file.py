@@ -33,7 +33,8 @@ def read_settings(path: str) -> dict[str, Any]:
 def _parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise ValueError(f"{', '.join(repeated)} stands there twice; keep one")
         return dict(pairs)
 
@@ -51,8 +52,5 @@ def _parse(text: str) -> Any:
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_auto(value) if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if value != "auto"
-    }
+    given = {name: value for name, value in settings.items() if value != "auto"}
+    return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in given.items()}

@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from megatron.options.config import Config, options
 from megatron.options.data import DataConfig, parse_split
-from megatron.options.fp8 import Fp8Config
 from megatron.options.optimizer import READERS
+from megatron.options.training import Fp8Config
 from megatron.runtime.devices import candidates, planned_device
 
 SAVING = (

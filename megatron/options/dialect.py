@@ -101,6 +101,7 @@ class Dialect:
             if row is not None:
                 self._read(row, name, value, result)
                 continue
+            # a refused name would be no remedy
             usable = {row.name: row for row in self.rows if row.outcome != "refused"}
             near = nearest(name, usable, self.prefix)
             result.faults.append(self.unknown(name, value, near))
@@ -118,6 +119,7 @@ class Dialect:
             result.unread.update(row.targets)
             return
         words = {"name": name, "value": value, "reason": row.reason}
+        # a refused value is read all the same: it may contradict another name, which is a fault too
         if row.refuses(value):
             result.faults.append(self.refused.format(**words))
         elif row.outcome == "no effect" and str(value).lower() not in FALSE:

@@ -31,8 +31,10 @@ def dashed(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
     words = []
     for word in arguments:
-        name, equals, value = word.partition("=")
-        words.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        words.append(word)
     return words
 
 
@@ -53,6 +55,7 @@ def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
         text = help_of_option(cls, name, getattr(cls, name, None), hint).replace("%", "%%")
         if is_bool(hint):
             group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=metavar(hint))
+            # --no-X is the flag of no_x itself
             if not name.startswith("no_"):
                 negative = flag("no_" + name)
                 group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
@@ -69,8 +72,9 @@ def help_of_option(cls: type, name: str, default: Any, hint: Any) -> str:
         text += f" One of {', '.join(_choices(hint))}."
     if cls.__pydantic_fields__[name].is_required():  # type: ignore[attr-defined]
         return text
-    says_unset = shown(default) == "unset" and "Unset:" in text
-    return text if says_unset else f"{text} (default: {shown(default)})"
+    if shown(default) == "unset" and "Unset:" in text:
+        return text
+    return f"{text} (default: {shown(default)})"
 
 
 def shown(default: Any) -> str:
@@ -79,7 +83,9 @@ def shown(default: Any) -> str:
         return "unset"
     if isinstance(default, bool):
         return str(default).lower()
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return str(default)
 
 
 def is_bool(hint: Any) -> bool:
@@ -93,7 +99,8 @@ def sequence(hint: Any) -> Any:
 
 def _choices(hint: Any) -> list[str]:
     """Return the values of `Literal[...]` or `Literal[...] | None`; empty for other types."""
-    return [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    return [str(choice) for literal in literals for choice in get_args(literal)]
 
 
 def _numbers(hint: Any) -> list[str]:
@@ -111,12 +118,14 @@ def metavar(hint: Any) -> str:
     """Return the placeholder of the value in --help: {a,b}, INT, INT INT INT, STR ..."""
     if is_bool(hint):
         return "[BOOL]"
-    if choices := _choices(hint):
+    choices = _choices(hint)
+    if choices:
         braced = "{" + ",".join([*_numbers(hint), *choices]) + "}"
         return braced if len(braced) <= 48 else "NAME"
     if _is_pairs(hint):
         return "KEY=VALUE ..."
-    if parts := get_args(sequence(hint)):
+    parts = get_args(sequence(hint))
+    if parts:
         return " ".join("..." if part is Ellipsis else part.__name__.upper() for part in parts)
     return next(part.__name__.upper() for part in (hint, *get_args(hint)) if part in (int, float, str))
 
@@ -124,7 +133,9 @@ def metavar(hint: Any) -> str:
 def unset(hint: Any, value: Any) -> Any:
     """Return None for `none` if the option can be unset; otherwise `none` is an ordinary value."""
     is_none = value in ("none", "None", "null", ["none"], ["None"], ["null"])
-    return None if is_none and type(None) in get_args(hint) else value
+    if is_none and type(None) in get_args(hint):
+        return None
+    return value
 
 
 def read_flags(cls: type[Options], namespace: argparse.Namespace, faults: list[str]) -> Options | None:
@@ -159,7 +170,9 @@ def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, An
         if value in ("", []):
             without_value.add(name)
         elif value is not None:
-            values[name] = unset(hint, [word.split("=", 1) for word in value] if _is_pairs(hint) else value)
+            if _is_pairs(hint):
+                value = [word.split("=", 1) for word in value]
+            values[name] = unset(hint, value)
     return values, without_value
 
 
@@ -200,14 +213,11 @@ def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
         name = word.split("=", 1)[0]
         if word.startswith("-"):
             near = difflib.get_close_matches(name, flags, n=1)
-            faults.append(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            faults.append(f"unknown flag {name}; {hint}")
         elif not any(other.startswith("-") for other in rest[: rest.index(word)]):
             faults.append(f"{word!r} does not follow a flag; see --help")
     return faults
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Escapes in the words of a command. It imports nothing, so that --help is quick.
 
 
 def unescaped(text: str) -> str:
@@ -219,5 +229,5 @@ def unescaped(text: str) -> str:
 
 def divisors(number: int, up_to: int) -> str:
     """Format the divisors of `number` for a message: '1, 2, 4 or 8'."""
-    found = [str(d) for d in range(1, min(number, up_to) + 1) if number % d == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    *most, last = [str(divisor) for divisor in range(1, min(number, up_to) + 1) if number % divisor == 0]
+    return f"{', '.join(most)} or {last}" if most else last

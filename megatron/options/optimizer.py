@@ -137,8 +137,10 @@ class OptimizerConfig:
     @property
     def given_warmup(self) -> str:
         """Return the option that sets the length of the warm-up, with its value."""
-        names = "lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"
-        return next((f"{name}={value}" for name in names if (value := getattr(self, name))), "lr_warmup_samples")
+        for name in ("lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"):
+            if getattr(self, name):
+                return f"{name}={getattr(self, name)}"
+        return "lr_warmup_samples"
 
     @property
     def kind(self) -> OptimizerKind:
@@ -147,8 +149,10 @@ class OptimizerConfig:
     @property
     def states(self) -> tuple[str, ...]:
         """Return the kinds of states that the optimizer keeps of each parameter."""
-        without = self.kind.keeps_none_without
-        return self.kind.states if not without or getattr(self, without) else ()
+        needed = self.kind.keeps_none_without
+        if needed and not getattr(self, needed):
+            return ()
+        return self.kind.states
 
     def optimizer_faults(self) -> Iterator[str]:
         """Yield what the optimizer refuses."""

@@ -17,7 +17,9 @@ def filled_options(declared: Any, words: Sequence[str], option: str, owner: str)
 
     `owner` is what has declared them, for messages. Raises ConfigError with every fault.
     """
-    known = [] if declared is None else [field.name for field in dataclasses.fields(declared)]
+    known: list[str] = []
+    if declared is not None:
+        known = [field.name for field in dataclasses.fields(declared)]
     if words and not known:
         raise ConfigError([f"{option}={' '.join(words)} is given, but {owner} has no options; leave it out"])
     if declared is None:

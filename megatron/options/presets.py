@@ -16,7 +16,6 @@ from megatron.runtime.files import IMPORT_ROOT
 
 PRESETS_DIR = IMPORT_ROOT / "megatron" / "presets"
 
-# Options that say the same in other words: one that is given replaces the others of presets below it.
 ALTERNATIVES = (
     ("train_samples", "train_iters", "num_epochs"),
     ("lr_decay_samples", "lr_decay_iters"),
@@ -25,7 +24,7 @@ ALTERNATIVES = (
     ("bf16", "fp16"),
     ("eod_token", "eod_token_id"),
 )
-# Options that have no effect with any other position encoding; a preset's are left out there.
+"""Options that say the same in other words: one that is given replaces the others of presets below it."""
 POSITIONS = {
     "rope": (
         "rotary_base",
@@ -36,6 +35,7 @@ POSITIONS = {
     ),
     "learned": ("max_position_embeddings",),
 }
+"""Options that have no effect with any other position encoding; a preset's are left out there."""
 UNSET = (None, False, 0, "none", "None", "null", "false", "False", "0", "")
 
 

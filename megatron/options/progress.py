@@ -22,7 +22,9 @@ class RunningEstimate:
 
     def limit(self, threshold: float, window: int) -> float:
         """Return `threshold` standard deviations above the mean; infinity before `window` steps."""
-        return self.mean + threshold * math.sqrt(self.variance) if self.steps >= window else math.inf
+        if self.steps < window:
+            return math.inf
+        return self.mean + threshold * math.sqrt(self.variance)
 
     def follow(self, value: float, threshold: float, window: int) -> None:
         """Add one finite value."""
@@ -106,5 +108,7 @@ def tokens_of_run(of_data: Callable[[int], int], start: Progress) -> Callable[[i
     `of_data` counts the samples of its data. Of another length, as after a resume with another seq_length, are those
     before `start`: they count as they were read.
     """
-    before = 0 if start.consumed_tokens is None else start.consumed_tokens - of_data(start.consumed_samples)
+    before = 0
+    if start.consumed_tokens is not None:
+        before = start.consumed_tokens - of_data(start.consumed_samples)
     return lambda samples: before + of_data(samples)

@@ -1,18 +1,35 @@
-"""Learning rate and weight decay as functions of the samples consumed before a step.
+"""Batch size, learning rate and weight decay as functions of the samples consumed so far. No state to save.
 
-Formulas: NVIDIA/Megatron-LM, megatron/core/optimizer_param_scheduler.py.
+`consumed_samples` is always the count *before* the step: 0 for the first. Megatron sets both the same way (its
+scheduler moves on after the optimizer step), so under warm-up the first step runs at learning rate 0. Unlike
+Megatron's, a step skipped for an fp16 overflow moves the schedule on too: it consumed its samples.
+
+Formulas: NVIDIA/Megatron-LM, megatron/core/optimizer_param_scheduler.py and num_microbatches_calculator.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron.options.config import OptimizerConfig, TrainingConfig, batch_levels, samples_after
+from megatron.options.config import OptimizerConfig, TrainingConfig, batch_levels, samples_after, steps_beyond
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+ANNEALING: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": _cosine,
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+}
+"""Share of lr - min_lr that is left after `progress` of a decay, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +64,14 @@ class ParamSchedule:
         if consumed_samples > self.lr_decay_samples:
             return self.min_lr
         progress = (consumed_samples - warmup) / (self.lr_decay_samples - warmup)
-        match self.lr_decay_style:
-            case "inverse-square-root":
-                return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / max(consumed_samples, 1)))
-            case "linear":
-                share = 1 - progress
-            case "cosine":
-                share = _cosine(progress)
-            case "WSD":
-                share = self._anneal(1 - (self.lr_decay_samples - consumed_samples) / self.lr_wsd_decay_samples)
+        if self.lr_decay_style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / max(consumed_samples, 1)))
+        if self.lr_decay_style == "WSD":
+            # below 0 its last part has not begun
+            progress = 1 - (self.lr_decay_samples - consumed_samples) / self.lr_wsd_decay_samples
+            share = 1.0 if progress <= 0 else ANNEALING[self.lr_wsd_decay_style](progress)
+        else:
+            share = ANNEALING[self.lr_decay_style](progress)
         return self.min_lr + share * (self.lr - self.min_lr)
 
     def _warmup_share(self, consumed_samples: int) -> float:
@@ -65,19 +81,6 @@ class ParamSchedule:
                 break
             below = corner
         return below[1] + (corner[1] - below[1]) * (consumed_samples - below[0]) / (corner[0] - below[0])
-
-    def _anneal(self, progress: float) -> float:
-        """Share of lr - min_lr left after `progress` of WSD's last part; below 0 that part has not begun."""
-        if progress <= 0:
-            return 1.0
-        match self.lr_wsd_decay_style:
-            case "linear":
-                return 1 - progress
-            case "cosine":
-                return _cosine(progress)
-            case "minus_sqrt":
-                return 1 - math.sqrt(progress)
-        return 2 * 0.5**progress - 1
 
     def weight_decay(self, consumed_samples: int) -> float:
         """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""
@@ -99,6 +102,7 @@ class ParamSchedule:
 
     def in_effect(self) -> dict[str, Any]:
         """Return the values that change a learning rate or a weight decay, by name."""
+        # a resume compares these: an option without effect may differ
         idle = set()
         if not self.lr_warmup:
             idle |= {"lr_warmup_init"}
@@ -109,20 +113,6 @@ class ParamSchedule:
         if self.weight_decay_incr_style == "constant":
             idle |= {"start_weight_decay", "weight_decay_incr_samples"}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in idle}
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Batch size, learning rate and weight decay as functions of the samples consumed so far. No state to save.
-#
-# `consumed_samples` is always the count *before* the step: 0 for the first. Megatron sets both the same way (its
-# scheduler moves on after the optimizer step), so under warm-up the first step runs at learning rate 0. Unlike
-# Megatron's, a step skipped for an fp16 overflow moves the schedule on too: it consumed its samples.
-#
-# Formulas: NVIDIA/Megatron-LM, megatron/core/num_microbatches_calculator.py.
 
 
 @dataclass(frozen=True)
@@ -183,10 +173,10 @@ class Schedule:
         if self.samples_per_epoch is not None:
             return self._whole_epochs(self.samples_per_epoch)
         iterations, samples = 0, 0
-        for batch_size, level_end in batch_levels(self.training):  # one ramp-up level at a time
-            level_steps = max(0, -(-(level_end - samples) // batch_size)) if level_end is not None else None
-            steps_left = self._steps_left(iterations, samples, batch_size)
-            steps = steps_left if level_steps is None else min(level_steps, steps_left)
+        for batch_size, level_end in batch_levels(self.training):
+            steps = steps_left = self._steps_left(iterations, samples, batch_size)
+            if level_end is not None:
+                steps = min(steps_left, steps_beyond(level_end, samples, batch_size))
             iterations += steps
             samples += steps * batch_size
             if steps == steps_left:
@@ -227,8 +217,9 @@ class Schedule:
         if self.samples_per_epoch is not None:
             length = self.total_samples
         decay = options.lr_decay_samples or self.samples_after(options.lr_decay_iters or 0) or length
-        grows = options.weight_decay_incr_style != "constant"
-        start, end = options.start_weight_decay, options.end_weight_decay
+        start_weight_decay = end_weight_decay = options.weight_decay
+        if options.weight_decay_incr_style != "constant":
+            start_weight_decay, end_weight_decay = options.start_weight_decay or 0.0, options.end_weight_decay or 0.0
         return ParamSchedule(
             lr=options.lr,
             min_lr=options.min_lr,
@@ -239,36 +230,43 @@ class Schedule:
             lr_wsd_decay_style=options.lr_wsd_decay_style,
             lr_wsd_decay_samples=options.lr_wsd_decay_samples or (options.lr_wsd_decay_iters or 0) * size,
             weight_decay_incr_style=options.weight_decay_incr_style,
-            start_weight_decay=(start or 0.0) if grows else options.weight_decay,
-            end_weight_decay=(end or 0.0) if grows else options.weight_decay,
+            start_weight_decay=start_weight_decay,
+            end_weight_decay=end_weight_decay,
             weight_decay_incr_samples=length,
         )
 
     def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:
-        """Return the corners of the warm-up. In steps it is a straight line over them, and so bends over the samples
-        where the batch size changes."""
+        """Return the corners of the warm-up.
+
+        In steps it is a straight line over them, and so bends over the samples where the batch size changes.
+        """
         options = self.optimizer
         samples = options.lr_warmup_samples or (options.lr_warmup_fraction or 0) * decay_samples
         if samples:
             return ((samples, 1.0),)
         last = options.lr_warmup_iters
-        steps = sorted({step for step in self._resized_at(last) if 0 < step < last} | {last} if last else ())
-        return tuple((self.samples_after(step), step / last) for step in steps)
+        if not last:
+            return ()
+        bends = {step for step in self._resized_at(last) if 0 < step < last}
+        return tuple((self.samples_after(step), step / last) for step in sorted(bends | {last}))
 
     def _resized_at(self, last: int) -> list[int]:
         """Return the numbers of steps, up to about `last`, before and after which the batch size differs."""
         size = self.training.global_batch_size
         if self.samples_per_epoch is not None:
-            per_epoch, partial = -(-self.samples_per_epoch // size), self.samples_per_epoch % size
-            ends = range(per_epoch, last + 2, per_epoch) if partial else ()
+            if self.samples_per_epoch % size == 0:
+                return []
+            steps_per_epoch = -(-self.samples_per_epoch // size)  # the last of them is smaller
+            ends = range(steps_per_epoch, last + 2, steps_per_epoch)
             return [step for end in ends for step in (end - 1, end)]
-        steps, samples, found = 0, 0, []
+        steps, samples, resized_at = 0, 0, []
         for batch_size, level_end in batch_levels(self.training)[:-1]:
             assert level_end is not None
-            level_steps = max(0, -(-(level_end - samples) // batch_size))
-            steps, samples = steps + level_steps, samples + level_steps * batch_size
-            found.append(steps)
-        return found
+            level_steps = steps_beyond(level_end, samples, batch_size)
+            steps += level_steps
+            samples += level_steps * batch_size
+            resized_at.append(steps)
+        return resized_at
 
     def unended_warmup(self) -> str | None:
         """Return a warning if the warm-up is longer than the run, which then never has its learning rate."""

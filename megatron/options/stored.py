@@ -28,9 +28,8 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
     """Return the values of known options by section, every fault, and the options whose values cannot be used."""
     known: dict[str, dict[str, Any]] = {}
     unread: set[str] = set()
-    faults = [
-        f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in tree if name not in sections()
-    ]
+    strange = [name for name in tree if name not in sections()]
+    faults = [f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in strange]
     for section, cls in sections().items():
         values = tree.get(section) or {}
         hints = get_type_hints(cls)
@@ -38,29 +37,33 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
             faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
             unread |= set(hints)
             values = {}
-        for name in [str(name) for name in values if name not in hints]:
+        for name in [str(name) for name in values if name not in hints]:  # YAML's keys may be numbers
             faults.append(_unknown_option(name, section))
             unread |= set(nearest(name, options()))
         known[section] = {name: _words(value, hints[name]) for name, value in values.items() if name in hints}
     try:
         CONFIG.validate_python(known)
     except ValidationError as error:
-        wrong = error.errors()
-        # an option of several types has a fault for each of them
-        rules: dict[tuple[int | str, ...], list[str]] = {}
-        for fault in wrong:
-            rules.setdefault(fault["loc"][:2], []).append(fault["msg"])
-        joined = {where: " or ".join(dict.fromkeys(found)) for where, found in rules.items()}
-        faults += dict.fromkeys(
-            _wrong_value(known, fault["loc"], fault["type"], joined[fault["loc"][:2]]) for fault in wrong
-        )
-        unread |= {str(fault["loc"][1]) for fault in wrong}
+        faults += _wrong_values(known, error)
+        unread |= {str(fault["loc"][1]) for fault in error.errors()}
     return known, faults, unread
+
+
+def _wrong_values(known: dict[str, dict[str, Any]], error: ValidationError) -> list[str]:
+    # an option of several types has a fault for each of them
+    rules: dict[tuple[int | str, ...], list[str]] = {}
+    for fault in error.errors():
+        rules.setdefault(fault["loc"][:2], []).append(fault["msg"])
+    joined = {option: " or ".join(dict.fromkeys(messages)) for option, messages in rules.items()}
+    texts = (_wrong_value(known, fault["loc"], fault["type"], joined[fault["loc"][:2]]) for fault in error.errors())
+    return list(dict.fromkeys(texts))
 
 
 def _words(value: Any, hint: Any) -> Any:
     """Return the words of a sequence that is written as one string: `rampup_batch_size: 16 16 5000000`."""
-    return value.split() if isinstance(value, str) and sequence(hint) else value
+    if isinstance(value, str) and sequence(hint):
+        return value.split()
+    return value
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
@@ -68,9 +71,9 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(names), n=1)
 
 
-def _wrong_value(known: dict[str, dict[str, Any]], where: tuple[int | str, ...], kind: str, rule: str) -> str:
+def _wrong_value(known: dict[str, dict[str, Any]], location: tuple[int | str, ...], kind: str, rule: str) -> str:
     """Describe a value of the wrong type or out of range."""
-    section, name = str(where[0]), str(where[1])
+    section, name = str(location[0]), str(location[1])
     value = known[section][name]
     wanted = get_args(sequence(get_type_hints(sections()[section])[name]))
     if kind in ("missing", "too_short", "too_long") and wanted:
@@ -84,8 +87,8 @@ def _unknown_option(name: str, section: str) -> str:
     if name in options():
         return f"option {name!r} in section {section!r} belongs in section {options()[name][0]!r}"
     near = nearest(name, options())
-    hint = f"; did you mean {near[0]!r} in section {options()[near[0]][0]!r}?" if near else "; see --help"
-    return f"unknown option {name!r} in section {section!r}{hint}"
+    hint = f"did you mean {near[0]!r} in section {options()[near[0]][0]!r}?" if near else "see --help"
+    return f"unknown option {name!r} in section {section!r}; {hint}"
 
 
 def to_yaml(config: Config) -> str:

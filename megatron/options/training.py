@@ -1,4 +1,4 @@
-"""Options of the layout, the training run and the guard."""
+"""Options of the layout, the training run, the guard and fp8."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ class ParallelConfig:
     @property
     def listed_layers(self) -> tuple[int, ...] | None:
         """Transformer layers of each range, where `pipeline_partition_method` lists them."""
-        words = self.pipeline_partition_method.split(",")
-        return tuple(map(int, words)) if all(re.fullmatch("[0-9]+", word) for word in words) else None
+        if re.fullmatch("[0-9]+(,[0-9]+)*", self.pipeline_partition_method) is None:
+            return None
+        return tuple(map(int, self.pipeline_partition_method.split(",")))
 
     @property
     def schedule(self) -> str:
         """Name of the pipeline schedule."""
-        default = "interleaved" if self.num_virtual_stages_per_pipeline_rank > 1 else "1f1b"
-        return self.pipeline_schedule or default
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        return "interleaved" if self.num_virtual_stages_per_pipeline_rank > 1 else "1f1b"
 
     @property
     def num_pipeline_ranges(self) -> int:
@@ -162,12 +164,14 @@ class TrainingConfig:
         """Names of the parts of a layer that are recomputed; empty if none or the whole layer is."""
         if self.recompute_granularity != "selective":
             return frozenset()
-        names = (name.strip() for words in self.recompute_modules or ("core_attn",) for name in words.split(","))
-        return frozenset("layernorm" if name == "norm" else name for name in names if name)
+        words = " ".join(self.recompute_modules or ("core_attn",)).replace(",", " ").split()
+        return frozenset("layernorm" if name == "norm" else name for name in words)
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        if self.bf16:
+            return "bf16"
+        return "fp16" if self.fp16 else "fp32"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -201,3 +205,37 @@ class GuardConfig:
     """Seconds without progress after which the run is aborted with the stacks of all ranks. Until the first step is
     done, distributed_timeout_minutes applies instead. 0: no watchdog. Unset: 600, or distributed_timeout_minutes if
     that is shorter."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Fp8Config:
+    """Matrix products of the transformer layers in fp8, on Gaudi."""
+
+    fp8_format: Literal["none", "hybrid", "e5m2"] = "none"
+    """Format of the operands in training, on HPU. `hybrid`: e4m3 in the forward and e5m2 in the backward pass. `e5m2`:
+    in both. Weights, optimizer, evaluation and generation stay as they are without it."""
+    fp8_margin: NonNegative = 0
+    """Scales are smaller by 2 to this power than the largest that fits."""
+    fp8_interval: Positive | None = None
+    """Microbatches between two updates of the scales. Unset: those of a global batch, if their number is fixed."""
+    fp8_amax_history_len: Positive | None = None
+    """Last microbatches of an interval whose largest absolute values are kept. Unset: a sixteenth of
+    the interval."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Value of the history that the scale follows."""
+    fp8_amax_reduce: bool = True
+    """Take the largest absolute values over tensor- and data-parallel ranks, so that all of them scale alike."""
+    fp8_wgrad: bool = True
+    """Compute the gradients of weights in fp8 too."""
+    fp8_mlp_row_parallel: bool = True
+    """Compute the MLP's second product in fp8 too."""
+    fp8_smooth_swiglu: bool = True
+    """Scale the second product of a SwiGLU MLP by channels (Smooth-SwiGLU, arXiv:2409.12517)."""
+    cache_fp8_weight: bool = True
+    """Keep the fp8 weights of the forward pass for the backward pass, a byte a number."""
+    cache_fp8_weight_fwd: bool = True
+    """Convert weights once a global batch instead of once a microbatch."""
+
+    @property
+    def uses_fp8(self) -> bool:
+        return self.fp8_format != "none"

@@ -18,7 +18,8 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 def _known_device(name: str) -> str:
     """Return the name. An unknown device is a value that cannot be read, so that no rule reads a record of it."""
-    if fault := device_fault(name):
+    fault = device_fault(name)
+    if fault:
         raise PydanticCustomError("unknown_device", "{fault}", {"fault": fault})
     return name
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
-from megatron.models.registry import FAMILIES
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.flags import dashed, flag, unset
 from megatron.options.presets import merged, read_preset
 from megatron.options.stored import CONFIG, known_values, nearest, to_yaml
-from megatron.options.types import STRICT
-from megatron.runtime.devices import device_names
 from megatron.runtime.files import show
-from megatron.settings.loaded import with_loaded_adapters, with_loaded_model
 from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
+from megatron.settings.stand_ins import faults_in_all, with_stand_ins
 from megatron.settings.validation import check
-from megatron.tasks.registry import TASKS
+from megatron.weights.folder_files import ADAPTER_CONFIG
+from megatron.weights.model_folder import model_options
+
+DESCRIBING = ("architecture", "num_layers", "hidden_size", "num_attention_heads")
+"""Options of which one at least is given wherever a model is described."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,6 @@ class CommandLine:
         return self.configs[0]
 
 
-def faults_in_all(found: Iterable[Iterable[str]]) -> list[str]:
-    """Return the faults that are in each of `found`, in the order of the first."""
-    first, *others = (list(dict.fromkeys(faults)) for faults in found)
-    return [fault for fault in first if all(fault in other for other in others)]
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     """Return the config of a command line, and the parsed namespace.
 
@@ -75,6 +69,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     words = dashed(arguments)
     namespace, rest = build_parser().parse_known_args(words)
     reading, notes = _Reading(_stray_words(words, rest), set(unread)), list[str]()
+    # the option that a misspelt flag is most like may be meant: rules that need it are not reported
     for word in rest:
         if word.startswith("-"):
             reading.unread |= set(nearest(_option_name(word), options()))
@@ -94,6 +89,41 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     with reading.faults_kept():
         configs = [with_loaded_adapters(config, given) for config in configs]
     return CommandLine(configs, reading.faults + wrong, notes, given, namespace)
+
+
+def with_loaded_model(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the values of a command line with the model of the folder in `load`, if they describe none.
+
+    Where the folder has gone, it is that of the run in `save`. Raises ConfigError for a folder that cannot be computed.
+    """
+    # as plain values, before they are validated: presets may hold anything
+    sections = [tree.get(name) or {} for name in ("model", "checkpoint", "lora")]
+    if not all(isinstance(section, dict) for section in sections):  # a fault of its own
+        return tree
+    model, checkpoint, lora = sections
+    if not model.keys().isdisjoint(DESCRIBING) or not isinstance(checkpoint.get("load"), str):
+        return tree
+    source, described = model_options(checkpoint["load"], checkpoint.get("save"), lora.get("lora_base"))
+    if described:
+        notes.append(f"the options describe no model; it is that of {source}")
+    return {**tree, "model": {**described, **model}}
+
+
+def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
+    """Return the config with the options of the adapters in `load`, where that is a folder of PEFT.
+
+    Where it has gone, they are those of the run in `save` that began with it. `given`: names of the options that the
+    user has given. Raises ConfigError for those that contradict the folder.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None:
+        return config
+    may_resume = save is not None and os.path.isdir(save) and not os.path.lexists(load)
+    if not may_resume and not os.path.lexists(Path(load, ADAPTER_CONFIG)):
+        return config
+    from megatron.weights.peft.options import with_options_of  # imports torch
+
+    return with_options_of(config, Path(load), given)
 
 
 @dataclass
@@ -147,12 +177,14 @@ def _option_name(word: str) -> str:
 def presets_of(namespace: argparse.Namespace) -> list[str]:
     """Return the presets of a command line, in order of increasing precedence."""
     names: list[str] = namespace.config or []
+    # named twice, a preset counts where it is named last
     return list(dict.fromkeys(reversed(names)))[::-1]
 
 
 def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
     """Describe `rest`, the words that argparse did not recognise: unknown flags, and values without a flag."""
     unknown = [word for word in rest if word.startswith("-")]
+    # the values of an unknown flag are part of that fault
     values_of_unknown: list[str] = []
     follows_unknown = False
     for word in arguments:
@@ -173,10 +205,12 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
-    if (answer := answer_to(name)) is not None:
+    answer = answer_to(name)
+    if answer is not None:
         return f"{name} of Megatron {answer}"
     near = nearest(_option_name(word), options())
-    return f"unknown flag {name}" + (f"; did you mean {flag(near[0])}?" if near else "; see --help")
+    hint = f"did you mean {flag(near[0])}?" if near else "see --help"
+    return f"unknown flag {name}; {hint}"
 
 
 def load_config(arguments: Sequence[str], world_size: int | None = None) -> Config:
@@ -193,11 +227,13 @@ def load_command_line(
 
     Raises ConfigError with every fault. `--help` and `--print-config` print and exit with 0.
     """
-    if (topic := help_topic(arguments)) is not None:
+    topic = help_topic(arguments)
+    if topic is not None:
         show(help_text(topic))
         raise SystemExit(0)
     command = read_command_line(arguments)
     faults, prints = list(command.faults), command.namespace.print_config
+    # a config is printed for other ranks than this command has: rules of layouts are not its
     if faults or not prints:
         ranks = world_size or _launched_ranks(faults)
         faults += command.faults_of(lambda config: chain(*(rules(config, ranks) for rules in (check, *more))))
@@ -216,58 +252,3 @@ def _launched_ranks(faults: list[str]) -> int:
         return int(given)
     faults.append(f"WORLD_SIZE={given!r} must be a whole number, 1 or more; the launcher sets it, else unset it")
     return 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stand-ins for values that cannot be read: a fault found with each of several does not depend on the value.
-
-CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
-MOST = 3
-"""Stand-ins of an option: each is another round of all rules."""
-NAMED: Mapping[str, Collection[str]] = {"architecture": FAMILIES, "task": TASKS, "device": device_names()}
-"""Options whose values are names in a registry."""
-
-
-def with_stand_ins(
-    known: Mapping[str, Mapping[str, Any]], unread: Collection[str], perhaps_given: Collection[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the values of `known`, by section, with stand-ins for options; as they are if there are none.
-
-    Every option has at least two values over the trees, and two options do not always have theirs together.
-
-    Args:
-        unread: options whose value cannot be read.
-        perhaps_given: options that may have any value, the default included.
-    """
-    values = {name: stand_ins(name) for name in sorted(unread)}
-    for name in sorted(perhaps_given):
-        values[name] = [options()[name][1].default, *stand_ins(name)]
-    shifts = range(2 if len(values) > 1 else 1)
-    for number in range(max(map(len, values.values()), default=1)):
-        for shift in shifts:
-            tree = {section: dict(given) for section, given in known.items()}
-            for place, (name, choices) in enumerate(values.items()):
-                tree[options()[name][0]][name] = choices[(number + shift * place) % len(choices)]
-            yield tree
-
-
-def stand_ins(name: str) -> list[Any]:
-    """Return two or more values, none of them None, that an option accepts."""
-    if name in NAMED:
-        return list(NAMED[name])
-    hint = get_type_hints(sections()[options()[name][0]], include_extras=True)[name]
-    accepted: list[Any] = []
-    for part in (hint, *get_args(hint)):
-        if get_origin(part) is Literal:
-            accepted += get_args(part)
-    if len(accepted) > 1:
-        return accepted[:MOST]
-    adapter = TypeAdapter(hint, config=STRICT)
-    for candidate in CANDIDATES:
-        try:
-            value = adapter.validate_python(candidate)
-        except ValidationError:
-            continue
-        if value not in accepted:
-            accepted.append(value)
-    return accepted[:MOST]

@@ -55,9 +55,9 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
 
 def help_topic(arguments: Sequence[str]) -> str | None:
     """Return the word after --help, "" if there is none; None without --help."""
-    for place, word in enumerate(arguments):
+    for position, word in enumerate(arguments, 1):
         if word in ("--help", "-h"):
-            return arguments[place + 1] if place + 1 < len(arguments) else ""
+            return "".join(arguments[position : position + 1])
         if word.startswith("--help="):
             return word.partition("=")[2]
     return None
@@ -122,23 +122,25 @@ def _wrapped(text: str, indent: str = "") -> str:
     return folded(text, width, indent, indent) + "\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Answers to flags of Megatron that are not ours, as docs/reference/megatron_flags.md gives them.
-
 ANSWERS = Path(__file__).with_name("megatron_flags.tsv")
-"""A line for each flag: the flag, ours in its place, and what to know. The page is its source (tests/settings/
-test_megatron_flags.py writes it). A flag that ends in * stands for all with that beginning."""
+"""Answers to flags of Megatron that are not ours, as docs/reference/megatron_flags.md gives them.
+
+A line for each flag: the flag, ours in its place, and what to know. The page is its source (tests/settings/
+test_megatron_flags.py writes it). A flag that ends in * stands for all with that beginning.
+"""
 
 
 def answer_to(name: str) -> str | None:
     """Return what to do about a flag of Megatron, to stand after its name; None if it is another's."""
     name = name.replace("_", "-")
     for theirs, (ours, note) in _answers().items():
-        if name != theirs and not (theirs.endswith("*") and name.startswith(theirs[:-1])):
+        beginning = theirs[:-1] if theirs.endswith("*") else None
+        if name != theirs and (beginning is None or not name.startswith(beginning)):
             continue
-        if ours:
-            return f"is {ours} here" + (f": {note}" if note else "")
-        return "is not an option here" + (f": {note}" if note else "; leave it out")
+        answer = f"is {ours} here" if ours else "is not an option here"
+        if note:
+            return f"{answer}: {note}"
+        return answer if ours else f"{answer}; leave it out"
     return None
 
 

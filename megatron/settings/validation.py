@@ -14,17 +14,16 @@ from itertools import chain
 
 from megatron.models.registry import family_of
 from megatron.models.rules import check_family, check_model, check_ranks, check_tensor_parallel
-from megatron.options.config import Config, ConfigError, batch_sizes, samples_after, sections
+from megatron.options.config import Config, ConfigError, batch_sizes, broken, samples_after, sections
 from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
-from megatron.options.dependents import RECOMPUTED, idle_options, idle_without
+from megatron.options.dependents import idle_options, idle_without
 from megatron.options.flags import divisors
-from megatron.options.model import MIN_FLEX_HEAD_SIZE
 from megatron.options.optimizer import OptimizerConfig
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
-from megatron.runtime.devices import DEVICES, find_device, known_chip, known_chips, parse_memory_gib, planned_device
 from megatron.runtime.plugins import import_attribute
-from megatron.settings.rules import check_fp8, check_fp8_device, check_partition, check_schedule
+from megatron.settings.device_rules import check_attention, check_device, check_fp8, check_kernels, check_precision
+from megatron.settings.layout_rules import check_engine, check_partition, check_schedule, check_straggler
 from megatron.tasks.registry import TASKS, load_task
 
 
@@ -33,16 +32,16 @@ def check(config: Config, world_size: int) -> list[str]:
     return [
         *check_ranks(config, world_size),
         *check_tensor_parallel(config),
-        *_check_engine(config),
+        *check_engine(config),
         *check_partition(config),
         *check_schedule(config),
         *check_family(config),
         *check_model(config),
-        *_check_precision(config),
+        *check_precision(config),
         *check_fp8(config),
         *check_device(config),
-        *_check_attention(config),
-        *_check_kernels(config),
+        *check_attention(config),
+        *check_kernels(config),
         *_check_rampup(config, world_size),
         *_check_learning_rate(config),
         *_check_data(config),
@@ -54,7 +53,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_exports(config),
         *_check_logging(config, world_size),
         *_check_interludes(config),
-        *_check_straggler(config),
+        *check_straggler(config),
         *_check_guard(config),
     ]
 
@@ -66,6 +65,7 @@ def idle(config: Config) -> list[str]:
     """
     task = load_task(config)
     own = (config.training.task, *task.sections)
+    # options of a task that is not chosen
     others = [name for name in TASKS if name in sections().keys() - own]
     return [
         *idle_without(config),
@@ -88,128 +88,28 @@ def _names(section: str) -> list[str]:
     return [field.name for field in fields(sections()[section])]
 
 
-def _check_engine(config: Config) -> Iterator[str]:
-    optimizer, pp = config.optimizer, config.parallel.pipeline_model_parallel_size
-    if not config.uses_pipeline and pp > 1:
-        reason = "offload_optimizer" if optimizer.offload_optimizer else f"zero_stage={optimizer.zero_stage}"
-        reason = "no_pipeline_parallel" if config.parallel.no_pipeline_parallel else reason
-        yield (
-            f"{reason} runs without a pipeline, but pipeline_model_parallel_size={pp}; set it to 1, or use zero_stage "
-            "0 or 1 without offload and without no_pipeline_parallel"
-        )
-    if optimizer.offload_param and optimizer.zero_stage != 3:
-        yield f"offload_param needs zero_stage=3, not {optimizer.zero_stage}; set zero_stage or turn it off"
-    if optimizer.offload_optimizer and optimizer.zero_stage == 0:
-        yield "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off"
-    yield from optimizer.optimizer_faults()
-
-
-def _check_precision(config: Config) -> Iterator[str]:
-    training = config.training
-    if training.bf16 and training.fp16:
-        yield "bf16 and fp16 are both on; turn one of them off"
-    if training.grad_accum_dtype == "bf16" and not training.bf16:
-        yield f"grad_accum_dtype=bf16 needs bf16, but the precision is {training.precision}; set fp32, or turn bf16 on"
-    if training.grad_reduce_dtype not in (None, "fp32", training.precision):
-        yield (
-            f"grad_reduce_dtype={training.grad_reduce_dtype} must be fp32 or the precision of the run, "
-            f"{training.precision}; change it, or unset it"
-        )
-    if training.fp16 and math.frexp(training.initial_loss_scale)[0] != 0.5:
-        yield f"initial_loss_scale={training.initial_loss_scale} must be a power of two, such as 65536; change it"
-    if training.fp16 and training.min_loss_scale > training.initial_loss_scale:
-        yield (
-            f"min_loss_scale={training.min_loss_scale} is above initial_loss_scale={training.initial_loss_scale}; "
-            "lower it"
-        )
-
-
-def check_device(config: Config) -> Iterator[str]:
-    """Yield a message for every broken rule of the device; none is checked before it is chosen (device=auto)."""
-    model, device = config.model, config.parallel.device
-    backend = model.attention_backend
-    if device != "auto":
-        record = find_device(device)
-        if backend != "auto" and backend not in record.attention:
-            able = " and ".join(other.name for other in DEVICES if backend in other.attention)
-            yield f"attention_backend={backend} runs on {able} only, but device={device}; use auto or sdpa"
-        if config.data.eval_graphs and not record.replays_evaluations:
-            yield f"eval_graphs replays HPU graphs, but device={device}; leave it out"
-    yield from check_fp8_device(config)
-    memory = config.parallel.device_memory
-    if memory is None:
-        return
-    if parse_memory_gib(memory) is None:
-        yield (
-            f"device_memory={memory!r} is neither a known device nor a number of GiB; use {', '.join(known_chips())}, "
-            "or a number such as 80"
-        )
-    elif (known := known_chip(memory)) is not None and device not in ("auto", known[0].name):
-        kind = known[0].name
-        yield f"device_memory={memory} is that of a {kind} device, but device={device}; use device={kind}, or give GiB"
-
-
-_FAST = "works with the causal mask alone"
-
-
-def _packs_documents(config: Config) -> bool:
-    try:
-        return bool(load_task(config).data.packs_documents)
-    except ConfigError:  # reported by the rules of the task
-        return False
-
-
-def _check_attention(config: Config) -> Iterator[str]:
-    model, device = config.model, config.parallel.device
-    # source: FusedSDPA.py of HabanaAI/gaudi-pytorch-bridge, which asserts is_causal there
-    if model.use_fast_softmax and model.fused_sdpa_recompute and model.uses_fused_sdpa(planned_device(device)):
-        if model.position_embedding_type == "alibi":
-            yield f"use_fast_softmax {_FAST}, but position_embedding_type=alibi adds a bias to it; turn it off"
-        if _packs_documents(config):
-            yield f"use_fast_softmax {_FAST}, but documents or chats packed into a row add one to it; turn it off"
-    if model.attention_backend == "flex" and model.attention_dropout > 0:
-        yield (
-            f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
-            "set it to 0, or use sdpa"
-        )
-    if model.attention_backend == "flex" and model.head_size < MIN_FLEX_HEAD_SIZE:
-        yield (
-            f"attention_backend=flex takes heads of {MIN_FLEX_HEAD_SIZE} channels or more, but these have "
-            f"{model.head_size}; use sdpa"
-        )
-
-
-def _check_kernels(config: Config) -> Iterator[str]:
-    model, backend = config.model, config.model.attention_backend
-    if model.kernels == "plain" and backend in ("flex", "fused_hpu"):
-        yield f"kernels=plain attends by torch's SDPA, but attention_backend={backend}; use kernels=auto, or sdpa"
-    unknown = sorted(config.training.recomputed_modules - RECOMPUTED)
-    if unknown:
-        names = ", ".join(sorted(RECOMPUTED))
-        yield f"recompute_modules={' '.join(unknown)} does not name a part of a layer; use {names}"
-
-
 def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
     training, (dp, per_pass) = config.training, parallel_batch_size(config, world_size)
     if training.rampup_batch_size is None:
         return
     start, increment, samples = training.rampup_batch_size
-    given = f"rampup_batch_size={start} {increment} {samples}"
-    if start > training.global_batch_size:
-        yield f"{given} starts above global_batch_size={training.global_batch_size}; start lower"
-    elif (training.global_batch_size - start) % increment:
+    given, size = f"rampup_batch_size={start} {increment} {samples}", training.global_batch_size
+    if start > size:
+        yield f"{given} starts above global_batch_size={size}; start lower"
+    elif (size - start) % increment:
         yield (
-            f"{given} never reaches global_batch_size={training.global_batch_size}: the difference "
-            f"{training.global_batch_size - start} is not a multiple of the increment; change one of the three"
+            f"{given} never reaches global_batch_size={size}: the difference {size - start} is not a multiple of the "
+            "increment; change one of the three"
         )
     wrong = [size for size in batch_sizes(training)[:-1] if size % per_pass]
     if wrong:
         # every size is a multiple of the greatest common divisor of start and increment
         shared, left_over = divmod(math.gcd(start, increment), training.micro_batch_size)
+        other_size = "" if left_over else f", or a data-parallel size of {divisors(shared, shared)}"
         yield (
-            f"{given} passes through {wrong[0]}, which is not a multiple of micro_batch_size x data-parallel size "
-            f"= {training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
-            + ("" if left_over else f", or a data-parallel size of {divisors(shared, shared)}")
+            f"{given} passes through {wrong[0]}, which is not a multiple of micro_batch_size x data-parallel size = "
+            f"{training.micro_batch_size} x {dp} = {per_pass}; use multiples of {per_pass} for start and increment"
+            f"{other_size}"
         )
 
 
@@ -217,10 +117,9 @@ def _check_learning_rate(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         yield from _check_length(optimizer, name)
-    if optimizer.min_lr > optimizer.lr:
-        yield f"min_lr={optimizer.min_lr} is above lr={optimizer.lr}; lower it"
-    if optimizer.lr_warmup_init > optimizer.lr:
-        yield f"lr_warmup_init={optimizer.lr_warmup_init} is above lr={optimizer.lr}; lower it"
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(optimizer, name) > optimizer.lr:
+            yield f"{name}={getattr(optimizer, name)} is above lr={optimizer.lr}; lower it"
     yield from _check_decay(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; turn one of them off"
@@ -232,22 +131,35 @@ def _check_length(optimizer: OptimizerConfig, name: str) -> Iterator[str]:
     values = {f"{name}_{unit}": getattr(optimizer, f"{name}_{unit}", 0) for unit in ("samples", "iters", "fraction")}
     given = [f"{option}={value}" for option, value in values.items() if value]
     if len(given) > 1:
-        yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
+        how_many = "both" if len(given) == 2 else "all"
+        yield f"{' and '.join(given)} are {how_many} given; keep one"
 
 
 def _check_decay(config: Config) -> Iterator[str]:
-    """Check that the parts of the schedule fit into its length, which the training has where it has none of its own."""
+    """Check that the parts of the schedule fit into its length."""
     training, optimizer = config.training, config.optimizer
-    decay = optimizer.lr_decay_samples or samples_after(training, optimizer.lr_decay_iters or 0)
-    decay = decay or training.train_samples or samples_after(training, training.train_iters or 0)
-    warmup = optimizer.lr_warmup_samples or samples_after(training, optimizer.lr_warmup_iters)
-    warmup = warmup or int((optimizer.lr_warmup_fraction or 0) * decay)
+
+    def first_given(*lengths: float | None) -> int:
+        return int(next(filter(None, lengths), 0))
+
+    decay = first_given(
+        optimizer.lr_decay_samples,
+        samples_after(training, optimizer.lr_decay_iters or 0),
+        # a schedule without a length of its own is as long as the training
+        training.train_samples,
+        samples_after(training, training.train_iters or 0),
+    )
+    warmup = first_given(
+        optimizer.lr_warmup_samples,
+        samples_after(training, optimizer.lr_warmup_iters),
+        (optimizer.lr_warmup_fraction or 0) * decay,
+    )
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
         rule = f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples"
         yield f"{rule}; lower {optimizer.given_warmup}"
     if optimizer.lr_decay_style != "WSD":
         return
-    last = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size
+    last = first_given(optimizer.lr_wsd_decay_samples, (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size)
     if not last:
         yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
     elif warmup < decay < warmup + last:
@@ -258,12 +170,14 @@ def _check_decay(config: Config) -> Iterator[str]:
 
 
 def _check_weight_decay(config: Config) -> Iterator[str]:
-    optimizer, style = config.optimizer, config.optimizer.weight_decay_incr_style
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    style = config.optimizer.weight_decay_incr_style
+    start, end = config.optimizer.start_weight_decay, config.optimizer.end_weight_decay
     if style == "constant":
-        for name, value in (("start_weight_decay", start), ("end_weight_decay", end)):
-            if value is not None:
-                yield f"{name}={value} needs weight_decay_incr_style=linear or cosine, not constant; choose one"
+        needed = "needs weight_decay_incr_style=linear or cosine, not constant; choose one"
+        yield from broken(
+            (start is not None, f"start_weight_decay={start} {needed}"),
+            (end is not None, f"end_weight_decay={end} {needed}"),
+        )
     elif start is None or end is None:
         yield f"weight_decay_incr_style={style} needs start_weight_decay and end_weight_decay; give both"
     elif start > end:
@@ -281,7 +195,8 @@ def _check_data(config: Config) -> Iterator[str]:
         yield f"data_path and {option} are both given; keep data_path and split, or give each split its own path"
     elif data.per_split and not data.train_data_path and not config.training.skip_train:
         yield "valid_data_path or test_data_path is given without train_data_path; give it, or data_path for all three"
-    for option, words in [("data_path", data.data_path), *(data.paths if data.per_split else [])]:
+    paths = {"data_path": data.data_path, **dict(data.paths)}
+    for option, words in paths.items():
         try:
             if words:
                 parse_data_path(words)
@@ -299,9 +214,9 @@ def _check_task(config: Config, world_size: int) -> Iterator[str]:
 def _check_best(config: Config) -> Iterator[str]:
     training = config.training
     patience, metric = training.early_stopping_patience, training.best_metric
-    wanted = "keep_best" if config.checkpoint.keep_best else f"early_stopping_patience={patience}" if patience else ""
-    if not wanted:
+    if not config.compares_validations:
         return
+    wanted = "keep_best" if config.checkpoint.keep_best else f"early_stopping_patience={patience}"
     if training.skip_train:
         yield f"{wanted} is for a training, but skip_train evaluates alone; leave one out"
     elif config.data.eval_iters == 0:
@@ -317,32 +232,51 @@ def _check_best(config: Config) -> Iterator[str]:
 
 def _check_tokenizer(config: Config) -> Iterator[str]:
     data = config.data
-    if data.tokenizer_type == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
-        yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
-    needs_no_model = (None, "GPT2BPETokenizer", "NullTokenizer")
-    if data.tokenizer_type not in needs_no_model and not data.tokenizer_model:
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        if not (data.vocab_file and data.merge_file):
+            yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
+    elif data.tokenizer_type not in (None, "NullTokenizer") and not data.tokenizer_model:
         yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
 
 
-def _check_end_of_document(config: Config) -> Iterator[str]:
+def _check_end_of_document(config: Config) -> list[str]:
     data, vocab_size = config.data, config.model.vocab_size
-    needs_eod = [name for name in DOCUMENT_ENDS if getattr(data, name)]
-    if needs_eod and data.eod_token_id is None and data.tokenizer_type is None:
-        yield f"{needs_eod[0]} needs the end-of-document id; give eod_token_id, or a tokenizer_type"
-    if data.eod_token is not None and data.tokenizer_type is None:
-        yield f"eod_token={data.eod_token} needs a tokenizer; give tokenizer_type, or eod_token_id"
-    if data.eod_token is not None and data.eod_token_id is not None:
-        yield f"eod_token={data.eod_token} and eod_token_id={data.eod_token_id} are both given; give one of them"
-    if data.eod_token_id is not None and data.eod_token_id >= vocab_size:
-        yield f"eod_token_id={data.eod_token_id} is outside vocab_size={vocab_size}; use an id below {vocab_size}"
+    token, number, has_no_tokenizer = data.eod_token, data.eod_token_id, data.tokenizer_type is None
+    needs_eod = next((name for name in DOCUMENT_ENDS if getattr(data, name)), None)
+    return broken(
+        (
+            needs_eod and number is None and has_no_tokenizer,
+            f"{needs_eod} needs the end-of-document id; give eod_token_id, or a tokenizer_type",
+        ),
+        (
+            token is not None and has_no_tokenizer,
+            f"eod_token={token} needs a tokenizer; give tokenizer_type, or eod_token_id",
+        ),
+        (
+            token is not None and number is not None,
+            f"eod_token={token} and eod_token_id={number} are both given; give one of them",
+        ),
+        (
+            number is not None and number >= vocab_size,
+            f"eod_token_id={number} is outside vocab_size={vocab_size}; use an id below {vocab_size}",
+        ),
+    )
 
 
 def _check_loading(config: Config) -> Iterator[str]:
     checkpoint, skip_train = config.checkpoint, config.training.skip_train
-    if skip_train and config.data.eval_iters == 0:
-        yield "skip_train evaluates, but eval_iters=0; set the number of global batches"
-    if skip_train and checkpoint.load is None and checkpoint.save is None:
-        yield "skip_train evaluates a checkpoint, but load is not given; give its folder"
+    has_nothing = checkpoint.load is None and checkpoint.save is None
+    yield from broken(
+        (
+            skip_train and config.data.eval_iters == 0,
+            "skip_train evaluates, but eval_iters=0; set the number of global batches",
+        ),
+        (
+            skip_train and has_nothing,
+            "skip_train evaluates a checkpoint, but load is not given; give its folder",
+        ),
+    )
+    # without `load` the run in `save` is evaluated
     evaluates_own = skip_train and checkpoint.save is not None
     if checkpoint.load is None and not evaluates_own:
         for name in ("finetune", "universal_checkpoint", "ckpt_step"):
@@ -375,7 +309,7 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     for name in ("profile", "profile_instructions"):
         if getattr(logging, name) and logging.results_dir is None:
             yield f"{name} writes its trace to results_dir, which is not given; give a folder, or turn {name} off"
-    if start >= end:
+    if start >= end:  # no step would be traced
         yield f"profile_step_end={end}, the step before which the trace ends, must be above profile_step_start={start}"
     ranks = " ".join(map(str, logging.profile_ranks))
     if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
@@ -390,45 +324,40 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
 def _check_interludes(config: Config) -> Iterator[str]:
     """Check that the run trains and each stage is in one piece, as work between the steps needs."""
     logging, chunks = config.logging, config.parallel.num_virtual_stages_per_pipeline_rank
-    given = {"generate_prompts": logging.generate_prompts, "lm_eval_tasks": " ".join(logging.lm_eval_tasks)}
-    for name, value in given.items():
-        if value and config.training.skip_train:
+    for name, value, verb in (
+        ("generate_prompts", logging.generate_prompts, "generate from"),
+        ("lm_eval_tasks", " ".join(logging.lm_eval_tasks), "evaluate"),
+    ):
+        if not value:
+            continue
+        if config.training.skip_train:
             yield f"{name}={value} is for a training, but skip_train evaluates alone; leave one out"
-        if value and chunks > 1:
-            verb = "generate from" if name == "generate_prompts" else "evaluate"
+        if chunks > 1:
             yield (
                 f"{name}={value} needs a pipeline stage in one piece, but num_virtual_stages_per_pipeline_rank="
                 f"{chunks}; leave one out, or {verb} the run's checkpoints"
             )
 
 
-def _check_straggler(config: Config) -> Iterator[str]:
-    tp = config.parallel.tensor_model_parallel_size
-    if not config.logging.log_straggler:
-        return
-    if config.optimizer.zero_stage == 3:
-        yield (
-            "log_straggler measures a rank's own work, but with zero_stage=3 every layer waits for the parameters of "
-            "other ranks; turn it off"
-        )
-    if config.training.torch_compile and tp > 1:
-        yield (
-            f"log_straggler leaves out the waits within a layer that tensor_model_parallel_size={tp} brings, which it "
-            "cannot see in layers compiled by torch_compile; turn one of the two off"
-        )
-
-
 def _check_guard(config: Config) -> Iterator[str]:
-    guard, checkpoint = config.guard, config.checkpoint
-    if guard.spike_action == "rollback" and checkpoint.save is None:
-        yield "spike_action=rollback returns to a checkpoint of the run, but save is not given; give a folder"
-    if guard.spike_action == "rollback" and checkpoint.no_save_optim:
-        yield "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off"
+    rolls_back = config.guard.spike_action == "rollback"
+    yield from broken(
+        (
+            rolls_back and config.checkpoint.save is None,
+            "spike_action=rollback returns to a checkpoint of the run, but save is not given; give a folder",
+        ),
+        (
+            rolls_back and config.checkpoint.no_save_optim,
+            "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off",
+        ),
+    )
     minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
-    if timeout_s is not None and timeout_s > minutes * 60:
+    if timeout_s is None:
+        return
+    if timeout_s > minutes * 60:
         yield (
             f"watchdog_timeout_s={timeout_s:g} is above distributed_timeout_minutes={minutes:g} ({minutes * 60:g} s), "
             "after which a collective fails without a diagnosis; lower it, or raise distributed_timeout_minutes"
         )
-    if timeout_s is not None and 0 < timeout_s < 1:
+    if 0 < timeout_s < 1:
         yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"

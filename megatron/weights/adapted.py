@@ -55,7 +55,9 @@ class AdaptedSource(WeightSource):
         self.record: dict[str, Any] = dict(record)
         """Description of the base that a checkpoint of the adapters keeps; with its identity after `identify`."""
         declared = declared_shards(family_of(config).layers(config))
+        # what is trained changes from run to run, so it cannot identify the base
         self._frozen = {name for name, shard in declared.items() if not (shard.added or shard.trained)}
+        # as the family declares them: adapters are added to the layers, and belong to no base
         self._base_names = frozenset(declared_shards(family_of(config).declare(config)))
         self._seed, self._allow_other_base = config.training.seed, config.lora.allow_other_base
         self._base_config = base_config(config)
@@ -154,10 +156,11 @@ def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelCont
         return AdaptedSource(config, loaded, None, _record(loaded))
     record: Mapping[str, Any] = {} if loaded is None else loaded.metadata["base"]
     folder = given or record.get("folder")
-    if folder is None:
+    if folder is None:  # the same seed draws the same base on any layout
         return AdaptedSource(config, None, loaded, {"seed": record.get("seed", config.training.seed)})
 
     def opened() -> WeightSource:
+        # a given folder may be of another format than the recorded one
         if loaded is None or given is not None:
             return open_base(Path(folder), Given(config))
         return base_of(loaded, config)
@@ -185,11 +188,13 @@ def _verified(ctx: ParallelContext, folder: Path, opened: Callable[[], WeightSou
     """Open a base, which must be the same on all hosts, and compare its checksums. Collective."""
     base = raise_on_all_ranks(ctx, opened)
     check_same_start(ctx, folder, base.folder)
+    # a base that was trained here has moments too, of which none is read
     raise_on_all_ranks(ctx, lambda: base.verify((ctx.rank, ctx.world_size), WEIGHTS))
     return base
 
 
 def _record(base: WeightSource) -> dict[str, Any]:
+    # without links: a later run may start in another folder, or find the link changed
     return {"format": base.format, "folder": os.path.realpath(base.folder)}
 
 

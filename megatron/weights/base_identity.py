@@ -56,7 +56,7 @@ def weights_of(numbers: Tensor, seed: int) -> Tensor:
     return (state ^ (state >> 31 & (1 << 33) - 1)) | 1
 
 
-ROW_SEED, COLUMN_SEED = 1, 2
+ROW_SEED, COLUMN_SEED = 1, 2  # different, so that a square matrix and its transposed have different sums
 
 
 def matrix_sums(values: Tensor, rows: Tensor, columns: Tensor, *, rounded: bool = True) -> list[int]:
@@ -100,6 +100,7 @@ class BaseSums:
                     self._add_part(part, torch.arange(first, end), columns, block[first - rows[0] : end - rows[0]])
 
     def _add_part(self, part: MappedTensor, rows: Tensor, columns: tuple[int, int], block: Tensor) -> None:
+        # in the numbers of theirs, whatever our order: a base has one identity in both formats
         rows, across = rows - part.begin, torch.arange(*columns)
         if part.num_heads is not None:
             rows = part.row_by_head(rows)
@@ -166,6 +167,7 @@ def stored_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
         step = max(1, 16 * NUMEL_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
         return ((first, min(first + step, count)) for first in range(0, count, step))
 
+    # a thread of torch's own for each piece: reading one overlaps with summing another
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=partial(torch.set_num_threads, 1)) as pool:
         waiting = {
             name: [pool.submit(of_rows, tensor, *piece) for piece in pieces(tensor)] for name, tensor in tensors.items()
@@ -192,6 +194,7 @@ class BaseIdentity:
 
     def label(self, names: Iterable[str]) -> str:
         """Return the name and a digest of these tensors, for messages."""
+        # of the exact sums alone: the label of a base does not depend on what copies may be rounded to
         content = json.dumps([(name, self.tensors.get(name, [0])[0]) for name in sorted(names)])
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         return digest if self.name is None else f"{self.name} ({digest})"

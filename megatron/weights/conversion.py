@@ -148,6 +148,7 @@ def write_native(model: WholeModel, folder: Path, progress: ReportNumel) -> Chec
 
 def write_universal(model: WholeModel, folder: Path, progress: ReportNumel) -> None:
     """Write a universal folder, with the moments of the source; a Hugging Face model is written as native first."""
+    # beside the result, on whose disk there is room for both (`needed_bytes`)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as native:
         source = model.source
         if not source.holds_run:
@@ -248,13 +249,14 @@ def _logits(side: WholeModel, tokens_BS: Tensor, precision: Precision) -> Tensor
 def our_logits(side: WholeModel, tokens_BS: Tensor, precision: Precision) -> Tensor:
     """Return our model's logits [B, S, vocabulary], from the weights rounded to `precision`."""
     ctx = ParallelContext.single()
+    # the reference kernels: a faster one may differ by more than the tolerance
     plain = dataclasses.replace(side.config.model, attention_backend="sdpa", kernels="plain")
     config = Config(model=plain, training=TrainingConfig(seq_length=side.config.training.seq_length))
     model = SequentialModel(build_layers(config, ctx)).eval()
     parameters = dict(named_parameters(model))
     with torch.no_grad():
         for name, tensor in side.tensors():
-            rounded = tensor.to(DTYPES[precision]).float()
+            rounded = tensor.to(DTYPES[precision]).float()  # theirs are rounded to the same, then computed in float32
             parameters[name].copy_(shard_of(parameters[name]).take(rounded, 0, 1))
         logits_SBV: Tensor = model(tokens_BS, project=lambda outputs: gather_logits(outputs[0], outputs[1], ctx))
     return logits_SBV.transpose(0, 1)

@@ -56,6 +56,7 @@ def real_path(path: Path) -> Path:
 
 def own_file(folder: Path, name: str) -> Path:
     """Return the file of that plain name in `folder`. Raises CheckpointError for a path, a link or no file."""
+    # names come from an index or a config, which anybody may have written
     if not name or name != os.path.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder} names {name!r} as a file of its own; only plain file names in it are read")
     path = folder / name
@@ -71,6 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def json_object(text: bytes, path: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # readers differ in which of two counts: what we check would not be what transformers reads
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         if twice:
             raise ValueError(f"{twice[0]!r} is there twice")

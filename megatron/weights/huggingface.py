@@ -70,7 +70,7 @@ class MappedTensor:
         view = self.view(ours)
         count = view.shape[0]
         step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
-        rows = self.shape[0] // count
+        rows = self.shape[0] // count  # of theirs in a row of the view: all of a head under `num_heads`
         for begin in range(0, count, step):
             end = min(begin + step, count)
             yield begin * rows, end * rows, view[begin:end]
@@ -127,6 +127,7 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
         )
     theirs = form.modules[ours]
     pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
+    # only matrices within the layers: embeddings are [vocabulary, hidden] everywhere
     transposed = form.transposed and bool(number) and len(shard.shape) == 2
     by_head = form.qkv_by_head and ours.endswith(".attention.qkv")
     begin = 0
@@ -174,6 +175,7 @@ def export_huggingface(
     write_json(folder / "config.json", content)
     generation = _generation_config(source, tokenizer)
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
+    # last, since it takes long: what can be refused is refused before
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
     with WeightsWriter(folder, shapes, precision, max_shard_bytes) as writer:
         write_tensors(writer, mapped, tensors)

@@ -71,6 +71,7 @@ def open_source(load: Load, ctx: ParallelContext) -> WeightSource | None:
         folder = raise_on_all_ranks(ctx, lambda: deepspeed_folder(folder)) or folder
     elif load.step is not None:
         raise CheckpointError(needless_step(str(folder), load.step, known.title))
+    # before it is opened: hosts whose disks differ would raise different errors, or none
     check_same_start(ctx, load.folder, folder)
     source = raise_on_all_ranks(ctx, lambda: known.open(load.folder, load.given))
     raise_on_all_ranks(ctx, lambda: source.verify((ctx.rank, ctx.world_size)))
@@ -134,6 +135,7 @@ def first_whole(
     """
     damaged: set[Path] = set()
     while True:
+        # one rank chooses, so that all open the same one while another run may be saving there
         chosen = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else choose(damaged)))
         if load is not None:
             check_same_start(ctx, load, chosen)

@@ -32,6 +32,7 @@ EMBEDDING, OUTPUT, OF_EMBEDDING = "embedding.word.", "output.", "lora_embedding_
 def merged_config(config: Config) -> Config:
     """Return the config of the merged model. Adapters of a tied embedding are of one of its uses, so it is untied."""
     plain = base_config(config)
+    # a model with an output layer of its own is untied already; without an adapter of the embedding it may stay tied
     layers = {layer.name: layer for layer in family_of(config).layers(config)}
     if OUTPUT[:-1] in layers or not layers[EMBEDDING[:-1]].methods:
         return plain
@@ -97,7 +98,7 @@ class MergedSource(WeightSource):
         layers = family_of(config).layers(config)
         self._shards = declared_shards(layers)
         self._updates: dict[str, list[_Update]] = {}
-        for layer in layers:
+        for layer in layers:  # a tied embedding is in two layers, with the same method
             self._updates |= dict(_updates(layer))
 
     @property
@@ -153,7 +154,7 @@ class MergedSource(WeightSource):
             return self._adapted.read(own).view(own.local_shape)
 
         up, down = read("B"), read("A")
-        if update.adapter.is_principal:
+        if update.adapter.is_principal:  # what PiSSA took out of the base is in it: its start is subtracted
             up, down = torch.cat([up, -read("start_B")], dim=1), torch.cat([down, read("start_A")])
         product = Product(up, down, transposed=update.of_embedding)
         first = 0

@@ -151,6 +151,7 @@ def _check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
             f"{checkpoint.folder} holds adapters (lora_rank={saved.get('lora_rank')}), not a whole model; give the "
             "lora options of their run"
         )
+    # options that are newer than the checkpoint have their defaults in it; older ones may have gone
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     there = LoraConfig(**{name: value for name, value in saved.items() if name in known})
     if differing(lora.computed(), there.computed()):  # a rank alone differs in shapes, or nowhere
@@ -161,6 +162,7 @@ def _check_lora_options(checkpoint: Checkpoint, config: Config) -> None:
             f"{checkpoint.folder} holds adapters with other options: {'; '.join(different_options)}. Give the options "
             "of their run"
         )
+    # fewer adapters than declared are missing when they are read; more would be left out in silence
     declared = declared_shards(family_of(config).layers(config))
     surplus = [name for name in checkpoint.parameters if name not in declared]
     if surplus:

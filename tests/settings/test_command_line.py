@@ -7,7 +7,8 @@ import pytest
 from megatron.options.config import ConfigError, on_device, options
 from megatron.options.schedule import Schedule
 from megatron.options.stored import from_dict
-from megatron.settings.command_line import load_command_line, load_config, stand_ins
+from megatron.settings.command_line import load_command_line, load_config
+from megatron.settings.stand_ins import stand_ins
 from megatron.settings.validation import check, idle
 from tests.settings.faults import VALID, faults_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megatron.settings.validation
-from megatron.options.config import on_device
+from megatron.options.config import broken, on_device
 from megatron.options.dependents import slow_mode
 from megatron.options.flags import divisors
 from megatron.options.stored import from_dict
+from megatron.settings import device_rules, layout_rules, validation
 from megatron.settings.command_line import load_config, read_command_line
 from megatron.settings.validation import check, idle
 from tests.settings.faults import VALID, faults_of
@@ -330,6 +331,19 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "end_weight_decay=1.0 needs weight_decay_incr_style",
         "choose",
     ),
+    "start of a constant weight decay": (
+        "--start-weight-decay 1",
+        1,
+        "start_weight_decay=1.0 needs weight_decay_incr_style",
+        "choose",
+    ),
+    "memory of another device": (
+        "--device-memory h100 --device cpu",
+        1,
+        "device_memory=h100 is that of a cuda device, but device=cpu",
+        "or give GiB",
+    ),
+    "unknown memory": ("--device-memory much", 1, "'much' is neither a known device", "such as 80"),
     "weight decay from nowhere": (
         "--weight-decay-incr-style linear --end-weight-decay 1",
         1,
@@ -575,30 +589,64 @@ def test_an_hpu_that_compiles_nothing_is_warned_of(device: str, flags: str, lazy
 
 
 def test_every_rule_is_broken_by_a_case() -> None:
-    rules = {
-        node.lineno
-        for function in ast.walk(ast.parse(Path(megatron.settings.validation.__file__).read_text(encoding="utf-8")))
-        if isinstance(function, ast.FunctionDef) and function.name.startswith("_check_")
-        for node in ast.walk(function)
-        if isinstance(node, ast.Yield)
-    }
-    reached: set[int] = set()
+    """A rule is a `yield` of its message, or a row of `broken`; its place is (file, line)."""
+    rules: set[tuple[str, int]] = set()
+    rows: dict[tuple[str, int], list[int]] = {}
+    for module in (validation, layout_rules, device_rules):
+        file = str(module.__file__)
+        for node in nodes_of_checks(file):
+            if isinstance(node, ast.Yield):
+                rules.add((file, node.lineno))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "broken":
+                rows[file, node.lineno] = [row.lineno for row in node.args]
+                rules |= {(file, row.lineno) for row in node.args}
+    reached: set[tuple[str, int]] = set()
+    reached_rows: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != megatron.settings.validation.__file__:
+        if "/megatron/settings/" not in frame.f_code.co_filename:
             return None
-        reached.add(frame.f_lineno)
+        reached.add((frame.f_code.co_filename, frame.f_lineno))
         return trace
 
+    def noted(*given: tuple[object, str]) -> list[str]:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        for line, (is_broken, _) in zip(rows.get((file, caller.f_lineno), ()), given, strict=False):
+            if is_broken:
+                reached_rows.add((file, line))
+        return broken(*given)
+
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for name in BROKEN_RULES:
-            faults_of_case(name)
-    finally:
-        sys.settrace(before)
-    assert len(rules) > 40
-    assert sorted(rules - reached) == [], "lines of rules.py that no case of BROKEN_RULES reaches"
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (validation, layout_rules, device_rules):
+            patch.setattr(module, "broken", noted)
+        sys.settrace(trace)
+        try:
+            for name in BROKEN_RULES:
+                faults_of_case(name)
+        finally:
+            sys.settrace(before)
+    of_tables = {(file, line) for (file, _), lines in rows.items() for line in lines}
+    assert len(rules) > 60
+    # the trace sees each line of a table, broken or not
+    assert sorted(of_tables - reached_rows) == [], "rows of `broken` that no case of BROKEN_RULES breaks"
+    assert sorted(rules - of_tables - reached) == [], "rules that no case of BROKEN_RULES reaches"
+
+
+TESTED_ELSEWHERE = {
+    "check_fp8": "tests/training/test_fp8_runs.py",
+    "check_fp8_device": "tests/training/test_fp8_runs.py",
+    "check_schedule": "tests/training/test_schedules.py",
+}
+
+
+def nodes_of_checks(file: str) -> Iterator[ast.AST]:
+    for function in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef) or function.name in TESTED_ELSEWHERE:
+            continue
+        if function.name.removeprefix("_").startswith("check_"):
+            yield from ast.walk(function)
 
 
 @given(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.options.config import Config, num_microbatches
-from megatron.options.fp8 import Fp8Config
+from megatron.options.training import Fp8Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.costs import Activation, MatrixProduct
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear

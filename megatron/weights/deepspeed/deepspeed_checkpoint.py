@@ -147,6 +147,7 @@ class DeepSpeedCheckpoint(WeightSource):
             raise CheckpointError(f"{self.folder} has no {kind} of {name}, only {has}; give the model's own config")
         origin = self._origins[name]
         local = [self._checked_local(origin, name, kind, theirs) for theirs in origin.theirs]
+        # each stage that holds a tied weight has a copy of its own, which DeepSpeed keeps equal
         for theirs, copy in zip(origin.theirs[1:], local[1:], strict=True):
             if not all(map(torch.equal, copy, local[0])):
                 raise CheckpointError(
@@ -171,6 +172,7 @@ class DeepSpeedCheckpoint(WeightSource):
             return self._one_of_copies(origin, name, kind, local)
         full = local[0] if len(local) == 1 else origin.cut.assemble(local)
         length = origin.shard.shape[origin.cut.dim]
+        # ours is zero there; Megatron's is trained like the other rows, and means nothing
         if not origin.is_megatron and full.narrow(origin.cut.dim, length, full.shape[origin.cut.dim] - length).any():
             raise CheckpointError(
                 f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name} holds numbers in its padding, "

@@ -34,6 +34,7 @@ FILE_OF_KIND = {
 }
 """DeepSpeed's name of each kind of tensor."""
 
+# under ZeRO-3 each data-parallel rank writes a model file; the first has all that is read here
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -147,6 +148,7 @@ class UniversalFolder:
 
     def shard(self, name: str) -> Shard:
         """Return the shard that the file describes."""
+        # DeepSpeed's own converter writes what its loader needs to cut the tensor again
         content = self._content(name, "weight")
         shape = self.shape(name)
         parts = content.get("sub_param_shape")
@@ -261,6 +263,7 @@ class ZeroShards:
                     f"{files[0].parent}: the files of rank {model} hold {numel} elements of {name}, but "
                     f"{model_file.name} gives it the shape {shapes.get(name)}; they belong to different checkpoints"
                 )
+            # a tied weight is in the files of its first stage and of its last
             if rank in self._pieces.get(name, {}):
                 self._copies.setdefault(name, []).append((rank, pieces))
                 continue
@@ -295,6 +298,7 @@ class ZeroShards:
         return flat
 
     def kinds(self, name: str) -> tuple[str, ...]:
+        # an empty part says nothing of the kinds
         pieces = [piece for parts in self._pieces[name].values() for piece in parts if piece.numel]
         return tuple(kind for kind in FILE_OF_KIND if all(kind in piece.flat for piece in pieces))
 
@@ -335,6 +339,7 @@ class ModelFiles:
         self.files = ForeignFiles()
         self.client = _client(folder, self.files)
         self._state: dict[str, dict[int, tuple[Path, Tensor]]] = {}
+        # a pipeline's weights are in the files of its layers; its model files hold none
         layers = numbered(folder, LAYER_FILE)
         for (layer, rank), path in layers.items():
             self._add(rank, path, _mapping(self.files.load(path), path, "a layer's state"), f"{layer}.")

@@ -61,6 +61,7 @@ class PipelineNames:
 
     def theirs(self, ours: str) -> str:
         """Return DeepSpeed's name of a parameter."""
+        # the longest: `embedding.word.weight` is of the layer embedding.word, not of embedding
         layer = max((layer for layer in self._theirs if ours.startswith(f"{layer}.")), key=len, default=None)
         return ours if layer is None else self._theirs[layer] + ours.removeprefix(layer)
 
@@ -345,7 +346,7 @@ def _qkv_origin(source: RankTensors, facts: _MegatronFacts, theirs: Sequence[str
             f"{folder} does not say how many attention heads its model has: its mp_rank files hold no args; give the "
             "config of the model"
         )
-    kv_size = (rows - q_size) // 2
+    kv_size = (rows - q_size) // 2  # with grouped queries smaller than q
     head_size = q_size // facts.num_heads
     fits = q_size % facts.num_heads == 0 and kv_size > 0 and kv_size % head_size == 0 and q_size % kv_size == 0
     if not fits or q_size + 2 * kv_size != rows:
@@ -361,6 +362,7 @@ def _up_origin(source: RankTensors, theirs: Sequence[str], ffn_size: int) -> Ori
     """Origin of the MLP's first matrix; with SwiGLU each rank holds its part of gate, then of up."""
     local = source.shape(theirs[0])
     rows = local[0] * source.tensor_size
+    # nothing states whether the MLP is gated: its first matrix has then twice the rows that the second reads
     pieces = (ffn_size, ffn_size) if rows == 2 * ffn_size else (rows,)
     shard = Shard((rows, *local[1:]), dim=0, pieces=pieces)
     return Origin(tuple(theirs), shard, shard)

@@ -36,6 +36,7 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
     parameters shift. So the vocabulary is written with the padding that the run has at tensor-parallel size 1. Where it
     cannot be, the model states of ZeRO-3 are left out, without which the loader stops.
     """
+    # names become folders
     for name in checkpoint.parameters:
         if not re.fullmatch(r"\w+(\.\w+)+", name):
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
@@ -57,6 +58,7 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
                 _save(torch.tensor(_optimizer_step(facts)), parameter_folder / "step.pt")
         info = universal_info(checkpoint.parameters, 1, names)
         _write_states(partial, info, facts, for_zero_3=vocabulary_rows is not None)
+        # the files are on the disk; so must their names be, before the folder gets its own
         for parent, _, _ in os.walk(partial):
             sync_folder(Path(parent))
 
@@ -95,6 +97,7 @@ def point_latest(folder: Path) -> None:
 
 def compare_sizes(optimizer: Any, tensor_size: int) -> None:
     """Let DeepSpeed's universal loader refuse what it would read wrongly, without an error."""
+    # by their methods, which DeepSpeed's optimizers of ZeRO-3, and of ZeRO-1 and 2, have alone
     if hasattr(optimizer, "load_hp_checkpoint_state"):
         _compare_sizes_of_zero_3(optimizer)
     elif hasattr(optimizer, "load_hp_checkpoint_state_from_checkpoint_dir") and tensor_size > 1:

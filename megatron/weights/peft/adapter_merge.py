@@ -191,6 +191,7 @@ class Merge:
             )
         files = ForeignFiles()
         self.tensors = open_weights(base, files)
+        # bytes are replaced at their offsets, which safetensors states
         loose = next((tensor.file for tensor in self.tensors.values() if tensor.begin is None), None)
         if loose is not None:
             raise CheckpointError(
@@ -266,6 +267,7 @@ class Merge:
         """Return the base's tensors by the names that transformers' model gives them, which its files may shorten."""
         wanted = {f"{module}.weight" for module in adapter.low_rank} | set(adapter.whole)
         forms = [{name: name for name in self.tensors}]
+        # published files may have been saved from the bare model, or from one within another
         for prefix in PREFIXES:
             forms.append({name if name.startswith(OUTPUTS) else prefix + name: name for name in self.tensors})
             forms.append({name.removeprefix(prefix): name for name in self.tensors})
@@ -352,6 +354,7 @@ class Merge:
         Returns the names of the files copied beside the weights, and of those left out. Raises CheckpointError if a
         merged number is not finite.
         """
+        # weights of another format beside these are of the unmerged model, and are left out
         weights = {tensor.file.name for tensor in self.tensors.values()}
         entries = sorted(path for path in self.base.iterdir() if path.name not in weights)
         beside = [path.name for path in entries if path.is_file() and _is_beside(path.name)]

@@ -301,6 +301,7 @@ class NativeAdapter:
     @property
     def base_name(self) -> str | None:
         """Name of the base on the hub, or its folder, where it is transformers': what PEFT loads the adapters onto."""
+        # a name on the hub is the same on every machine; a folder is not
         record, identity = self.checkpoint.metadata["base"], self.identity
         if identity is not None and identity.name is not None:
             return identity.name
@@ -344,6 +345,7 @@ def compare_export(folder: Path, source: NativeAdapter, precision: Precision) ->
 
     Raises CheckpointError that names the first one that differs.
     """
+    # read back as a foreign folder is, so that what is compared is what others will read
     mapped = AdaptedModel(source.config).map
     stored = open_safetensors(folder / f"{WEIGHTS}.safetensors", ForeignFiles())
     for name, tensor in source.tensors():

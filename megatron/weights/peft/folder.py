@@ -139,6 +139,7 @@ class _Fields:
         self.path = path
         self._left = read_json(path)
 
+    # `type`, not isinstance: True is an int to Python, but no rank
     def take(self, name: str, default: Any, *kinds: type) -> Any:
         value = self._left.pop(name, None)
         if value is None:  # PEFT writes null for many defaults
@@ -221,6 +222,7 @@ def open_adapter(folder: Path, files: ForeignFiles) -> PeftAdapter:
         alpha=scales.default_alpha,
         rslora=scales.rslora,
     )
+    # what is left in `fields` after the last `take` is not understood
     form = _Form(fields.take("lora_bias", False), fields.take("use_dora", False), start == _PISSA)
     fields.refuse_others()
     _sort_tensors(adapter, _tensors(folder, files), scales, form)
@@ -299,6 +301,7 @@ class _Scales:
 
 
 def _first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    # the first that matches, by PEFT's get_pattern_key: the order of the file counts
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -64,6 +64,7 @@ def copy_changed(
 def _copy_file(
     source: Path, target: Path, changed: Mapping[str, StoredTensor], changes: Mapping[str, Change], workers: _Workers
 ) -> None:
+    # closed by the workers, which may still use them after an error here
     given = os.open(real_path(source), os.O_RDONLY)
     copy = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     workers.closed_at_end += (given, copy)
@@ -140,7 +141,7 @@ class _Workers:
 
     def submit(self, work: Callable[..., int], *arguments: object) -> None:
         """Start the work when a thread is free. Raises the error of an earlier one."""
-        if len(self._waiting) > 2 * self._count:
+        if len(self._waiting) > 2 * self._count:  # else a fast reader would queue the whole model
             self._progress(self._waiting.popleft().result())
         self._waiting.append(self._pool.submit(work, *arguments))
 
@@ -309,6 +310,7 @@ class Addition:
     def _factor(self, magnitude: Tensor, base: Tensor, change: Tensor, first: int, end: int) -> Tensor:
         if self.column_norms is not None:
             return gain(magnitude, self.column_norms)
+        # of the base and this adapter alone, as it was trained
         norms = torch.linalg.norm(self._residual(base, first, end) + change, dim=1)
         return gain(magnitude[first:end], norms)[:, None]
 
@@ -324,6 +326,7 @@ def _principal(weight: Tensor, product: Product, full_scaling: float, scaling: f
     `full_scaling` is that of the whole adapter, by which its factors were divided.
     """
     rank = product.a.shape[0]
+    # as PEFT's pissa_init does, which is what the adapter was trained against
     left, values, right = torch.linalg.svd(weight.T if product.transposed else weight, full_matrices=False)
     root = torch.diag(torch.sqrt(values[:rank] / full_scaling))
     return Product(scaling * (left[:, :rank] @ root), root @ right[:rank], product.transposed)

@@ -152,6 +152,7 @@ class _TrainedModules:
             )
         by_name = {layer.name: layer for layer in self._layers}
         matrices = [name for name, module in self._modules.items() if len(weight_of(by_name, module).shape) == 2]
+        # by the names of transformers' model, which PEFT trains
         theirs = name_map(replace(self._config, lora=LoraConfig())).parts.values()
         adapter.check_complete(matrices, {part.name for parts in theirs for part in parts}, tied)
         trained = self._whole & tied
@@ -179,7 +180,7 @@ class _TrainedModules:
             lora_bias=adapter.selection.bias,
             use_rslora=adapter.rslora,
             use_dora=any(factors.magnitude is not None for factors in adapter.low_rank.values()),
-            lora_init="default",
+            lora_init="default",  # its factors are read: nothing is drawn, or taken from the base
             lora_rank_pattern=self._patterns(self._ranks, adapter.rank),
             lora_alpha_pattern=self._patterns(alphas, adapter.alpha),
         )

@@ -36,6 +36,7 @@ class PeftSource(MappedSource):
         stored = _by_key(adapter)
         self._copies = _copies(adapter, model)
         mapped = NameMap(model.form, model.shards, {name: _parts(model, name) for name in model.shards})
+        # PEFT saves a weight that is trained for both its uses twice
         if model.trains_tied and TIED in stored:
             (embedding,) = mapped.parts["embedding.word.weight"]
             if embedding.name in stored:
@@ -55,6 +56,7 @@ class PeftSource(MappedSource):
             step = max(1, CHUNK_BYTES // (4 * columns))
             for begin in range(0, rows, step):
                 count = min(step, rows - begin)
+                # uncounted: every rank may read them, and the base's identity counts each number once
                 at = Slice(name, Shard(copy.shape, 0, (rows,)), begin * columns, count * columns)
                 values = base.read(at).to(copy.dtype).view(count, columns)
                 if not torch.equal(values, copy.rows(begin, begin + count)):
