@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.chat.conversation import ROW_KEYS, BadRow
 
@@ -81,7 +81,8 @@ class Row(dict[str, Any]):
 
     def unread(self) -> tuple[str, ...]:
         """Return the columns that are not empty and were not read."""
-        names = [name for name, value in self.items() if name not in self._read and value not in EMPTY]
+        others = [name for name in self if name not in self._read]
+        names = [name for name in others if self.peek(name) not in EMPTY]
         return (*names, *self._unread_parts, *self._ignored)
 
     def settle(
@@ -92,10 +93,12 @@ class Row(dict[str, Any]):
         Raises BadRow for a column that is a part of what the answer is to, or is among `needed`.
         """
         unread = self.unread()
-        lost = [name for name in unread if name in self and (name in needed or looks_like_context(name))]
-        if lost:
-            known, answered = ([text.strip() for text in texts if text.strip()] for texts in (prompt, answers))
-            lost = [name for name in lost if not _is_held(name, self.peek(name), known, answered)]
+        present = [name for name in unread if name in self]  # not those that the user ignores
+        suspects = [name for name in present if name in needed or looks_like_context(name)]
+        if not suspects:
+            return unread
+        turns = _Turns(_stripped(prompt), _stripped(answers))
+        lost = [name for name in suspects if not turns.hold(name, self.peek(name))]
         if lost:
             used = ", ".join(repr(name) for name in self if name in self._read)
             raise BadRow(
@@ -106,22 +109,34 @@ class Row(dict[str, Any]):
         return unread
 
 
-def _is_held(name: str, value: Any, prompt: Sequence[str], answers: Sequence[str]) -> bool:
-    """Return true if the texts of a column are in the prompt, it renders the whole row, or is a flag or a count.
+class _Turns(NamedTuple):
+    """Texts of the turns of a row."""
 
-    A text that an answer alone holds is lost: the sentence to correct may be the rejected answer. Turns may hold
-    answers.
-    """
-    if isinstance(value, bool) or (isinstance(value, int | float) and name not in COLUMNS):
-        return True
-    try:
-        texts = [text.strip() for text in texts_in(value)]
-    except TypeError:
-        return False
-    whole = [*prompt, *answers]
-    are_turns = isinstance(value, list) and all(isinstance(part, dict | list) for part in value)
-    known = whole if are_turns else prompt
-    return all(_is_known(text, known) or _renders(text, whole) for text in texts if text)
+    prompt: list[str]
+    answers: list[str]
+
+    def hold(self, name: str, value: Any) -> bool:
+        """Return true if the texts of a column are in the prompt, it renders the whole row, or is a flag or a count.
+
+        A text that an answer alone holds is lost: the sentence to correct may be the rejected answer. Turns may hold
+        answers.
+        """
+        if isinstance(value, bool):
+            return True
+        if isinstance(value, int | float):
+            return name not in COLUMNS
+        try:
+            texts = _stripped(texts_in(value))
+        except TypeError:
+            return False
+        whole = [*self.prompt, *self.answers]
+        are_turns = isinstance(value, list) and all(isinstance(part, dict | list) for part in value)
+        known = whole if are_turns else self.prompt
+        return all(_is_known(text, known) or _renders(text, whole) for text in texts)
+
+
+def _stripped(texts: Iterable[str]) -> list[str]:
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _is_known(text: str, known: Sequence[str]) -> bool:
@@ -131,6 +146,7 @@ def _is_known(text: str, known: Sequence[str]) -> bool:
 
 
 def _renders(text: str, whole: Sequence[str]) -> bool:
+    """Return true for a text that holds all turns, as a column of rendered conversations does."""
     return bool(whole) and all(one in text for one in whole)
 
 

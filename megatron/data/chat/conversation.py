@@ -94,20 +94,15 @@ def parse_row(row: object) -> Chat:
     """Return the conversation in a row. Raises BadRow."""
     if not isinstance(row, dict):
         raise BadRow("not an object", 'the row is not a JSON object such as {"messages": [...]}')
-    if "messages" not in row:
-        keys = ", ".join(map(repr, row)) or "none"
-        what = f"no key 'messages'; the row has {keys}"
-        raise BadRow("no messages", f'{what}; write it as {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
-    given, unmask = list_of(row["messages"], "messages"), row.get("unmask")
-    if not isinstance(given, list) or not given:
-        raise BadRow("no messages", "'messages' is empty; a conversation has at least one message, a list of objects")
+    given = _given_messages(row)
+    unmask = row.get("unmask")
     if unmask is not None and not isinstance(unmask, bool):
         raise BadRow("bad unmask", f"'unmask' is {unmask!r}; write true or false")
     messages: list[Message] = []
     flags: list[bool | None] = []
     is_pretraining = False
     for number, message in enumerate(given, start=1):
-        if _is_plain(message):
+        if _is_plain(message):  # most messages: nothing to check or change
             messages.append(message)
             flags.append(None)
             continue
@@ -117,27 +112,46 @@ def parse_row(row: object) -> Chat:
             is_pretraining = True
         else:
             messages.append(_checked(message, number))
-            flags.append(train_flag(message, number) if len(message) > 2 else None)
+            flags.append(train_flag(message, number))
+    # InstructLab trains all of a conversation in its older form
     if is_pretraining or flags.count(None) == len(flags):
         flags = []
     return Chat(messages, bool(unmask) or is_pretraining, _variables(row), tuple(flags))
 
 
+def _given_messages(row: Mapping[str, Any]) -> list[Any]:
+    if "messages" not in row:
+        keys = ", ".join(map(repr, row)) or "none"
+        what = f"no key 'messages'; the row has {keys}"
+        raise BadRow("no messages", f'{what}; write it as {{"messages": [{{"role": "user", "content": "..."}}, ...]}}')
+    given = list_of(row["messages"], "messages")
+    if isinstance(given, list) and given:
+        return given
+    what = "empty" if not given else f"{given!r:.40}"
+    raise BadRow("no messages", f"'messages' is {what}; a conversation has at least one message, a list of objects")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# JSON within JSON
+# JSON within JSON: tables hold lists and objects as text
+
+
+def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
+    """Return the value of JSON text, and any other value as it is. Raises BadRow."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise BadRow(kind, f"{what} is text that is not JSON ({error}); {remedy}") from None
 
 
 def list_of(value: Any, key: str) -> Any:
     """Return the value of a column of lists, which may be JSON text. Raises BadRow for other text."""
-    if not isinstance(value, str) or not value.strip():
-        return value
-    try:
-        found = orjson.loads(value)
-    except orjson.JSONDecodeError as error:
-        raise BadRow(f"bad {key}", f"{key!r} is text that is not JSON ({error}); write a list") from None
-    if not isinstance(found, list):
-        raise BadRow(f"bad {key}", f"{key!r} is JSON text of a {type(found).__name__}; write a list")
-    return found
+    parsed = _from_json(value, repr(key), f"bad {key}", "write a list")
+    is_text = isinstance(value, str) and bool(value.strip())
+    if is_text and not isinstance(parsed, list):
+        raise BadRow(f"bad {key}", f"{key!r} is JSON text of a {type(parsed).__name__}; write a list")
+    return parsed
 
 
 def messages_or_text(value: Any, key: str) -> Any:
@@ -148,14 +162,15 @@ def messages_or_text(value: Any, key: str) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(_BRACKETS):
         return value
     try:
-        found = orjson.loads(value)
+        parsed = orjson.loads(value)
     except orjson.JSONDecodeError as error:
         if not _BEGIN_OF_MESSAGES.match(value):
             return value
         raise BadRow(
             f"bad {key}", f"{key!r} begins as messages do, but is not JSON ({error}); write a list of messages"
         ) from None
-    messages = found if isinstance(found, list) else [found]
+    messages = parsed if isinstance(parsed, list) else [parsed]
+    # an answer may itself be JSON, such as {"role": "admin"}: without both keys of a message it is a text
     is_chat = bool(messages) and all(isinstance(one, dict) and _speaks(one) for one in messages)
     return messages if is_chat else value
 
@@ -170,22 +185,22 @@ def _speaks(message: Mapping[str, Any]) -> bool:
 
 def _is_plain(message: object) -> bool:
     """Return true if a message has a role and a text only."""
-    return (
-        isinstance(message, dict)
-        and len(message) == 2
-        and message.get("role") in ROLES
-        and isinstance(content := message.get("content"), str)
-        and (message["role"] != "assistant" or bool(content.strip()))
-    )
+    if not isinstance(message, dict) or len(message) != 2:
+        return False
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        return False
+    return role != "assistant" or bool(content.strip())
 
 
 def _check_role(message: object, number: int) -> None:
     if not isinstance(message, dict):
         raise BadRow("bad message", f'message {number} is not an object such as {{"role": "user", "content": "..."}}')
     role = message.get("role")
-    if role not in ROLES and role != PRETRAINING:
-        what = f"role {role!r} of message {number} is unknown" if "role" in message else f"message {number} has no role"
-        raise BadRow("unknown role", f"{what}; the roles are {', '.join(ROLES)}")
+    if role in ROLES or role == PRETRAINING:
+        return
+    what = f"role {role!r} of message {number} is unknown" if "role" in message else f"message {number} has no role"
+    raise BadRow("unknown role", f"{what}; the roles are {', '.join(ROLES)}")
 
 
 def _checked(message: Message, number: int) -> Message:
@@ -193,15 +208,17 @@ def _checked(message: Message, number: int) -> Message:
     role, content = message["role"], message.get("content")
     if len(message) > 2 or content is None:
         message = _normalized(message, number)
-    has_more = role == "assistant" and ("tool_calls" in message or any(message.get(name) for name in REASONING))
+    is_assistant = role == "assistant"
+    has_more = is_assistant and ("tool_calls" in message or any(message.get(name) for name in REASONING))
     if content is None:
-        if not has_more:
-            raise BadRow(
-                "missing content", f"the content of message {number} ({role}) is missing; write the text, or drop it"
-            )
-        return message
-    is_empty = not content.strip() if isinstance(content, str) else not _text_of_parts(content, message, number)
-    if is_empty and role == "assistant" and not has_more:
+        if has_more:
+            return message
+        raise BadRow(
+            "missing content", f"the content of message {number} ({role}) is missing; write the text, or drop it"
+        )
+    text = content.strip() if isinstance(content, str) else _text_of_parts(content, message, number)
+    # a user may say nothing, and a tool return nothing; an empty answer would teach to end at once
+    if is_assistant and not has_more and not text:
         raise BadRow("missing content", f"the content of message {number} (assistant) is empty; write what it answers")
     return message
 
@@ -232,59 +249,55 @@ def _normalized(message: Message, number: int) -> Message:
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise BadRow("bad reasoning", f"the reasoning of message {number} is {reasoning!r}; write it as text")
+        # templates of some families read one name, those of others the other
         changed = {"thinking": reasoning, **changed, "reasoning_content": reasoning}
-    calls = changed.pop("tool_calls", None)
-    calls = _from_json(calls, f"'tool_calls' of message {number}")
+    calls = _from_json(
+        changed.pop("tool_calls", None), f"'tool_calls' of message {number}", "bad tool call", "correct the text"
+    )
     if not calls and isinstance(changed.get("function_call"), dict):
         calls = [{"type": "function", "function": changed.pop("function_call")}]
-    if calls:
-        if message["role"] != "assistant" or not isinstance(calls, list):
-            what = f"message {number} ({message['role']}) has tool_calls {str(calls)[:40]!r}"
-            raise BadRow("bad tool call", f"{what}; a list of calls belongs to the assistant")
-        changed["tool_calls"] = [_checked_call(call, number) for call in calls]
+    if not calls:
+        return changed
+    if message["role"] != "assistant" or not isinstance(calls, list):
+        what = f"message {number} ({message['role']}) has tool_calls {str(calls)[:40]!r}"
+        raise BadRow("bad tool call", f"{what}; a list of calls belongs to the assistant")
+    changed["tool_calls"] = [_checked_call(call, number) for call in calls]
     return changed
 
 
 def _checked_call(call: object, number: int) -> dict[str, Any]:
     """Return a tool call with a name and arguments, an object or its JSON text. Raises BadRow."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    described = call if isinstance(call, dict) else {}
+    function = described.get("function", described)
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str) or not name.strip():
+    if not isinstance(name, str) or not name.strip():
         raise BadRow(
             "bad tool call",
             f'a tool call of message {number} is {str(call)[:60]}; write {{"type": "function", "function": {{"name": '
             '"...", "arguments": {...}}}',
         )
     given = function.get("arguments")
-    arguments = _from_json(given, f"'arguments' of {name} in message {number}")
+    arguments = _from_json(given, f"'arguments' of {name} in message {number}", "bad tool call", "correct the text")
     if arguments and not isinstance(arguments, dict):
         raise BadRow(
             "bad tool call",
             f"the arguments of {name} in message {number} are {str(arguments)[:60]!r}; write a JSON object",
         )
+    # JSON text stays text here: forms.py gives the template what it can write
     function = {**function, "arguments": given if arguments else {}}
-    return {**call, "function": function} if "function" in call else function
-
-
-def _from_json(value: Any, what: str) -> Any:
-    """Return the value of JSON text, and any other value as it is. Raises BadRow."""
-    if not isinstance(value, str) or not value.strip():
-        return value
-    try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError as error:
-        raise BadRow("bad tool call", f"{what} is text that is not JSON ({error}); correct the text") from None
+    return {**described, "function": function} if "function" in described else function
 
 
 def train_flag(message: Message, number: int) -> bool | None:
     """Return the value of `train`, `weight` and the like; None without them. Raises BadRow."""
-    if part_flag := next((key for key in _PARTS_FLAGS if message.get(key)), None):
+    part_flag = next((key for key in _PARTS_FLAGS if message.get(key)), None)
+    if part_flag is not None:
         raise BadRow(
             "bad train flag",
             f"{part_flag!r} of message {number} trains a part of a content; turns are trained whole: drop it, or write "
             "true or false as 'train'",
         )
-    found: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for key, training_value in TRAIN_FLAGS.items():
         value = message.get(key)
         if value is None:
@@ -293,13 +306,13 @@ def train_flag(message: Message, number: int) -> bool | None:
             raise BadRow(
                 "bad train flag", f"{key!r} of message {number} is {str(value)[:40]!r}; write true or false, or 1 or 0"
             )
-        found[key] = bool(value) == training_value
-    if not found:
+        flags[key] = bool(value) == training_value
+    if not flags:
         return None
-    if len(set(found.values())) > 1:
-        raise BadRow("bad train flag", f"{' and '.join(found)} of message {number} contradict each other; keep one")
-    is_trained = next(iter(found.values()))
-    if is_trained and found.keys() <= _EXCLUDING_FLAGS:
+    if len(set(flags.values())) > 1:
+        raise BadRow("bad train flag", f"{' and '.join(flags)} of message {number} contradict each other; keep one")
+    is_trained = next(iter(flags.values()))
+    if is_trained and flags.keys() <= _EXCLUDING_FLAGS:
         return None
     return is_trained
 
@@ -310,36 +323,43 @@ def train_flag(message: Message, number: int) -> bool | None:
 
 def _variables(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the variables of the template in a row. Raises BadRow."""
-    if len(row) == 1:
+    if len(row) == 1:  # the messages alone, as most rows
         return NO_VARIABLES
-    found: dict[str, Any] = {}
-    kwargs = row.get("chat_template_kwargs")
-    if kwargs:
-        reserved = [name for name in _RESERVED if name in kwargs]
-        if not isinstance(kwargs, dict) or reserved:
-            what = f"holds {', '.join(reserved)}, a key of the row" if reserved else f"is {str(kwargs)[:40]!r}"
-            raise BadRow("bad chat_template_kwargs", f"'chat_template_kwargs' {what}; write an object of options")
-        found |= kwargs
+    variables = {**_options(row)}
+    if tools := _tools(row):
+        variables["tools"] = tools
+    if documents := _objects(row, "documents"):
+        variables["documents"] = documents
+    return variables or NO_VARIABLES
+
+
+def _options(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    options = row.get("chat_template_kwargs")
+    if not options:
+        return {}
+    if not isinstance(options, dict):
+        raise _bad_options(f"is {str(options)[:40]!r}")
+    reserved = [name for name in _RESERVED if name in options]
+    if reserved:
+        raise _bad_options(f"holds {', '.join(reserved)}, a key of the row")
+    return options
+
+
+def _bad_options(what: str) -> BadRow:
+    return BadRow("bad chat_template_kwargs", f"'chat_template_kwargs' {what}; write an object of options")
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools, for which `functions` is the older name."""
     tools, functions = (_objects(row, key) for key in ("tools", "functions"))
     if tools and functions:
         raise BadRow("bad tools", "the row has 'tools' and 'functions'; keep 'tools'")
-    if functions:
-        tools = [{"type": "function", "function": function} for function in functions]
-    if tools:
-        found["tools"] = tools
-    if documents := _objects(row, "documents"):
-        found["documents"] = documents
-    return found or NO_VARIABLES
+    return tools or [{"type": "function", "function": function} for function in functions]
 
 
 def _objects(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Return a list of objects, also from JSON text. Raises BadRow."""
-    value = row.get(key)
-    if isinstance(value, str) and value.strip():
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise BadRow(f"bad {key}", f"{key!r} is text that is not JSON ({error}); write a list of objects") from None
+    value = _from_json(row.get(key), repr(key), f"bad {key}", "write a list of objects")
     if not value:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -351,27 +371,30 @@ def _unrolled(text: object, number: int) -> list[Message]:
     """Return the user and assistant messages in the text of an older row. System messages are left out."""
     if not isinstance(text, str):
         raise BadRow("missing content", f"the content of message {number} (pretraining) is not text; write the text")
-    found = next((pattern for pattern in _TURNS_OF_PRETRAINING if pattern.search(text)), None)
-    if found is None:
+    pattern = next((pattern for pattern in _TURNS_OF_PRETRAINING if pattern.search(text)), None)
+    if pattern is None:
         raise BadRow(
             "bad pretraining message",
             f"message {number} (pretraining) contains neither <|user|> nor <|start_of_role|>user<|end_of_role|>; write "
             "the conversation as messages of user and assistant",
         )
-    parts = found.split(text)
-    messages = [
-        {"role": role, "content": _ENDS_OF_PRETRAINING.sub("", content)}
-        for role, content in zip(parts[1::2], parts[2::2], strict=True)
-    ]
-    return [message for message in messages if message["role"] != "system" and message["content"].strip()]
+    _, *parts = pattern.split(text)
+    messages: list[Message] = []
+    for role, content in zip(parts[::2], parts[1::2], strict=True):
+        content = _ENDS_OF_PRETRAINING.sub("", content)
+        if role != "system" and content.strip():
+            messages.append({"role": role, "content": content})
+    return messages
 
 
 def exchanges_of(messages: Sequence[Message]) -> list[int]:
     """Return the numbers at which the exchanges begin, after the leading system messages, and that of the end."""
-    first = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
-    starts = [
-        i
-        for i in range(first, len(messages))
-        if i == first or (messages[i]["role"] == "user" and messages[i - 1]["role"] != "user")
-    ]
-    return [*starts, len(messages)]
+    roles = [message["role"] for message in messages]
+    first = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    starts = []
+    for i in range(first, len(roles)):
+        # several messages of the user before an answer are one question
+        is_question = roles[i] == "user" and roles[i - 1] != "user"
+        if i == first or is_question:
+            starts.append(i)
+    return [*starts, len(roles)]

@@ -123,11 +123,13 @@ def _usable(tokens: IndexedDataset, config: Config, split: int | None) -> NDArra
     """Return the chats of a split (None: all) in the order of the file. Raises DataError for one that is too long."""
     chats = rows_of_split(len(tokens), config, split)
     lengths = tokens.lengths[chats]
-    if len(chats) and (longest := int(lengths.max())) > config.training.seq_length + 1:
+    # a chat gives one label less than it has tokens
+    limit = config.training.seq_length + 1
+    longest = int(lengths.max(initial=0))
+    if longest > limit:
         raise DataError(
             f"{tokens.prefix}: chat {int(chats[lengths.argmax()])} has {longest} tokens, more than seq_length + 1 = "
-            f"{config.training.seq_length + 1}; raise seq_length, or preprocess with --max-length "
-            f"{config.training.seq_length + 1}"
+            f"{limit}; raise seq_length, or preprocess with --max-length {limit}"
         )
     kept = chats[lengths >= 2]
     if len(kept) < len(chats):

@@ -7,7 +7,7 @@ included. A sample has no padding token, so the end-of-sequence token has one me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,14 +87,14 @@ class ChatCounts(RowCounts):
     def check_next(self, other: Counts) -> None:
         """Raise DataError for a file whose rows are of several forms."""
         assert isinstance(other, ChatCounts)
-        for name, places in other.first_forms.items():
+        for name, first_rows in other.first_forms.items():
             forms = dict(self.first_forms.get(name, {}))
-            for form, place in places.items():
-                forms.setdefault(form, place)
+            for form, row in first_rows.items():
+                forms.setdefault(form, row)
             if len(forms) > 1:
-                (first, _), (second, place), *_ = forms.items()
+                (begun, _), (other_form, row), *_ = forms.items()
                 raise DataError(
-                    f"{place}: the row is of the form {second}, and the file began with {first}; separate them, or "
+                    f"{row}: the row is of the form {other_form}, and the file began with {begun}; separate them, or "
                     f"pass --row-format {MIXED}"
                 )
 
@@ -150,36 +150,39 @@ class ChatEncoder:
     def encode(self, chats: Sequence[Chat], counts: ChatCounts) -> list[list[Sample] | BadRow]:
         """Return for each conversation its samples (none if it was dropped), or the error. Adds to `counts`."""
         results: list[list[Sample] | BadRow] = []
-        written: list[_Written] = []
-        rows: list[tuple[int, Chat]] = []
+        written: list[tuple[int, Chat, _Written]] = []
         for number, chat in enumerate(chats):
             try:
-                parts = [(chat, "")] if self.rules.turns == "together" else self._parts(chat)
-                texts = [self._write(part, prompt) for part, prompt in parts]
+                parts = self._written_parts(chat)
             except BadRow as error:
                 results.append(error)
-            else:
-                results.append([])
-                written += texts
-                rows += [(number, part) for part, _ in parts]
-                counts.num_split += len(parts) > 1
+                continue
+            results.append([])
+            written += [(number, part, text) for part, text in parts]
+            counts.num_split += len(parts) > 1
         try:
-            samples = self._tokenize(written)
+            samples = self._tokenize([text for _, _, text in written])
         except DataError as error:
             if len(chats) == 1:
                 return [BadRow("cannot be encoded", str(error))]
             return [self.encode([chat], counts)[0] for chat in chats]  # one by one, to find the refused text
-        for (number, chat), sample, text in zip(rows, samples, written, strict=True):
-            result = results[number]
+        for (number, part, text), sample in zip(written, samples, strict=True):
             try:
-                kept = self._fitted(chat, sample, counts)
-                counts.num_appended_eos += text.has_appended_eos and bool(kept)
-                counts.left_out.update(text.left_out)
+                kept = self._fitted(part, sample, counts)
             except BadRow as error:
                 results[number] = error
-            else:
-                results[number] = [*result, *kept] if isinstance(result, list) else result
+                continue
+            counts.num_appended_eos += text.has_appended_eos and bool(kept)
+            counts.left_out.update(text.left_out)
+            result = results[number]
+            if isinstance(result, list):  # another part of the conversation may have failed
+                result += kept
         return results
+
+    def _written_parts(self, chat: Chat) -> list[tuple[Chat, _Written]]:
+        """Return the conversations of which samples are made, as texts. Raises BadRow."""
+        parts = [(chat, "")] if self.rules.turns == "together" else self._parts(chat)
+        return [(part, self._write(part, prompt)) for part, prompt in parts]
 
     def _parts(self, chat: Chat) -> list[tuple[Chat, str]]:
         """Return the conversations of which samples are made, each with a prompt to use instead of its own, or none.
@@ -207,29 +210,38 @@ class ChatEncoder:
             rendered = self._finder_of(chat).find(chat.messages, chat.variables, chat.is_trained)
         except TemplateFailure as error:
             raise BadRow(error.kind, str(error)) from None
-        text = rendered.text
-        spans = [span for i, turn in enumerate(rendered.turns) if turn for span in rendered.generation.get(i, [turn])]
+        text, spans = rendered.text, rendered.trained_spans()
         if prompt and spans:
-            text, shift = prompt + text[spans[0][0] :], len(prompt) - spans[0][0]
+            begin = spans[0][0]
+            shift = len(prompt) - begin
+            text = prompt + text[begin:]
             spans = [(start + shift, end + shift) for start, end in spans]
         has_appended_eos = self.rules.append_eos and self._is_open_ended(rendered)
         if has_appended_eos:
-            eos = self.tokenizer.eos_of_text()
+            text += self.tokenizer.eos_of_text()
             # the model then also writes the white space before it
-            spans[-1] = (spans[-1][0], len(text) + len(eos))
-            text += eos
-        unmask = self.rules.train_on == "all_but_system"
-        if unmask or chat.unmask or chat.flags:
-            for i, content in enumerate(rendered.contents):
-                if content and chat.messages[i]["role"] != "assistant" and chat.is_trained(i, unmask):
-                    spans.append(content)
+            spans[-1] = (spans[-1][0], len(text))
+        spans += self._other_spans(chat, rendered)
         return _Written(text, _merged(spans), has_appended_eos, rendered.left_out)
+
+    def _other_spans(self, chat: Chat, rendered: Rendered) -> list[Span]:
+        """Return the contents of others than the assistant that are trained, without the template's text around."""
+        unmask = self.rules.train_on == "all_but_system"
+        if not (unmask or chat.unmask or chat.flags):
+            return []
+        spans = []
+        for i, content in enumerate(rendered.contents):
+            is_other = chat.messages[i]["role"] != "assistant"
+            if content and is_other and chat.is_trained(i, unmask):
+                spans.append(content)
+        return spans
 
     def _is_open_ended(self, rendered: Rendered) -> bool:
         """Return true if the assistant has the last message and no text or special token ends its content."""
         return rendered.is_open and not rendered.text.rstrip().endswith(self.tokenizer.special_tokens)
 
     def _tokenize(self, written: Sequence[_Written]) -> list[Sample]:
+        """Return the samples of texts, which are encoded at once."""
         texts = [one.text for one in written]
         encoded = self.tokenizer.encode(texts)
         if self.rules.train_on == "all":
@@ -237,7 +249,7 @@ class ChatEncoder:
         else:
             mask = loss_mask(encoded, texts, [one.spans for one in written])
         starts = np.cumsum(encoded.lengths) - encoded.lengths
-        mask[starts[encoded.lengths > 0]] = 0
+        mask[starts[encoded.lengths > 0]] = 0  # nothing predicts the first token
         return [
             Sample(encoded.ids[start : start + length], mask[start : start + length])
             for start, length in zip(starts, encoded.lengths, strict=True)
@@ -245,67 +257,79 @@ class ChatEncoder:
 
     def _fitted(self, chat: Chat, sample: Sample, counts: ChatCounts) -> list[Sample]:
         """Return the samples kept of a conversation. Raises BadRow if none of its tokens is trained."""
-        rules = self.rules
+        min_length, limit = self.rules.min_length, self.rules.max_length
         if not sample.mask.any():
             raise BadRow(
                 "nothing trained",
                 "no token of the conversation is trained: it has no assistant message, or the template leaves it out; "
                 "add the answer, or set unmask",
             )
-        if sample.length < rules.min_length:
-            counts.dropped[f"shorter than {rules.min_length} tokens"] += 1
+        if sample.length < min_length:
+            counts.dropped[f"shorter than {min_length} tokens"] += 1
             return []
-        limit = rules.max_length
         if limit is None or sample.length <= limit:
             return [sample]
-        if rules.too_long == "error":
-            counts.longest = max(counts.longest, sample.length)
-            raise BadRow(TOO_LONG, f"{sample.length} tokens")
-        if rules.too_long == "drop":
-            counts.dropped[f"longer than {limit} tokens"] += 1
-            return []
-        if rules.too_long == "truncate":
-            pieces = [_part(sample, 0, limit)]
-            counts.num_truncated += 1
-        else:
-            pieces = self._split(chat, sample, limit)
-            counts.num_split += 1
+        match self.rules.too_long:
+            case "error":
+                counts.longest = max(counts.longest, sample.length)
+                raise BadRow(TOO_LONG, f"{sample.length} tokens")
+            case "drop":
+                counts.dropped[f"longer than {limit} tokens"] += 1
+                return []
+            case "truncate":
+                counts.num_truncated += 1
+                return self._usable([_part(sample, 0, limit)], "truncated before anything trained", counts)
+            case "split":
+                pieces = self._split(chat, sample, limit)
+                counts.num_split += 1
+                return self._usable(pieces, "pieces of a split row without anything trained", counts)
+
+    def _usable(self, pieces: Sequence[Sample], untrained: str, counts: ChatCounts) -> list[Sample]:
+        """Return the pieces of a sample that are worth training. `untrained`: why others are dropped."""
         trained = [piece for piece in pieces if piece.mask.any()]
+        kept = [piece for piece in trained if piece.length >= self.rules.min_length]
         if len(trained) < len(pieces):
-            what = "truncated before" if rules.too_long == "truncate" else "pieces of a split row without"
-            counts.dropped[f"{what} anything trained"] += len(pieces) - len(trained)
-        kept = [piece for piece in trained if piece.length >= rules.min_length]
+            counts.dropped[untrained] += len(pieces) - len(trained)
         if len(kept) < len(trained):
-            counts.dropped[f"pieces shorter than {rules.min_length} tokens"] += len(trained) - len(kept)
+            counts.dropped[f"pieces shorter than {self.rules.min_length} tokens"] += len(trained) - len(kept)
         return kept
 
     def _split(self, chat: Chat, sample: Sample, limit: int) -> list[Sample]:
         """Return pieces of whole exchanges, each after the system messages; an exchange above `limit` is cut."""
         starts = exchanges_of(chat.messages)
         pieces: list[Sample] = []
-        done = 0
+        done, count = 0, len(starts) - 1
+
+        def piece_of(num_exchanges: int) -> Sample:
+            part = chat.part(starts[0], starts[done], starts[done + num_exchanges])
+            return self._tokenize([self._write(part)])[0]
+
         try:
-            while done < len(starts) - 1:
-                # the most exchanges that fit, by bisection
-                fits, best = 0, None
-                low, high = 1, len(starts) - 1 - done
-                while low <= high:
-                    middle = (low + high) // 2
-                    part = chat.part(starts[0], starts[done], starts[done + middle])
-                    piece = self._tokenize([self._write(part)])[0]
-                    if piece.length <= limit:
-                        fits, best, low = middle, piece, middle + 1
-                    else:
-                        high, shortest = middle - 1, piece
-                if best is None:
-                    pieces += _cut(shortest, limit)
-                    done += 1
+            while done < count:
+                num_exchanges, piece = _most_that_fit(piece_of, count - done, limit)
+                if piece.length <= limit:
+                    pieces.append(piece)
                 else:
-                    pieces.append(best)
-                    done += fits
+                    pieces += _cut(piece, limit)
+                done += num_exchanges
         except BadRow:  # the template refuses a part of this conversation
             return _cut(sample, limit)
         return pieces
+
+
+def _most_that_fit(piece_of: Callable[[int], Sample], most: int, limit: int) -> tuple[int, Sample]:
+    """Return the largest number of exchanges, up to `most`, whose piece fits, by bisection; one if none fits."""
+    best: tuple[int, Sample] | None = None
+    low, high = 1, most
+    while low <= high:
+        middle = (low + high) // 2
+        piece = piece_of(middle)
+        if piece.length <= limit:
+            best, low = (middle, piece), middle + 1
+        else:
+            high = middle - 1
+    # where none fits, the last one tried is that of a single exchange
+    return best or (1, piece)
 
 
 @dataclass(frozen=True)
@@ -348,17 +372,18 @@ def loss_mask(encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequen
     if not bounds:
         return np.zeros(len(encoded.ids), np.uint8)
     if encoded.is_bytes:
-        places = [(_bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
-    else:
-        places = [(start, end) for _, start, end in bounds]
-    at = np.array(places, np.int64) + encoded.bases[[i for i, _, _ in bounds]][:, None]
+        bounds = [(i, _bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
+    numbers, starts, ends = np.array(bounds, np.int64).T
+    bases = encoded.bases[numbers]
     # a token without text of its own, such as a dummy prefix, belongs to the character after it
-    ends = np.maximum(encoded.ends, encoded.starts + 1)
-    begun = np.searchsorted(at[:, 0], ends, side="left")
-    over = np.searchsorted(at[:, 1], encoded.starts, side="right")
-    mask: NDArray[np.uint8] = (begun > over).astype(np.uint8)
+    token_ends = np.maximum(encoded.ends, encoded.starts + 1)
+    # a token is in a span if more spans begin before its end than end before its start
+    num_begun = np.searchsorted(starts + bases, token_ends, side="left")
+    num_ended = np.searchsorted(ends + bases, encoded.starts, side="right")
+    mask: NDArray[np.uint8] = (num_begun > num_ended).astype(np.uint8)
     return mask
 
 
-def _bytes_before(text: str, place: int) -> int:
-    return place if text.isascii() else len(text[:place].encode())
+def _bytes_before(text: str, offset: int) -> int:
+    """Return the bytes before a character of a text."""
+    return offset if text.isascii() else len(text[:offset].encode())

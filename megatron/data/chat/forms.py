@@ -12,73 +12,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, TemplateFailure
-
-
-def render_readable(
-    template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]
-) -> tuple[Sequence[Message], str]:
-    """Return the messages in the first form that the template writes well, and their text with generation marks.
-
-    Raises TemplateFailure.
-    """
-    has_parts = has_calls = has_bare_calls = False
-    for message in messages:
-        has_parts |= isinstance(message.get("content"), list)
-        has_calls |= "tool_calls" in message
-        has_bare_calls |= any("function" not in call for call in message.get("tool_calls", ()))
-    if not has_parts and not has_calls:
-        return messages, template.render(messages, variables=variables, marks_generation=True)
-    failures: dict[bool, TemplateFailure] = {}
-    fills = (False, True)[: 1 + has_calls]
-    joins = (False, True)[: 1 + has_parts]
-    wraps = (False, True)[: 1 + has_bare_calls]
-    conversions = (None, _object, _json_text)[: 1 + 2 * has_calls]
-    wrapped = [_with_functions(message) for message in messages] if has_bare_calls else messages
-    for fills_content, joins_parts, is_wrapped, convert in itertools.product(fills, joins, wraps, conversions):
-        given = wrapped if is_wrapped else messages
-        form = [_in_form(message, joins_parts, convert, fills_content) for message in given]
-        try:
-            text = template.render(form, variables=variables, marks_generation=True)
-        except TemplateFailure as error:
-            failures.setdefault(is_wrapped, error)
-            continue
-        if not any(_is_distorted(message, text) for message in form):
-            return form, text
-    raise failures.get(has_bare_calls) or template.failure(
-        "distorts content parts or the arguments of tool calls; use a template that supports them", UNCLEAR
-    )
-
-
-def _in_form(message: Message, joins_parts: bool, convert: Callable[[Any], Any] | None, fills_content: bool) -> Message:
-    changed = {"content": "", **message} if fills_content else dict(message)
-    if joins_parts and isinstance(message.get("content"), list):
-        changed["content"] = "\n".join(part["text"] for part in message["content"])
-    if convert and "tool_calls" in message:
-        changed["tool_calls"] = [_converted(call, convert) for call in message["tool_calls"]]
-    return changed
-
-
-def _with_functions(message: Message) -> Message:
-    """Return the message with {"type": "function", "function": {"name": ...}} for each call."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call}
-        others = {key: value for key, value in call.items() if key not in function}
-        calls.append({"type": "function", **others, "function": function})
-    return {**message, "tool_calls": calls}
-
-
-def _converted(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _converted(call["function"], convert)}
-    return {**call, "arguments": convert(call.get("arguments", {}))}
 
 
 def _object(arguments: Any) -> Any:
@@ -93,31 +32,123 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How messages are given to a template."""
+
+    fills_content: bool
+    """With an empty content where a message has none."""
+    joins_parts: bool
+    """With the parts of a content as lines of one text."""
+    wraps_calls: bool
+    """With {"function": ...} around calls."""
+    convert: Callable[[Any], Any] | None
+    """Change of the arguments of calls."""
+
+    def of(self, message: Message) -> Message:
+        """Return a message in this form."""
+        changed = {"content": "", **message} if self.fills_content else dict(message)
+        content = message.get("content")
+        if self.joins_parts and isinstance(content, list):
+            changed["content"] = "\n".join(part["text"] for part in content)
+        if "tool_calls" in message:
+            changed["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return changed
+
+    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.wraps_calls:
+            call = _with_function(call)
+        return _converted(call, self.convert) if self.convert else call
+
+
+def _forms_of(messages: Sequence[Message]) -> list[_Form]:
+    """Return the forms in which messages may be given, the most faithful first; none for texts alone."""
+    has_parts = False
+    calls: list[Mapping[str, Any]] = []
+    for message in messages:
+        has_parts |= isinstance(message.get("content"), list)
+        calls += message.get("tool_calls", ())
+    if not has_parts and not calls:
+        return []
+    has_bare_calls = any("function" not in call for call in calls)
+    fills = (False, True) if calls else (False,)
+    joins = (False, True) if has_parts else (False,)
+    wraps = (False, True) if has_bare_calls else (False,)
+    conversions = (None, _object, _json_text) if calls else (None,)
+    return [_Form(*form) for form in itertools.product(fills, joins, wraps, conversions)]
+
+
+def render_readable(
+    template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> tuple[Sequence[Message], str]:
+    """Return the messages in the first form that the template writes well, and their text with generation marks.
+
+    Raises TemplateFailure.
+    """
+    forms = _forms_of(messages)
+    if not forms:
+        return messages, template.render(messages, variables=variables, marks_generation=True)
+    failures: dict[bool, TemplateFailure] = {}
+    for form in forms:
+        given = [form.of(message) for message in messages]
+        try:
+            text = template.render(given, variables=variables, marks_generation=True)
+        except TemplateFailure as error:
+            failures.setdefault(form.wraps_calls, error)
+            continue
+        if not any(_is_distorted(message, text) for message in given):
+            return given, text
+    # the template's own words, for the most usual form of a call
+    is_wrapped = any(form.wraps_calls for form in forms)
+    raise failures.get(is_wrapped) or template.failure(
+        "distorts content parts or the arguments of tool calls; use a template that supports them", UNCLEAR
+    )
+
+
+def _with_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call as {"type": "function", "function": {"name": ...}}."""
+    function = call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call}
+    others = {key: value for key, value in call.items() if key not in function}
+    return {"type": "function", **others, "function": function}
+
+
+def _converted(call: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _converted(call["function"], convert)}
+    return {**call, "arguments": convert(call.get("arguments", {}))}
+
+
 def _is_distorted(message: Message, text: str) -> bool:
     """Return true if the text has a list or an object of the message as Python writes it, or JSON text escaped."""
     content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if any(written in text for written in (repr(part), _json(repr(part))[1:-1], _json(part))):
-            return True
+    if isinstance(content, list) and any(_is_written_whole(part, text) for part in content):
+        return True
     calls = message.get("tool_calls")
     if not calls:
         return False
+    # Jinja escapes for HTML where a template asks for it
     if "&#34;" in text and "&#34;" not in _json(message):
         return True
-    for call in calls:
-        arguments = call.get("function", call).get("arguments")
-        if isinstance(arguments, str):
-            if arguments not in text and _json(arguments)[1:-1] in text:
-                return True
-        elif any(repr(value) != _json(value) and repr(value) in text for value in _containers(arguments)):
-            return True
-    return False
+    return any(_are_distorted(call.get("function", call).get("arguments"), text) for call in calls)
+
+
+def _is_written_whole(part: Mapping[str, Any], text: str) -> bool:
+    """Return true if the text has all of a content part and not only its text."""
+    python = repr(part)
+    return any(written in text for written in (python, _json(python)[1:-1], _json(part)))
+
+
+def _are_distorted(arguments: Any, text: str) -> bool:
+    if isinstance(arguments, str):
+        return arguments not in text and _json(arguments)[1:-1] in text
+    containers = [repr(value) for value in _containers(arguments) if repr(value) != _json(value)]
+    return any(written in text for written in containers)
 
 
 def _containers(value: Any) -> list[Any]:
     """Return all objects and lists in a JSON value."""
     if isinstance(value, dict):
-        return [value, *(found for item in value.values() for found in _containers(item))]
+        return [value, *(inner for item in value.values() for inner in _containers(item))]
     if isinstance(value, list):
-        return [value, *(found for item in value for found in _containers(item))]
+        return [value, *(inner for item in value for inner in _containers(item))]
     return []

@@ -52,14 +52,23 @@ class ChatJob(RowsJob):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name}={value} must be at least 1")
-        if self.turns == "as_prompted" and (self.train_on != "assistant" or self.too_long == "split"):
-            other = "too_long=split" if self.train_on == "assistant" else f"train_on={self.train_on}"
-            raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
+        if self.turns == "as_prompted":
+            self._check_undone()
         if self.too_long != "drop" and self.max_length is None:
             raise DataError(f"too_long={self.too_long} needs max_length, which is not given; give it")
         if self.max_length is not None and self.max_length < self.min_length:
             raise DataError(f"max_length={self.max_length} is below min_length={self.min_length}; no sample fits both")
-        _ = self.reader
+        _ = self.reader  # which checks its own options
+
+    def _check_undone(self) -> None:
+        """Raise DataError for an option that undoes the cutting of conversations before turns."""
+        if self.train_on != "assistant":
+            other = f"train_on={self.train_on}"
+        elif self.too_long == "split":
+            other = "too_long=split"
+        else:
+            return
+        raise DataError(f"turns=as_prompted cuts conversations before turns, which {other} would undo; drop one")
 
     @cached_property
     def reader(self) -> RowReader:
@@ -86,6 +95,7 @@ class ChatJob(RowsJob):
                 "them with --tokenizer-output, or leave out --add-special-tokens"
             )
         if self.chat_template == PLAIN:
+            # no template writes BOS here, with which a tokenizer such as Llama's begins texts
             first = tokenizer.decode(ids_before_text(tokenizer).tolist())
             if first:
                 source = replace(source, text="{{- " + json.dumps(first) + " }}" + source.text)

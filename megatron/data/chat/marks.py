@@ -1,7 +1,7 @@
 """Marks: private-use characters around the texts of messages, which show where a template writes each of them.
 
 A text that is marked is a leaf: a content or one of its parts, a reasoning, the name of a tool call, a string among its
-arguments. If a render with marks is the plain render once the marks are removed, they show the place of every leaf.
+arguments. If a render with marks is the plain render once the marks are removed, they show the span of every leaf.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.chat.conversation import REASONING
 from megatron.data.chat.template import GENERATION_MARKS, Message
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 """Characters [start, end)."""
 
 CONTENT, REASON, CALL, CUT = "content", "reasoning", "tool call", "reasoning cut off from a content"
-"""Kinds of leaves. The last has no place."""
+"""Kinds of leaves. The last has no span."""
 
 _REASONING_FIELDS = (*REASONING, "tool_plan")
 _GENERATION = re.compile(f"([{GENERATION_MARKS}])")
@@ -28,13 +28,18 @@ _CLOSING_TAG = re.compile(r"(?:</[^\s<>/]+>|\[/[^\s\[\]/]+\]|<\|[^\s<>|]+\|>)\s*
 
 _TAG = re.compile(r"</?[^\s<>/]+>|\[/?[^\s\[\]/]+\]")
 _LAST_TAGS = re.compile(rf"(?:\s*(?:{_TAG.pattern}))+$")
+_ROOM_FOR_TAGS = 64
+"""Characters that a template may write around a reasoning: tags of its own, and white space."""
 
 
 class Alphabet:
-    """Characters that serve as marks."""
+    """Characters that serve as marks, two for each leaf."""
 
     def __init__(self, first: int, last: int):
-        self.first, self.size = first, last - first + 1
+        self.first = first
+        self.num_leaves = (last - first + 1) // 2
+        self.filler = chr(first)
+        """Text that stands for a content, where that is replaced."""
         self.pattern = re.compile(f"([{chr(first)}-{chr(last)}])")
 
 
@@ -42,43 +47,76 @@ class Alphabet:
 ALPHABETS = (Alphabet(0xE000, 0xF8FF), Alphabet(0xF0000, 0xFFFFD), Alphabet(0x100000, 0x10FFFD))
 
 
-def choose_alphabet(text: str) -> int:
-    """Return the number of the first alphabet that does not occur in a text; if all do, their number."""
+def usable_alphabets(text: str) -> Sequence[Alphabet]:
+    """Return the alphabets from the first one that does not occur in a text."""
     if text.isascii():
-        return 0
+        return ALPHABETS
     numbers = (i for i, alphabet in enumerate(ALPHABETS) if not alphabet.pattern.search(text))
-    return next(numbers, len(ALPHABETS))
+    return ALPHABETS[next(numbers, len(ALPHABETS)) :]
 
 
 def read_generation(rendered: str) -> tuple[str, list[Span]]:
     """Return a render without its generation marks, and the spans in them; none if the marks are not in pairs."""
     pieces = _GENERATION.split(rendered)
-    at = list(accumulate(map(len, pieces[::2])))
-    is_paired = "".join(pieces[1::2]) == GENERATION_MARKS * (len(at) // 2)
-    spans = [(start, end) for start, end in zip(at[::2], at[1::2], strict=False) if start < end]
+    offsets = list(accumulate(map(len, pieces[::2])))
+    is_paired = "".join(pieces[1::2]) == GENERATION_MARKS * (len(offsets) // 2)
+    spans = [(start, end) for start, end in zip(offsets[::2], offsets[1::2], strict=False) if start < end]
     return "".join(pieces[::2]), spans if is_paired else []
 
 
 @dataclass(slots=True)
-class Place:
-    """Place of a message in a text: of all its leaves, from the first to the last."""
+class MessageSpan:
+    """Span of a message in a text: of all its leaves, from the first to the last."""
 
+    number: int
+    """Number of the message."""
     start: int
     end: int
     content: Span | None = None
-    """Place of its content."""
     by_filler: bool = False
-    """Found by replacing the content."""
+    """Known by replacing the content, not by marks."""
+
+
+class LeafSpan(NamedTuple):
+    """Span of a leaf; None if it is not in the text."""
+
+    message: int
+    kind: str
+    span: Span | None
 
 
 @dataclass
-class Places:
-    """Places of messages in a text."""
+class MessageSpans:
+    """Spans of messages in a text."""
 
-    of: list[Place | None]
-    """Place of each message; None if nothing of it was found."""
-    leaves: list[tuple[int, str, Span | None]]
-    """(message, kind, place) of each leaf."""
+    of: list[MessageSpan | None]
+    """Span of each message; None if nothing of it is in the text."""
+    leaves: list[LeafSpan]
+
+    def add(self, number: int, kind: str, start: int, end: int) -> None:
+        """Add a leaf of message `number`, later than those that it has already."""
+        self.leaves.append(LeafSpan(number, kind, (start, end)))
+        message = self.of[number]
+        if message is None:
+            self.of[number] = MessageSpan(number, start, end, (start, end) if kind == CONTENT else None)
+            return
+        message.start = min(message.start, start)
+        message.end = max(message.end, end)
+        if kind == CONTENT:
+            first = message.content[0] if message.content else start
+            message.content = (first, end)
+
+    def content(self, number: int) -> Span | None:
+        """Return the span of a message's content."""
+        message = self.of[number]
+        return message.content if message else None
+
+    def leaves_of(self, number: int) -> list[LeafSpan]:
+        return [leaf for leaf in self.leaves if leaf.message == number]
+
+
+_Leaf = tuple[int, str, str, str, str]
+"""Message, kind, text, mark before it and mark after it. The text has no white space around it: templates trim."""
 
 
 class Marked:
@@ -86,108 +124,106 @@ class Marked:
 
     def __init__(self, messages: Sequence[Message], numbers: Sequence[int], alphabet: Alphabet):
         self._alphabet = alphabet
+        self._leaves: list[_Leaf] = []
         self.is_whole = True
-        """The alphabet is large enough."""
-        self.has_calls = False
+        """The alphabet has marks for all leaves."""
         self.messages = list(messages)
-        self.owners: list[tuple[int, str, str]] = []
-        """(message, kind, text without surrounding white space) of each leaf."""
+        self._has_calls = False
         for i in numbers:
-            message = messages[i]
-            changed = dict(message)
-            content = message.get("content")
-            if isinstance(content, str):
-                changed["content"] = self._marked(i, CONTENT, content)
-            elif isinstance(content, list):
-                changed["content"] = [{**part, "text": self._marked(i, CONTENT, part["text"])} for part in content]
-            if len(message) > 2 or content is None:
-                self._mark_others(i, changed)
-            self.messages[i] = changed
+            self.messages[i] = self._marked_message(i, messages[i])
 
-    def _mark_others(self, i: int, changed: dict[str, Any]) -> None:
+    def _marked_message(self, i: int, message: Message) -> Message:
+        marked = dict(message)
+        content = message.get("content")
+        if isinstance(content, str):
+            marked["content"] = self._marked(i, CONTENT, content)
+        elif isinstance(content, list):
+            marked["content"] = [{**part, "text": self._marked(i, CONTENT, part["text"])} for part in content]
+        if len(message) == 2 and content is not None:  # role and content: most messages
+            return marked
         for name in _REASONING_FIELDS:
-            if isinstance(changed.get(name), str):
-                changed[name] = self._marked(i, REASON, changed[name])
-        if changed.get("tool_calls"):
-            self.has_calls = True
-            calls = []
-            for call in changed["tool_calls"]:
-                function = call.get("function", call)
-                marked = {**function, "name": self._marked(i, CALL, function["name"])}
-                if "arguments" in function:
-                    marked["arguments"] = self._marked_tree(i, function["arguments"])
-                calls.append({**call, "function": marked} if "function" in call else marked)
-            changed["tool_calls"] = calls
+            if isinstance(marked.get(name), str):
+                marked[name] = self._marked(i, REASON, marked[name])
+        if marked.get("tool_calls"):
+            self._has_calls = True
+            marked["tool_calls"] = [self._marked_call(i, call) for call in marked["tool_calls"]]
+        return marked
+
+    def _marked_call(self, i: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        marked = {**function, "name": self._marked(i, CALL, function["name"])}
+        if "arguments" in function:
+            marked["arguments"] = self._marked_tree(i, function["arguments"])
+        return {**call, "function": marked} if "function" in call else marked
 
     def _marked_tree(self, i: int, value: Any) -> Any:
         if isinstance(value, str):
             return self._marked(i, CALL, value)
         if isinstance(value, dict):
             return {key: self._marked_tree(i, item) for key, item in value.items()}
-        return [self._marked_tree(i, item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self._marked_tree(i, item) for item in value]
+        return value
 
     def _marked(self, i: int, kind: str, text: str) -> str:
         core = text.strip()
         if kind == CONTENT and core[-1:] in (">", "]") and "tool_calls" in self.messages[i]:
             # a mark behind </think> would be an answer beside the calls
             core = _LAST_TAGS.sub("", core)
-        number = 2 * len(self.owners)
-        self.is_whole &= number + 1 < self._alphabet.size
+        self.is_whole &= len(self._leaves) < self._alphabet.num_leaves
         if not core or not self.is_whole:
             return text
-        self.owners.append((i, kind, core))
-        first = self._alphabet.first + number
-        marked = f"{chr(first)}{core}{chr(first + 1)}"
+        number = self._alphabet.first + 2 * len(self._leaves)
+        before, after = chr(number), chr(number + 1)
+        self._leaves.append((i, kind, core, before, after))
         if len(core) == len(text):
-            return marked
+            return f"{before}{core}{after}"
         begin = len(text) - len(text.lstrip())
-        return f"{text[:begin]}{marked}{text[begin + len(core) :]}"
+        return f"{text[:begin]}{before}{core}{after}{text[begin + len(core) :]}"
 
-    def read(self, rendered: str, text: str) -> Places | None:
-        """Return the places in `text`; None if the render is not `text` with marks."""
+    def read(self, rendered: str, text: str) -> MessageSpans | None:
+        """Return the spans in `text`; None if the render is not `text` with marks."""
         pieces = self._alphabet.pattern.split(rendered)
-        parts = pieces[::2]
-        if "".join(parts) != text:
+        texts = pieces[::2]
+        if "".join(texts) != text:
             return None
-        marks = list(zip(pieces[1::2], accumulate(map(len, parts)), strict=False))
-        at = dict(marks)
-        # the result of a call may repeat its name
-        first_at = dict(reversed(marks)) if self.has_calls else at
-        places = Places([None] * len(self.messages), [])
-        mark = self._alphabet.first - 2
-        for i, kind, core in self.owners:
-            mark += 2
-            found = first_at if kind == CALL else at
-            start, end = found.get(chr(mark)), found.get(chr(mark + 1))
+        marks = list(zip(pieces[1::2], accumulate(map(len, texts)), strict=False))
+        last = dict(marks)
+        # the result of a call may repeat the name of the call, after it
+        first = dict(reversed(marks)) if self._has_calls else last
+        spans = MessageSpans([None] * len(self.messages), [])
+        for i, kind, content, before, after in self._leaves:
+            offsets = first if kind == CALL else last
+            start, end = offsets.get(before), offsets.get(after)
             if end is None:
-                places.leaves.append((i, kind, None))
+                spans.leaves.append(LeafSpan(i, kind, None))
                 continue
             # the mark before a content is lost with reasoning in it that a template removes or writes itself
             if start is None or start > end:
-                rest = _rest(core, text[:end])
-                start = end - len(rest)
-                before = core[: len(core) - len(rest)]
-                near = text[max(0, start - len(before) - 64) : start]
-                if rest and not _TAG.sub("", near).rstrip().endswith(_TAG.sub("", before).strip()):
-                    places.leaves.append((i, CUT, None))
-            span = start, end
-            places.leaves.append((i, kind, span))
-            place = places.of[i]
-            if place is None:
-                places.of[i] = Place(start, end, span if kind == CONTENT else None)
-                continue
-            place.start, place.end = min(place.start, start), max(place.end, end)
-            if kind == CONTENT:
-                place.content = (place.content[0] if place.content else start, end)
-        return places
+                start, is_cut = _start_after_reasoning(content, text[:end])
+                if is_cut:
+                    spans.leaves.append(LeafSpan(i, CUT, None))
+            spans.add(i, kind, start, end)
+        return spans
 
 
-def _rest(core: str, text: str) -> str:
-    """Return the longest part of a content that follows a closing tag and ends the text; empty if there is none."""
-    rests = (core[found.end() :] for found in _CLOSING_TAG.finditer(core))
-    return next((rest for rest in rests if text.endswith(rest)), "")
+def _start_after_reasoning(content: str, text: str) -> tuple[int, bool]:
+    """Return the start of the rest of a content, which ends `text`, and whether its reasoning is cut off."""
+    rests = (content[tag.end() :] for tag in _CLOSING_TAG.finditer(content))
+    rest = next((rest for rest in rests if text.endswith(rest)), "")
+    start = len(text) - len(rest)
+    reasoning = content[: len(content) - len(rest)]
+    written = text[max(0, start - len(reasoning) - _ROOM_FOR_TAGS) : start]
+    is_written = _TAG.sub("", written).rstrip().endswith(_TAG.sub("", reasoning).strip())
+    return start, bool(rest) and not is_written
 
 
 def is_tags_only(content: object) -> bool:
     """Return true for a text such as `<think></think>`, which is an empty reasoning."""
     return isinstance(content, str) and not _LAST_TAGS.sub("", content.strip())
+
+
+def has_text(content: object) -> bool:
+    if isinstance(content, list):
+        return any(part["text"].strip() for part in content)
+    return isinstance(content, str) and bool(content.strip())

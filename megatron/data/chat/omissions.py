@@ -14,41 +14,59 @@ from typing import Any
 
 from megatron.data.chat.columns import EMPTY, looks_like_context, texts_in
 from megatron.data.chat.conversation import REASONING, TRAIN_FLAGS
-from megatron.data.chat.marks import CALL, REASON, Places, is_tags_only
+from megatron.data.chat.locating import Locator
+from megatron.data.chat.marks import CALL, CUT, REASON, MessageSpans, has_text, is_tags_only
 from megatron.data.chat.template import LEFT_OUT, UNCLEAR, ChatTemplate, Message
 
-
-def unread_variables(template: ChatTemplate, variables: Mapping[str, Any], text: str) -> list[str]:
-    """Return the options that the template does not read. Raises TemplateFailure for tools and documents."""
-    unread = []
-    for name, value in variables.items():
-        if name not in ("tools", "documents"):
-            unread += [f"chat_template_kwargs {name}"] * (name not in template.variables)
-            continue
-        missing = [tool for tool in map(_name_of, value) if tool not in text] if name == "tools" else []
-        if missing or name not in template.variables:
-            what = f"the tool {missing[0]}" if missing else f"the row's {name}"
-            raise template.failure(f"does not write {what}; use a template that does, or drop them", LEFT_OUT)
-    return unread
+_OWN_KEYS = {"role", "content", "name", "id", "type", "tool_calls", "tool_call_id", "function_call"}
+_KNOWN_KEYS = _OWN_KEYS.union(REASONING, TRAIN_FLAGS)
+"""Keys of a message that are checked elsewhere, name it, or are not for the template."""
 
 
-def _name_of(tool: Mapping[str, Any]) -> str:
-    function = tool.get("function")
-    name = (function if isinstance(function, dict) else tool).get("name")
-    return name if isinstance(name, str) else ""
+def check_omissions(locator: Locator, spans: MessageSpans) -> list[str]:
+    """Return the kinds of the texts and options that the template leaves out of whole turns.
+
+    Raises TemplateFailure for those without which the row must not be trained.
+    """
+    template, text = locator.template, locator.text
+    left_out = ["reasoning" for leaf in spans.leaves if leaf.kind == CUT]
+    for i, message in enumerate(locator.messages):
+        has_calls = "tool_calls" in message
+        if not has_calls and spans.content(i) is None and has_text(message.get("content")):
+            left_out += _unwritten_content(locator, i, message)
+        if (len(message) > 2 or has_calls) and message["role"] == "assistant":
+            left_out += _unwritten_leaves(template, i, message, spans)
+    left_out += _unread_variables(template, locator.variables, text)
+    left_out += _unwritten_keys(template, locator.messages, text)
+    return left_out
 
 
-def unwritten_leaves(template: ChatTemplate, i: int, message: Message, places: Places) -> list[str]:
-    """Return the kinds of texts of message i that are left out. Raises TemplateFailure for a tool call."""
-    leaves = [(kind, span) for number, kind, span in places.leaves if number == i]
+def _unwritten_content(locator: Locator, i: int, message: Message) -> list[str]:
+    if message["role"] == "system":
+        return ["system message"]  # a template may write it in a prompt only
+    # a content that is not where it was marked may be written otherwise, but not one that can be replaced unseen
+    if locator.leaves_out(i):
+        raise locator.template.failure(
+            f"leaves out message {i + 1} ({message['role']}); give it a role that the template writes, or "
+            "use another template",
+            LEFT_OUT,
+        )
+    return []
+
+
+def _unwritten_leaves(template: ChatTemplate, i: int, message: Message, spans: MessageSpans) -> list[str]:
+    leaves = spans.leaves_of(i)
+    left_out = []
     has_reasoning = any(has_text(message.get(name)) for name in REASONING)
-    left_out = ["reasoning"] * (has_reasoning and not any(span for kind, span in leaves if kind == REASON))
+    # one of the keys is enough: a reasoning stands under all names that templates read
+    if has_reasoning and not any(leaf.span for leaf in leaves if leaf.kind == REASON):
+        left_out.append("reasoning")
     if "tool_calls" not in message:
         return left_out
-    content, place = message.get("content"), places.of[i]
-    if (place is None or place.content is None) and has_text(content) and not is_tags_only(content):
+    content = message.get("content")
+    if spans.content(i) is None and has_text(content) and not is_tags_only(content):
         left_out.append("content beside tool calls")
-    calls = [span for kind, span in leaves if kind == CALL]
+    calls = [leaf.span for leaf in leaves if leaf.kind == CALL]
     if not calls:
         raise template.failure(f"changes the tool calls of message {i + 1}; they cannot be identified", UNCLEAR)
     if not all(calls):
@@ -59,30 +77,51 @@ def unwritten_leaves(template: ChatTemplate, i: int, message: Message, places: P
     return left_out
 
 
-_OWN_KEYS = {"role", "content", "name", "id", "type", "tool_calls", "tool_call_id", "function_call"}
-"""Keys of a message that are checked elsewhere, or name it."""
+def _unread_variables(template: ChatTemplate, variables: Mapping[str, Any], text: str) -> list[str]:
+    """Return the options that the template does not read. Raises TemplateFailure for tools and documents."""
+    for tool in variables.get("tools", ()):
+        name = _name_of(tool)
+        if name not in text:
+            raise _unwritten_variable(template, f"the tool {name}")
+    unread = []
+    for name in variables:
+        if name in template.variables:
+            continue
+        if name in ("tools", "documents"):
+            raise _unwritten_variable(template, f"the row's {name}")
+        unread.append(f"chat_template_kwargs {name}")
+    return unread
 
 
-def unwritten_keys(template: ChatTemplate, messages: Sequence[Message], text: str) -> list[str]:
+def _unwritten_variable(template: ChatTemplate, what: str) -> Exception:
+    return template.failure(f"does not write {what}; use a template that does, or drop them", LEFT_OUT)
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    described = function if isinstance(function, dict) else tool
+    name = described.get("name")
+    return name if isinstance(name, str) else ""
+
+
+def _unwritten_keys(template: ChatTemplate, messages: Sequence[Message], text: str) -> list[str]:
     """Return the kinds of further texts of messages that are left out. Raises TemplateFailure for one of a prompt."""
     left_out = []
-    further = [
-        (number, name, value)
-        for number, message in enumerate(messages, start=1)
-        if len(message) > 2
-        for name, value in message.items()
-    ]
-    for number, name, value in further:
-        if name in _OWN_KEYS or name in REASONING or name in TRAIN_FLAGS or value in EMPTY:
+    for number, message in enumerate(messages, start=1):
+        if len(message) <= 2:  # most messages: nothing but a role and a content, or calls
             continue
-        if _is_read(template, name) or _is_written(value, text):
-            continue
-        if looks_like_context(name):
-            raise template.failure(
-                f"does not write {name!r} of message {number}; write it into the content, or use a template that does",
-                LEFT_OUT,
-            )
-        left_out.append(f"{name!r} of messages")
+        for name, value in message.items():
+            if name in _KNOWN_KEYS or value in EMPTY:
+                continue
+            if _is_read(template, name) or _is_written(value, text):
+                continue
+            if looks_like_context(name):
+                raise template.failure(
+                    f"does not write {name!r} of message {number}; write it into the content, or use a template that "
+                    "does",
+                    LEFT_OUT,
+                )
+            left_out.append(f"{name!r} of messages")
     return left_out
 
 
@@ -99,25 +138,24 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def holds_arguments(message: Message, turn: str) -> bool:
-    """Return true if the turn has all keys and values that cannot be marked. Those marked are in its place."""
+    """Return true if the turn has all keys and values of its calls that cannot be marked."""
     for call in message["tool_calls"]:
         for value in _unmarked_values(call.get("function", call).get("arguments", {})):
             text = json.dumps(value, ensure_ascii=False)
-            if (text[1:-1] if isinstance(value, str) else text) not in turn and str(value) not in turn:
+            if isinstance(value, str):
+                text = text[1:-1]
+            # templates write values as JSON or as Python does
+            if text not in turn and str(value) not in turn:
                 return False
     return True
 
 
 def _unmarked_values(value: Any) -> list[Any]:
     """Return the keys, numbers, booleans and nulls in the arguments of a call."""
+    if isinstance(value, str):
+        return []
     if isinstance(value, dict):
-        return [*value, *(found for item in value.values() for found in _unmarked_values(item))]
+        return [*value, *(leaf for item in value.values() for leaf in _unmarked_values(item))]
     if isinstance(value, list):
-        return [found for item in value for found in _unmarked_values(item)]
-    return [] if isinstance(value, str) else [value]
-
-
-def has_text(value: object) -> bool:
-    if isinstance(value, list):
-        return any(part["text"].strip() for part in value)
-    return isinstance(value, str) and bool(value.strip())
+        return [leaf for item in value for leaf in _unmarked_values(item)]
+    return [value]

@@ -47,6 +47,8 @@ PROMPT_TEMPLATES = {
 }
 """Prompts by name: without and with a text in the column `input`."""
 
+_CONVERSATIONS = {"messages": "messages", "sharegpt": "conversations"}
+"""Keys of conversations, by form."""
 _PAIRS = (
     ("prompt_completion", "prompt", "completion"),
     ("prompt_completion", "prompt", "response"),
@@ -59,6 +61,7 @@ _PAIRS = (
 """Form, key of the prompt and key of the answer."""
 EXAMPLE = '{"messages": [...]}'
 
+_CALL = "function_call"
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -72,9 +75,9 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
+    _CALL: "assistant",
 }
 """ShareGPT's names of speakers."""
-_CALL = "function_call"
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
 
@@ -96,21 +99,21 @@ class RowReader:
     def __post_init__(self) -> None:
         if self.row_format not in ROW_FORMATS:
             raise DataError(f"row format {self.row_format!r} is unknown; the formats are {', '.join(ROW_FORMATS)}")
-        if self.prompt_template is None:
-            if self.answer_key is not None:
-                raise DataError(
-                    f"--answer-key {self.answer_key} is the answer to a prompt of --prompt-template; give that too, "
-                    "such as --prompt-template '{question}'"
-                )
-            return
+        if self.prompt_template is not None:
+            self._check_template(self.prompt_template)
+        elif self.answer_key is not None:
+            raise DataError(
+                f"--answer-key {self.answer_key} is the answer to a prompt of --prompt-template; give that too, "
+                "such as --prompt-template '{question}'"
+            )
+
+    def _check_template(self, template: str) -> None:
         if self.row_format != AUTO:
             raise DataError(f"--prompt-template and --row-format {self.row_format} both say what a row is; drop one")
-        if self.prompt_template not in PROMPT_TEMPLATES and self.answer_key is None:
+        if template not in PROMPT_TEMPLATES and self.answer_key is None:
             raise DataError("--prompt-template needs the column of the answer; name it with --answer-key")
         if not self._fields:
-            raise DataError(
-                f"--prompt-template {self.prompt_template!r} names no column; write such as 'Question: {{question}}'"
-            )
+            raise DataError(f"--prompt-template {template!r} names no column; write such as 'Question: {{question}}'")
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -128,18 +131,18 @@ class RowReader:
         given = self.prompt_template or ""
         if given in PROMPT_TEMPLATES:
             return PROMPT_TEMPLATES[given]
-        return (re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], given),)
+        return (re.sub(r"\\[nt\\]", lambda escape: _ESCAPES[escape[0]], given),)
 
     @cached_property
     def _fields(self) -> tuple[str, ...]:
         try:
-            parts = [part for text in self._prompts for part in string.Formatter().parse(text)]
+            names = [name for text in self._prompts for _, name, _, _ in string.Formatter().parse(text)]
         except ValueError as error:
             raise DataError(
                 f"--prompt-template {self.prompt_template!r} cannot be read ({error}); write a column as {{name}}, and "
                 "a brace as {{{{ or }}}}"
             ) from None
-        return tuple(dict.fromkeys(name for _, name, _, _ in parts if name))
+        return tuple(dict.fromkeys(filter(None, names)))
 
     @property
     def _answer_key(self) -> str:
@@ -149,10 +152,7 @@ class RowReader:
         """Return the form of a row, its conversation, and the columns that were not read. Raises BadRow."""
         row = Row(columns, self.ignored)
         if self.prompt_template is not None:
-            chat = self._by_template(row)
-            # who writes a template says what is read
-            is_own = self.prompt_template not in PROMPT_TEMPLATES
-            return TEMPLATE, chat, row.unread() if is_own else _settled(row, chat)
+            return TEMPLATE, *self._by_template(row)
         form, prompt_key, answer_key = self._form_of(row)
         if form == "text":
             chat = self._text(row)
@@ -162,32 +162,21 @@ class RowReader:
             chat = _chat(row, with_system(row, of_sharegpt(row["conversations"])))
         else:
             chat = _chat(row, _of_pair(row, form, prompt_key, answer_key))
-        for key in LABELS:
-            if (label := row.peek(key)) not in (0, 1):  # of another kind, and counted; False and True are among them
-                continue
-            row.note(key)
-            if label:
-                continue
-            raise BadRow(
-                "unwanted answer",
-                f"{key!r} is {str(label).lower()}, so the answer is not to be learnt; leave the row out, or train on "
-                f"preferences (tools/preprocess_preferences.py); where it means something else, --ignore-columns {key}",
-            )
-        return form, chat, row.settle(texts_of(chat.messages)) if form == "text" else _settled(row, chat)
+        _check_labels(row)
+        # of a text alone nothing is an answer to another text of it
+        unread = row.settle(texts_of(chat.messages)) if form == "text" else _settled(row, chat)
+        return form, chat, unread
 
     def _form_of(self, row: Row) -> tuple[str, str, str]:
         """Return the form of a row and the keys of its prompt and answer. Raises BadRow."""
         wanted = None if self.row_format in (AUTO, MIXED) else self.row_format
-        for form, key in (("messages", "messages"), ("sharegpt", "conversations")):
+        # messages hold a whole conversation, beside which other columns may repeat parts of it
+        for form, key in _CONVERSATIONS.items():
             if key in row and wanted in (None, form):
                 return form, key, key
         pairs = [pair for pair in _PAIRS if wanted in (None, pair[0]) and row.keys() >= {*pair[1:]}]
         if len(pairs) > 1:
-            forms = ", ".join(f"{prompt!r} with {answer!r} ({form})" for form, prompt, answer in pairs)
-            remedy = f"--prompt-template '{{{pairs[0][1]}}}' --answer-key {pairs[0][2]}"
-            if len({form for form, _, _ in pairs}) == len(pairs):
-                remedy = f"--row-format {pairs[0][0]}"
-            raise BadRow("ambiguous", f"the row may be read as {forms}; choose, such as with {remedy}")
+            raise _ambiguous(pairs)
         if pairs:
             return pairs[0]
         if "text" in row and wanted in (None, "text"):
@@ -210,32 +199,62 @@ class RowReader:
             )
         return _chat(row, [{"role": "assistant", "content": _text_at(row, "text")}])
 
-    def _by_template(self, row: Row) -> Chat:
+    def _by_template(self, row: Row) -> tuple[Chat, tuple[str, ...]]:
+        """Return the conversation of a prompt by the template and an answer, and the columns that were not read."""
         values = {name: _value(row, name) for name in self._fields}
-        has_input = len(self._prompts) > 1 and bool(values["input"].strip())
-        prompt = "".join(
-            literal + (values[name] if name else "")
-            for literal, name, _, _ in string.Formatter().parse(self._prompts[-1 if has_input else 0])
-        )
+        without, *with_input = self._prompts
+        template = with_input[0] if with_input and values["input"].strip() else without
+        prompt = ""
+        for literal, name, _, _ in string.Formatter().parse(template):
+            prompt += literal
+            if name:
+                prompt += values[name]
         answer = _value(row, self._answer_key)
         if not answer.strip():
             raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
-        user = {"role": "user", "content": prompt}
-        return _chat(row, with_system(row, [user, {"role": "assistant", "content": answer}]))
+        chat = _chat(row, with_system(row, turn_of(prompt, answer)))
+        # who writes a template says what is read
+        is_own = self.prompt_template not in PROMPT_TEMPLATES
+        return chat, row.unread() if is_own else _settled(row, chat)
+
+
+def _ambiguous(pairs: Sequence[tuple[str, str, str]]) -> BadRow:
+    """Return an error for a row with the keys of several forms, with the option that chooses the first of them."""
+    forms = ", ".join(f"{prompt!r} with {answer!r} ({form})" for form, prompt, answer in pairs)
+    form, prompt, answer = pairs[0]
+    if len({form for form, _, _ in pairs}) == len(pairs):
+        remedy = f"--row-format {form}"
+    else:
+        remedy = f"--prompt-template '{{{prompt}}}' --answer-key {answer}"
+    return BadRow("ambiguous", f"the row may be read as {forms}; choose, such as with {remedy}")
+
+
+def _check_labels(row: Row) -> None:
+    """Raise BadRow for a label that says that the answer is not wanted."""
+    for key in LABELS:
+        label = row.peek(key)
+        if label not in (0, 1):  # of another kind, and counted; False and True are among them
+            continue
+        row.note(key)
+        if not label:
+            raise BadRow(
+                "unwanted answer",
+                f"{key!r} is {str(label).lower()}, so the answer is not to be learnt; leave the row out, or train on "
+                "preferences (tools/preprocess_preferences.py); where it means something else, --ignore-columns "
+                f"{key}",
+            )
 
 
 def _settled(row: Row, chat: Chat) -> tuple[str, ...]:
     """Return the columns that were not read beside a conversation. Raises BadRow."""
-    prompt, answers = (
-        [message for message in chat.messages if (message["role"] == "assistant") is is_answer]
-        for is_answer in (False, True)
-    )
+    answers = [message for message in chat.messages if message["role"] == "assistant"]
+    prompt = [message for message in chat.messages if message["role"] != "assistant"]
     return row.settle(texts_of(prompt), texts_of(answers))
 
 
-def _chat(row: Row, messages: Sequence[Message]) -> Chat:
+def _chat(row: Row, messages: Any) -> Chat:
     variables = {key: row[key] for key in VARIABLE_KEYS[1:] if key in row}
-    return parse_row({**variables, "messages": [*messages]})
+    return parse_row({**variables, "messages": messages})
 
 
 def _value(row: Row, key: str) -> str:
@@ -275,17 +294,18 @@ def texts_of(messages: Sequence[Message]) -> Iterator[str]:
 
 def with_system(row: Row, messages: Any) -> Any:
     """Return the messages after the row's system text, if it has one that they do not begin with. Raises BadRow."""
-    texts = [text for key in SYSTEM if (text := row.get(key))]
+    texts = [text for text in map(row.get, SYSTEM) if text]
     if not texts or not isinstance(messages, list):
         return messages
-    if len(texts) > 1 or not isinstance(texts[0], str):
+    text = texts[0]
+    if len(texts) > 1 or not isinstance(text, str):
         raise BadRow("bad system", f"the system text is {str(texts)[:60]!r}; write one text as 'system'")
-    if not texts[0].strip():
+    if not text.strip():
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
-        return [{"role": "system", "content": texts[0]}, *messages]
-    if first.get("content") != texts[0]:
+        return [{"role": "system", "content": text}, *messages]
+    if first.get("content") != text:
         raise BadRow("another system", "'system' differs from the first message; leave one of them out")
     return messages
 
@@ -294,13 +314,16 @@ def _of_pair(row: Row, form: str, prompt_key: str, answer_key: str) -> list[Mess
     """Return the messages of a prompt and an answer. Raises BadRow."""
     prompt, answer = (messages_or_text(row[key], key) for key in (prompt_key, answer_key))
     if isinstance(prompt, list) or isinstance(answer, list):
-        joined: list[Message] = with_system(row, _joined(prompt, answer, prompt_key, answer_key))
-        return joined
-    further = FURTHER if form == "alpaca" else ()
-    parts = [_text_at(row, prompt_key), *(_text_at(row, key) for key in further if str(row.get(key, "")).strip())]
-    last = turn_of("\n\n".join(parts), _text_at(row, answer_key))
-    messages: list[Message] = with_system(row, [*history_of(row), *last])
-    return messages
+        messages = _joined(prompt, answer, prompt_key, answer_key)
+    else:
+        parts = [_text_at(row, prompt_key)]
+        for key in FURTHER if form == "alpaca" else ():
+            if str(row.get(key, "")).strip():
+                parts.append(_text_at(row, key))
+        last = turn_of("\n\n".join(parts), _text_at(row, answer_key))
+        messages = [*history_of(row), *last]
+    joined: list[Message] = with_system(row, messages)
+    return joined
 
 
 def turn_of(question: str, answer: str) -> list[Message]:
@@ -309,13 +332,16 @@ def turn_of(question: str, answer: str) -> list[Message]:
 
 def history_of(row: Row) -> list[Message]:
     """Return the messages of a row's earlier questions and answers. Raises BadRow."""
-    turns = list_of(row.get("history", []), "history")
-    is_pairs = isinstance(turns, list) and all(
-        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
-    )
-    if not is_pairs and turns:
+    turns = list_of(row.get("history"), "history")
+    if not turns:
+        return []
+    if not isinstance(turns, list) or not all(map(_is_pair, turns)):
         raise BadRow("bad history", f"'history' is {str(turns)[:60]!r}; write a list of [question, answer]")
     return [message for question, answer in turns for message in turn_of(question, answer)]
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
 
 
 def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[Message]:
@@ -329,17 +355,19 @@ def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[
     check_answer(answer, answer_key)
     check_prompt(prompt)
     # answers in the prompt are part of what is given
-    given = [
-        {**message, "train": False} if isinstance(message, dict) and message.get("role") == "assistant" else message
-        for message in prompt
-    ]
+    given = [{**message, "train": False} if is_answer(message) else message for message in prompt]
     return [*given, *answer]
+
+
+def is_answer(message: Any) -> bool:
+    """Return true for a message of the assistant."""
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def check_answer(answer: Sequence[Any], key: str) -> None:
     """Raise BadRow for messages that do not begin and end with the assistant's."""
-    for message, what in zip((answer[:1], answer[-1:]), ("begins", "ends"), strict=True):
-        role = message[0].get("role") if message and isinstance(message[0], dict) else "nothing"
+    for end, what in ((answer[:1], "begins"), (answer[-1:], "ends")):
+        role = end[0].get("role") if end and isinstance(end[0], dict) else "nothing"
         if role != "assistant":
             raise BadRow(
                 f"bad {key}",
@@ -350,7 +378,7 @@ def check_answer(answer: Sequence[Any], key: str) -> None:
 
 def check_prompt(prompt: Sequence[Any]) -> None:
     """Raise BadRow for messages before an answer that end with the assistant's, which the answer would only follow."""
-    if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+    if prompt and is_answer(prompt[-1]):
         raise BadRow(
             "begun answer",
             "the prompt ends with a message of the assistant; end it with the user's, and write what the assistant "
@@ -375,29 +403,37 @@ def with_roles(messages: Sequence[Any]) -> list[Any]:
 
 
 def _of_turn(turn: Any, number: int) -> Message:
+    """Return the message of a turn of `from` and `value`; one of role and content stays. Raises BadRow."""
     if isinstance(turn, dict) and "from" not in turn and "role" in turn:
         return turn
     speaker = turn.get("from") if isinstance(turn, dict) else None
-    if speaker not in _ROLES and speaker != _CALL:
+    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        *speakers, last = _ROLES
         raise BadRow(
-            "unknown role",
-            f"turn {number} is from {speaker!r}; the speakers are {', '.join(_ROLES)} and {_CALL}",
+            "unknown role", f"turn {number} is from {speaker!r}; the speakers are {', '.join(speakers)} and {last}"
         )
-    others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     value = turn.get("value")
-    role = "assistant" if speaker == _CALL else _ROLES[speaker]
-    contents = (value, None) if speaker == _CALL else (value,)
-    if others.get("role", role) != role or others.get("content", value) not in contents:
+    given = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    others = {key: item for key, item in given.items() if item is not None}
+    is_call = speaker == _CALL
+    # the value of a call is JSON, beside which a content may only repeat it
+    is_other_role = others.get("role", role) != role
+    contents = (value, None) if is_call else (value,)
+    if is_other_role or others.get("content", value) not in contents:
         raise BadRow(
             "two speakers",
             f"turn {number} has 'from' and 'value' beside another 'role' or 'content'; leave one of them out",
         )
-    if speaker != _CALL:
+    if not is_call:
         return {"role": role, "content": value, **others}
+    return {"role": role, "tool_calls": _calls_in(value, number), **others}
+
+
+def _calls_in(value: Any, number: int) -> list[Message]:
     try:
         calls = orjson.loads(value)
     except (orjson.JSONDecodeError, TypeError):
         raise BadRow("bad tool call", f"the call in turn {number} is {str(value)[:40]!r}; write it as JSON") from None
     listed = calls if isinstance(calls, list) else [calls]
-    functions = [{"type": "function", "function": call} for call in listed]
-    return {"role": "assistant", "tool_calls": functions, **others}
+    return [{"type": "function", "function": call} for call in listed]

@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -40,7 +40,6 @@ _BAR = "[|\uff5c]"  # DeepSeek writes the full-width bar
 MARKER = re.compile(rf"<{_BAR}[^\s<>|\uff5c'\"{{}}]+{_BAR}>|<(?:start|end)_of_\w+>")
 """Text that is a single token wherever a template writes it. One that the template puts together, such as
 <|{{role}}|>, is not known before it is rendered."""
-
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 """Tag around the text that the model writes."""
@@ -78,7 +77,9 @@ class TemplateSource:
 
     def tokens_to_add(self) -> tuple[str, ...]:
         """Return the tokens that a tokenizer needs: those that the file names, else the markers in the template."""
-        return self.added_tokens or tuple(dict.fromkeys(found[0] for found in MARKER.finditer(self.all_text)))
+        if self.added_tokens:
+            return self.added_tokens
+        return tuple(dict.fromkeys(marker[0] for marker in MARKER.finditer(self.all_text)))
 
     @property
     def all_text(self) -> str:
@@ -128,6 +129,7 @@ def _is_named(entry: object) -> bool:
 
 
 def _tokenizers_own(folder: Path) -> TemplateSource:
+    """Return the template that transformers takes: that of a file, else that of the config. Raises DataError."""
     file, for_tools = folder / TEMPLATE_NAME, folder / TOOL_TEMPLATE_NAME
     tool_use = _read(for_tools) if for_tools.is_file() else None
     if file.is_file():
@@ -140,7 +142,8 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
                 f"{folder / CONFIG_NAME} has the chat templates {', '.join(templates) or 'none'}, and none is named "
                 "default; write the one you want to a .jinja file and give it with --chat-template"
             )
-        template, tool_use = templates["default"], tool_use or templates.get("tool_use")
+        template = templates["default"]
+        tool_use = tool_use or templates.get("tool_use")
     if not isinstance(template, str):
         raise DataError(
             f"the tokenizer in {folder} has no chat template, neither {TEMPLATE_NAME} nor chat_template in "
@@ -165,13 +168,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
-    found = {}
+    tokens = {}
     for name in NAMED_TOKENS:
         token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, dict):  # an AddedToken, as older versions of transformers write it
+            token = token.get("content")
         if isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,64 +189,85 @@ def _from_python(path: Path) -> TemplateSource:
         tree = ast.parse(text, str(path))
     except (SyntaxError, ValueError) as error:
         raise DataError(f"chat template {path} is not Python: {error}; correct the file") from None
-    values: dict[str, ast.expr] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            values[node.targets[0].id] = node.value
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            values[node.target.id] = node.value
-    if "CHAT_TEMPLATE" not in values:
+    file = _PythonFile(path, dict(_assignments(tree)))
+    if "CHAT_TEMPLATE" not in file.values:
         raise DataError(f"{path} sets no CHAT_TEMPLATE; assign it a string")
-    text = _literal_string(values["CHAT_TEMPLATE"], values, path)
+    text = file.string(file.values["CHAT_TEMPLATE"])
     named: dict[str, str] = {}
-    added: list[str] = []
-    for name, token, is_added in _special_tokens(values.get("SPECIAL_TOKENS"), values, path):
+    added: dict[str, None] = {}
+    for name, token, is_added in file.special_tokens():
         if not token:
             continue
         if name in _NAMES_OF_FIELDS:
             named[_NAMES_OF_FIELDS[name]] = token
         if is_added or name in _NAMES_OF_FIELDS:
-            added.append(token)
-    return TemplateSource(text, str(path), named, tuple(dict.fromkeys(added)))
+            added[token] = None
+    return TemplateSource(text, str(path), named, tuple(added))
 
 
-def _literal_string(node: ast.expr, values: Mapping[str, ast.expr], path: Path) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _literal_string(node.left, values, path) + _literal_string(node.right, values, path)
-    if isinstance(node, ast.Name) and node.id in values and values[node.id] is not node:
-        others = {name: value for name, value in values.items() if name != node.id}
-        return _literal_string(values[node.id], others, path)
-    raise DataError(
-        f"{path}:{node.lineno}: `{ast.unparse(node)[:60]}` is not a literal string; the file is read, not run: write "
-        "the text itself"
-    )
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a file sets, and their values."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            target, value = node.target, node.value
+        else:
+            continue
+        if isinstance(target, ast.Name):
+            yield target.id, value
 
 
-def _special_tokens(node: ast.expr | None, values: Mapping[str, ast.expr], path: Path) -> list[tuple[str, str, bool]]:
-    """Return (field, token, is_added) of `SpecialTokens(eos=TokenInfo("</s>", add_to_tokenizer=True))` or of a dict."""
-    if node is None:
-        return []
-    if isinstance(node, ast.Dict):
-        pairs = [(_literal_string(k, values, path), v) for k, v in zip(node.keys, node.values, strict=True) if k]
-    elif isinstance(node, ast.Call) and not node.args:
-        pairs = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
-    else:
+@dataclass(frozen=True)
+class _PythonFile:
+    """A file that is read and never run."""
+
+    path: Path
+    values: Mapping[str, ast.expr]
+    """Expressions by the names that they are assigned to."""
+
+    def string(self, node: ast.expr) -> str:
+        """Return the value of a literal, of a sum of them, or of a name of one. Raises DataError for all else."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self.string(node.left) + self.string(node.right)
+        if isinstance(node, ast.Name) and self.values.get(node.id, node) is not node:
+            # without the name, which its own value may not use
+            others = {name: value for name, value in self.values.items() if name != node.id}
+            return _PythonFile(self.path, others).string(self.values[node.id])
         raise DataError(
-            f"{path}:{node.lineno}: SPECIAL_TOKENS must be SpecialTokens(eos=TokenInfo(...), ...) or a dict of strings"
+            f"{self.path}:{node.lineno}: `{ast.unparse(node)[:60]}` is not a literal string; the file is read, not "
+            "run: write the text itself"
         )
-    found = []
-    for name, value in pairs:
-        is_added = True
-        if isinstance(value, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in value.keywords}
-            token = value.args[0] if value.args else given.get("token")
-            flag = value.args[1] if len(value.args) > 1 else given.get("add_to_tokenizer")
-            is_added = isinstance(flag, ast.Constant) and flag.value is True
-            value = token if token is not None else ast.Constant("")
-        found.append((name, _literal_string(value, values, path), is_added))
-    return found
+
+    def special_tokens(self) -> list[tuple[str, str, bool]]:
+        """Return (field, token, is_added) of SPECIAL_TOKENS, `SpecialTokens(eos=TokenInfo("</s>"))` or a dict."""
+        node = self.values.get("SPECIAL_TOKENS")
+        if node is None:
+            return []
+        if isinstance(node, ast.Dict):
+            items = zip(node.keys, node.values, strict=True)
+            pairs = [(self.string(key), value) for key, value in items if key]
+        elif isinstance(node, ast.Call) and not node.args:
+            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
+        else:
+            raise DataError(
+                f"{self.path}:{node.lineno}: SPECIAL_TOKENS must be SpecialTokens(eos=TokenInfo(...), ...) or a dict "
+                "of strings"
+            )
+        return [(name, *self._token(value)) for name, value in pairs]
+
+    def _token(self, value: ast.expr) -> tuple[str, bool]:
+        """Return the token of a string or of `TokenInfo("</s>", add_to_tokenizer=True)`, and whether to add it."""
+        if not isinstance(value, ast.Call):
+            return self.string(value), True
+        given = {keyword.arg: keyword.value for keyword in value.keywords}
+        given |= dict(zip(("token", "add_to_tokenizer"), value.args, strict=False))
+        flag = given.get("add_to_tokenizer")
+        is_added = isinstance(flag, ast.Constant) and flag.value is True
+        token = given.get("token")
+        return self.string(token) if token is not None else "", is_added
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,6 +301,7 @@ def _environment(marks_generation: bool = False) -> jinja2.Environment:
     def strftime_now(form: str) -> str:
         return datetime.now().strftime(form)
 
+    # transformers' one: that of Jinja escapes <, >, & and ' for HTML
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
@@ -305,17 +331,12 @@ class ChatTemplate:
             """The template marks the model's text."""
             self._marking = _environment(True).from_string(source.text) if self.marks_generation else self._template
         except TemplateError as error:
-            line = getattr(error, "lineno", None)
-            place = f"{source.origin}:{line}" if line else source.origin
-            raise DataError(f"chat template {place} is not Jinja: {error}; correct the template") from None
-        empty = {"bos_token": "", "eos_token": ""}
-        self._variables: dict[str, Any] = {
-            **self._template.globals,
-            **empty,
-            **tokens,
-            "tools": None,
-            "documents": None,
-        }
+            line = getattr(error, "lineno", None)  # not every one has it
+            where = f"{source.origin}:{line}" if line else source.origin
+            raise DataError(f"chat template {where} is not Jinja: {error}; correct the template") from None
+        self._variables: dict[str, Any] = {**self._template.globals, "bos_token": "", "eos_token": "", **tokens}
+        # transformers passes these always, so templates ask whether they are none, not whether they are defined
+        self._variables |= {"tools": None, "documents": None}
         self.bos_token: str = self._variables["bos_token"]
         eos = self._variables["eos_token"]
         self.end_marker = re.compile(f"{MARKER.pattern}|{re.escape(eos)}") if eos else MARKER

@@ -1,4 +1,4 @@
-"""Tokenizer of chats: ids with the place of each in the text, and the copy of the tokenizer for training.
+"""Tokenizer of chats: ids with the span of each in the text, and the copy of the tokenizer for training.
 
 Special tokens in the text become their ids, since templates write them as text. Nothing else is added.
 """
@@ -6,9 +6,9 @@ Special tokens in the text become their ids, since templates write them as text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -27,6 +27,9 @@ from megatron.data.tokenizers.acceleration import AcceleratedTokenizer, NotAccel
 from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, refusal
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer, LibraryTokenizer
 from megatron.runtime.files import replacing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_NAME = "tokenizer.json"
 PROOF_CHARACTERS = 1 << 14
@@ -89,14 +92,13 @@ class ChatTokenizer:
 
     def encode(self, texts: Sequence[str]) -> EncodedText:
         """Raises DataError for a text that cannot be encoded."""
+        encoded = None
         if self._byte_counts is not None:
             encoded = self._encode_bytes(texts, self._byte_counts)
-            if encoded is not None:
-                return encoded
-        return self._encode_characters(texts)
+        return encoded or self._encode_characters(texts)
 
     def _encode_bytes(self, texts: Sequence[str], counts: Bytes) -> EncodedText | None:
-        """Encode with places from the byte count of each token, exact within characters; None if the sum is wrong."""
+        """Encode with spans from the byte count of each token, exact within characters; None if the sum is wrong."""
         self._num_characters += sum(map(len, texts))
         if not self._is_proven and max(self.expected_bytes, self._num_characters) > BYTES_WORTH_GIGATOKEN:
             self._prove(texts)
@@ -104,8 +106,8 @@ class ChatTokenizer:
         ends = np.cumsum(counts[ids])
         sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, len(texts))
         text_ends = np.cumsum(sizes)
-        token_ends = np.cumsum(lengths)
-        reached = np.where(token_ends > 0, ends[token_ends - 1] if len(ends) else 0, 0)
+        # offset after the last token of each text; a 0 in front stands for texts before which there is no token
+        reached = np.concatenate([[0], ends])[np.cumsum(lengths)]
         if not np.array_equal(reached, text_ends):
             return None
         return EncodedText(ids.astype(np.int32), lengths, ends - counts[ids], ends, text_ends - sizes, True)
@@ -113,8 +115,7 @@ class ChatTokenizer:
     def _prove(self, texts: Sequence[str]) -> None:
         """Use gigatoken if it gives the library's ids on the first texts."""
         self._is_proven = True
-        sample = []
-        left = PROOF_CHARACTERS
+        sample, left = [], PROOF_CHARACTERS
         for text in texts:
             sample.append(text[:left])
             left -= len(text)
@@ -123,9 +124,9 @@ class ChatTokenizer:
         try:
             fast = accelerate(self._reference)
             check_equal(fast, self._reference, sample)
-            self._fast = fast
         except NotAccelerated:
-            self._fast = None
+            return
+        self._fast = fast
 
     def _encode_characters(self, texts: Sequence[str]) -> EncodedText:
         """Encode with the library's character offsets, which account for a normalizer."""
@@ -136,11 +137,12 @@ class ChatTokenizer:
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         bases = np.cumsum(sizes) - sizes
         lengths = np.fromiter(map(len, encodings), np.int64, len(texts))
-        offsets = [np.array(e.offsets, np.int64).reshape(-1, 2) + b for e, b in zip(encodings, bases, strict=True)]
-        places = np.concatenate(offsets) if offsets else np.empty((0, 2), np.int64)
         ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        all_ids = np.concatenate(ids) if ids else np.empty(0, np.int32)
-        return EncodedText(all_ids, lengths, places[:, 0], places[:, 1], bases, False)
+        spans = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
+        # an empty array in front: there may be no texts
+        all_ids = np.concatenate([np.empty(0, np.int32), *ids])
+        starts, ends = np.concatenate([np.empty((0, 2), np.int64), *spans]).T + np.repeat(bases, lengths)
+        return EncodedText(all_ids, lengths, starts, ends, bases, False)
 
     def eos_of_text(self) -> str:
         """Return the text that becomes the EOS id. Raises DataError if there is none."""
@@ -164,23 +166,16 @@ def load_tokenizer(
     inner = reference._inner
     tokens = named_tokens(read_config(file.parent))
     if "eos_token" not in tokens:
-        known = [token for token in KNOWN_EOD_TOKENS if inner.token_to_id(token) is not None]
-        if known:
-            tokens["eos_token"] = known[0]
+        tokens |= _usual_eos(inner)
     tokens |= source_tokens or {}
+    eos = tokens.get("eos_token")
     added = {token.content for token in inner.get_added_tokens_decoder().values()}
     new = [token for token in dict.fromkeys(wanted) if token not in added]
     lacking = tuple(token for token in new if inner.token_to_id(token) is None)
-    eos = tokens.get("eos_token")
-    if eos is not None and eos not in added and eos not in new and inner.token_to_id(eos) is not None:
+    is_parsed = eos in added or eos in new
+    if eos is not None and not is_parsed and inner.token_to_id(eos) is not None:
         new.append(eos)  # in the vocabulary, but not parsed in text
-    absent = [name for name in ("bos_token", "eos_token") if name in tokens and tokens[name] not in new]
-    for name in absent:
-        if inner.token_to_id(tokens[name]) is None:
-            raise DataError(
-                f"{name} {tokens[name]!r} is not in the vocabulary of {file}; add it with --add-special-tokens, or "
-                f"name another in {CONFIG_NAME}"
-            )
+    _check_in_vocabulary(inner, tokens, new, file)
     if new:
         inner.add_special_tokens(new)
         content = inner.to_str().encode()
@@ -188,6 +183,26 @@ def load_tokenizer(
     if new or eos_id != reference.eod:
         reference = LibraryTokenizer("HFTokenizer", (content,), inner, eos_id, True)
     return ChatTokenizer(reference, content, tokens, str(file)), lacking
+
+
+def _check_in_vocabulary(inner: Tokenizer, tokens: Mapping[str, str], new: Sequence[str], file: Path) -> None:
+    """Raise DataError for a BOS or EOS that the tokenizer lacks, which a template would write as plain text."""
+    for name in ("bos_token", "eos_token"):
+        token = tokens.get(name)
+        if token is None or token in new or inner.token_to_id(token) is not None:
+            continue
+        raise DataError(
+            f"{name} {token!r} is not in the vocabulary of {file}; add it with --add-special-tokens, or name another "
+            f"in {CONFIG_NAME}"
+        )
+
+
+def _usual_eos(inner: Tokenizer) -> dict[str, str]:
+    """Return the EOS token by its usual names, for a tokenizer whose config names none."""
+    for token in KNOWN_EOD_TOKENS:
+        if inner.token_to_id(token) is not None:
+            return {"eos_token": token}
+    return {}
 
 
 def _open(path: Path) -> tuple[Path, LibraryTokenizer, bytes]:
@@ -209,19 +224,15 @@ def _open(path: Path) -> tuple[Path, LibraryTokenizer, bytes]:
 
 def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     """Return the bytes of text of each id; None if some tokens are not a fixed stretch of text."""
-    from tokenizers import pre_tokenizers
-
-    steps = described["pre_tokenizer"] or {"type": "none"}
-    *splits, last = steps.get("pretokenizers", [steps])
     model, added = described["model"], described["added_tokens"]
-    keeps_all = all(step["type"] == "Split" and (step["behavior"] != "Removed" or step["invert"]) for step in splits)
-    if last["type"] != "ByteLevel" or last["add_prefix_space"] or described["normalizer"] or not keeps_all:
-        return None
-    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return None
-    if any(token["lstrip"] or token["rstrip"] for token in added):
-        return None
-    if not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys():
+    is_fixed = (
+        described["normalizer"] is None
+        and _is_bytes_unchanged(described["pre_tokenizer"])
+        and _is_bpe_of_bytes(model)
+        # these take the white space beside them, however much it is
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+    )
+    if not is_fixed:
         return None
     counts = np.zeros(vocab_size, np.int64)
     vocab = model["vocab"]
@@ -230,6 +241,28 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     for token in added:
         counts[token["id"]] = len(token["content"].encode())
     return counts
+
+
+def _is_bytes_unchanged(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Return true for splits that keep all text, and then ByteLevel, which writes a byte as one character."""
+    steps = pre_tokenizer or {"type": "none"}
+    *splits, last = steps.get("pretokenizers", [steps])
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return False
+    return all(map(_keeps_all, splits))
+
+
+def _keeps_all(split: dict[str, Any]) -> bool:
+    return split["type"] == "Split" and (split["behavior"] != "Removed" or split["invert"])
+
+
+def _is_bpe_of_bytes(model: dict[str, Any]) -> bool:
+    from tokenizers import pre_tokenizers
+
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    # a byte without a token would become <unk>, or nothing
+    return set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys()
 
 
 def ids_before_text(tokenizer: ChatTokenizer) -> NDArray[np.int32]:

@@ -126,13 +126,14 @@ class PairDataset(SampleDataset[PairFile]):
         if self.limits.max_prompt_length is not None:
             prompt = prompt[-self.limits.max_prompt_length :]
         of_answer, other = self.place(number // 2)
-        found = self._side(prompt, of_answer.tokens.read(SEQUENCES * other + CHOSEN + number % 2))
-        if len(ids := found.ids) and (int(ids.max()) >= self._vocab_size or int(ids.min()) < 0):
+        side = self._side(prompt, of_answer.tokens.read(SEQUENCES * other + CHOSEN + number % 2))
+        largest, least = int(side.ids.max(initial=0)), int(side.ids.min(initial=0))
+        if largest >= self._vocab_size or least < 0:
             raise DataError(
-                f"{file.tokens.prefix}: pair {row} holds token {int(ids.max())}, but vocab_size="
-                f"{self._vocab_size}; preprocess it with this model's tokenizer, or set vocab_size to the data's"
+                f"{file.tokens.prefix}: pair {row} holds token {largest}, but vocab_size={self._vocab_size}; "
+                "preprocess it with this model's tokenizer, or set vocab_size to the data's"
             )
-        return found
+        return side
 
     def lengths_of(self, pairs: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places of prompts with any answers, by their numbers."""
@@ -158,7 +159,8 @@ class PairDataset(SampleDataset[PairFile]):
         ids, limit = np.concatenate([prompt, answer]), self.limits.max_length
         if self.limits.truncation == "keep_start":
             return Answer(ids[:limit], len(prompt))
-        return Answer(ids[-limit:], max(1, len(prompt) - max(0, len(ids) - limit)))
+        num_cut = max(0, len(ids) - limit)
+        return Answer(ids[-limit:], max(1, len(prompt) - num_cut))
 
 
 def open_pairs(config: Config, *, needs_both: bool) -> Splits[PairDataset]:
@@ -192,7 +194,8 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
             f"in each, which task=preference needs; write it with {command_name('preprocess_preferences')}"
         )
     lengths = tokens.lengths.reshape(-1, SEQUENCES)
-    if needs_both and (unpaired := np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))).size:
+    unpaired = np.flatnonzero((lengths[:, CHOSEN:] == 0).any(axis=1))
+    if needs_both and unpaired.size:
         raise DataError(
             f"{prefix}: {unpaired.size} of {len(lengths)} rows have one answer, row {unpaired[0]} is the first, and "
             "this objective compares two; choose preference_loss=kto, or leave such rows out of the input"
@@ -207,25 +210,29 @@ def _usable(file: PairFile, limits: PairLimits, *, refuses: bool) -> NDArray[np.
     """
     stored = file.lengths()
     prompts, answers = limits.prompt_lengths(stored[:, :1]), stored[:, CHOSEN:]
-    short = prompts[:, 0] >= limits.max_length if limits.truncation == "keep_start" else np.zeros(len(stored), np.bool_)
-    cut = ~short & (answers > 0).all(axis=1) & (prompts + answers > limits.max_length).all(axis=1)
+    short = np.zeros(len(stored), np.bool_)
+    if limits.truncation == "keep_start":
+        short = prompts[:, 0] >= limits.max_length
+    # only of answers that are both cut may nothing be left in which they differ
+    is_cut = prompts + answers > limits.max_length
+    candidates = np.flatnonzero(~short & (answers > 0).all(axis=1) & is_cut.all(axis=1))
     equal = np.zeros(len(stored), np.bool_)
-    for number in _ending_alike(file, np.flatnonzero(cut), prompts[:, 0], answers, limits):
+    for number in _ending_alike(file, candidates, prompts[:, 0], answers, limits):
         equal[number] = _are_equal(file, int(number), int(prompts[number, 0]), limits)
     reasons = {
         f"whose prompt has {limits.max_length} tokens or more, so that no answer is left": short,
         "whose answers are equal when they are cut": equal,
     }
-    found = [
+    faults = [
         f"{int(left_out.sum())} pairs {reason} (the first is row {int(file.rows[left_out.argmax()])})"
         for reason, left_out in reasons.items()
         if left_out.any()
     ]
     said, remedy = f"{SPLITS[file.split]}: {file.tokens.prefix} has", "raise seq_length, or lower max_prompt_length"
-    if found and refuses:
-        raise DataError(f"{said} {', and '.join(found)}; {remedy}, or take unusable_pairs=skip")
-    for each in found:
-        logger.warning("%s %s; left out: %s", said, each, remedy)
+    if faults and refuses:
+        raise DataError(f"{said} {', and '.join(faults)}; {remedy}, or take unusable_pairs=skip")
+    for fault in faults:
+        logger.warning("%s %s; left out: %s", said, fault, remedy)
     return file.rows[~short & ~equal]
 
 
@@ -236,18 +243,25 @@ def _ending_alike(
     answers: NDArray[np.int64],
     limits: PairLimits,
 ) -> NDArray[np.int64]:
-    """Return those of the pairs whose answers have the same token where they are cut. Few have, of a million too."""
-    tokens, lengths = file.tokens, answers[numbers]
+    """Return those of the pairs whose answers have the same token where they are cut.
+
+    Few have, of a million too, so that only those are read whole. Both tokens of all pairs are read at once, by their
+    offsets in the file.
+    """
+    tokens, lengths = file.tokens, answers[numbers]  # [n, 2]
     tokens.files.check()
     if limits.truncation == "keep_start":
+        # the last token that is kept
         offsets = np.repeat(limits.max_length - 1 - prompts[numbers, None], 2, axis=1)
     else:
+        # the first one; negative where the cut is in the prompt, so that the answers are whole and differ
         offsets = lengths - limits.max_length
     sequences = SEQUENCES * file.rows[numbers, None] + np.array([CHOSEN, REJECTED])
-    places = tokens.pointers[sequences] // tokens.dtype.itemsize + offsets
-    inside = (places >= 0) & (places < len(tokens.tokens))  # what a damaged index says, `read` refuses
-    ids = tokens.tokens[np.where(inside, places, 0)]
-    return numbers[((ids[:, 0] == ids[:, 1]) | ~inside.all(axis=1)) & (offsets >= 0).all(axis=1)]
+    in_file = tokens.pointers[sequences] // tokens.dtype.itemsize + offsets
+    is_inside = (in_file >= 0) & (in_file < len(tokens.tokens))  # what a damaged index says, `read` refuses
+    ids = tokens.tokens[np.where(is_inside, in_file, 0)]
+    may_be_alike = (ids[:, 0] == ids[:, 1]) | ~is_inside.all(axis=1)
+    return numbers[may_be_alike & (offsets >= 0).all(axis=1)]
 
 
 def _are_equal(file: PairFile, number: int, prompt_length: int, limits: PairLimits) -> bool:
@@ -257,9 +271,9 @@ def _are_equal(file: PairFile, number: int, prompt_length: int, limits: PairLimi
     chosen, rejected = (file.tokens.read(first + part) for part in (CHOSEN, REJECTED))
     if limits.truncation == "keep_start":
         return np.array_equal(chosen[:left], rejected[:left])
-    return np.array_equal(chosen[-limits.max_length :], rejected[-limits.max_length :]) and (
-        min(len(chosen), len(rejected)) >= limits.max_length
-    )
+    if min(len(chosen), len(rejected)) < limits.max_length:
+        return False
+    return np.array_equal(chosen[-limits.max_length :], rejected[-limits.max_length :])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,28 +349,32 @@ def open_answers(config: Config) -> list[AnswerDataset | SeparateSets | None]:
             return pairs.map(AnswerDataset)
         return None if pairs is None else AnswerDataset(pairs)
 
-    found = [build(pairs) for pairs in open_pairs(config, needs_both=False)]
-    assert isinstance(found[0], AnswerDataset)
-    _warn_of_imbalance(found[0], config)
-    for split, each in zip(SPLITS, found, strict=True):
+    splits = [build(pairs) for pairs in open_pairs(config, needs_both=False)]
+    training = splits[0]
+    assert isinstance(training, AnswerDataset)
+    _warn_of_imbalance(training, config)
+    for split, each in zip(SPLITS, splits, strict=True):
         if config.preference.needs_kl and any(len(answers) < 2 for answers in sets_of(each)):
             raise DataError(
                 f"the {split} split has one answer, from which preference_loss=kto can estimate no KL divergence; give "
                 "more rows, change split, or use preference_loss=apo_zero_unpaired"
             )
-    return found
+    return splits
 
 
 def _warn_of_imbalance(answers: AnswerDataset, config: Config) -> None:
     """Log a warning if the desirable answers together weigh much more, or less, than the others."""
     options, chosen = config.preference, int(answers.is_chosen.sum())
     rejected = len(answers) - chosen
+    weight, other_weight = options.desirable_weight * chosen, options.undesirable_weight * rejected
     least, most = BALANCED
-    weights = options.desirable_weight * chosen, options.undesirable_weight * rejected
-    if chosen == rejected or (weights[1] and least <= round(weights[0] / weights[1], 2) <= round(most, 2)):
+    # rounded, so that the weights that are advised below are within the bounds
+    is_balanced = other_weight and least <= round(weight / other_weight, 2) <= round(most, 2)
+    if chosen == rejected or is_balanced:
         return
-    advice = ", so training may raise, or lower, all probabilities alike; add rows of the other kind"
-    if chosen and rejected and options.undesirable_weight:
-        low, high = (bound * options.undesirable_weight * rejected / chosen for bound in BALANCED)
+    if chosen and other_weight:
+        low, high = (bound * other_weight / chosen for bound in BALANCED)
         advice = f"; a desirable_weight of {low:.3g} to {high:.3g} would balance them"
+    else:
+        advice = ", so training may raise, or lower, all probabilities alike; add rows of the other kind"
     logger.warning("%d answers are desirable and %d are not%s", chosen, rejected, advice)

@@ -7,6 +7,7 @@ EOS at its end.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.template import ChatTemplate, TemplateFailure
 from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text
-from megatron.data.chat.turns import TurnFinder
+from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.index.indexed import DataError
 from megatron.data.preference.formats import Preference
+from megatron.data.preference.rows import Side
 from megatron.data.prepare.rows import RowCounts
 
 Ids = NDArray[np.int32]
@@ -104,57 +106,63 @@ class PreferenceEncoder:
 
     def encode(self, rows: Sequence[Preference], counts: PairCounts) -> list[Pair | BadRow]:
         """Return for each preference its tokens, or the error. Adds to `counts`."""
-        results: list[Pair | BadRow | None] = []
-        written: list[_Written] = []
+        written: list[_Written | BadRow] = []
         for row in rows:
             try:
                 written.append(self._chat(row) if row.is_chat else self._text(row))
-                results.append(None)
             except BadRow as error:
-                results.append(error)
-        used = [row for row, result in zip(rows, results, strict=True) if result is None]
+                written.append(error)
+        texts = [text for one in written if isinstance(one, _Written) for text in (one.prompt, *one.wholes.values())]
         try:
-            tokens = self._tokenize([text for one in written for text in (one.prompt, *one.wholes.values())])
+            tokens = iter(self._tokenize(texts))
         except DataError as error:
             if len(rows) == 1:
                 return [BadRow("cannot be encoded", str(error))]
             return [self.encode([row], counts)[0] for row in rows]  # one by one, to find the refused text
-        begin, pairs = 0, []
-        for row, one in zip(used, written, strict=True):
-            end = begin + 1 + len(one.wholes)
-            pairs.append(self._pair(row, one, tokens[begin:end], counts))
-            begin = end
-        found = iter(pairs)
-        return [next(found) if result is None else result for result in results]
+        results: list[Pair | BadRow] = []
+        for row, one in zip(rows, written, strict=True):
+            if isinstance(one, BadRow):
+                results.append(one)
+            else:
+                prompt, *wholes = itertools.islice(tokens, 1 + len(one.wholes))
+                results.append(self._pair(row, one, prompt, wholes, counts))
+        return results
 
     def _chat(self, row: Preference) -> _Written:
         """Return prompt and answers as the template writes them. Raises BadRow, DataError."""
-        if isinstance(self._templates, str):
-            raise BadRow("no template", f"the row has messages, and {self._templates}")
-        first, prompts, wholes, left_out = len(row.prompt), [], {}, list[str]()
+        first = len(row.prompt)
+        prompts, wholes = set(), {}
         num_appended = 0
+        left_out: list[str] = []
         for name, answer in row.answers:
-            chat = row.conversation(answer)
-            try:
-                finder = self._finders[-1 if "tools" in chat.variables else 0]
-                rendered = finder.find(chat.messages, chat.variables, lambda number: number == first)
-            except TemplateFailure as error:
-                raise BadRow(error.kind, f"{name!r}: {error}") from None
+            rendered = self._rendered(row, name, answer, first)
             turn = rendered.turns[first]
             assert turn is not None
-            prompts.append(rendered.text[: turn[0]])
-            text = rendered.text
-            is_ended = text.rstrip().endswith(self.tokenizer.special_tokens)
+            prompts.add(rendered.text[: turn[0]])
+            wholes[name] = rendered.text
+            is_ended = rendered.text.rstrip().endswith(self.tokenizer.special_tokens)
             if self._append_eos and rendered.is_open and not is_ended:
-                text, num_appended = text + self.tokenizer.eos_of_text(), num_appended + 1
-            wholes[name] = text
+                wholes[name] += self.tokenizer.eos_of_text()
+                num_appended += 1
+            # of both answers mostly the same, and counted once a row
             left_out = left_out or rendered.left_out
-        if len(set(prompts)) > 1:
+        if len(prompts) > 1:
             raise BadRow(
                 "no common prompt",
                 "the template writes another prompt before 'rejected' than before 'chosen'; use another template",
             )
-        return _Written(prompts[0], wholes, num_appended, left_out)
+        return _Written(prompts.pop(), wholes, num_appended, left_out)
+
+    def _rendered(self, row: Preference, name: str, answer: Side, first: int) -> Rendered:
+        """Return the prompt with an answer, and its turn that begins the answer, message `first`. Raises BadRow."""
+        if isinstance(self._templates, str):
+            raise BadRow("no template", f"the row has messages, and {self._templates}")
+        chat = row.conversation(answer)
+        finder = self._finders[-1] if "tools" in chat.variables else self._finders[0]
+        try:
+            return finder.find(chat.messages, chat.variables, lambda number: number == first)
+        except TemplateFailure as error:
+            raise BadRow(error.kind, f"{name!r}: {error}") from None
 
     def _text(self, row: Preference) -> _Written:
         assert isinstance(row.prompt, str)
@@ -162,8 +170,11 @@ class PreferenceEncoder:
         for name, answer in row.answers:
             assert isinstance(answer, str)
             wholes[name] = row.prompt + answer
-            if self._append_eos and not answer.endswith(eos := self.tokenizer.eos_of_text()):
-                wholes[name], num_appended = wholes[name] + eos, num_appended + 1
+            if self._append_eos:
+                eos = self.tokenizer.eos_of_text()
+                if not answer.endswith(eos):
+                    wholes[name] += eos
+                    num_appended += 1
         return _Written(row.prompt, wholes, num_appended, [])
 
     def _tokenize(self, texts: Sequence[str]) -> list[Ids]:
@@ -171,8 +182,11 @@ class PreferenceEncoder:
         ends = np.cumsum(encoded.lengths)
         return [encoded.ids[end - length : end] for end, length in zip(ends, encoded.lengths, strict=True)]
 
-    def _pair(self, row: Preference, one: _Written, tokens: Sequence[Ids], counts: PairCounts) -> Pair | BadRow:
-        prompt, *wholes = tokens
+    def _pair(
+        self, row: Preference, one: _Written, prompt: Ids, wholes: Sequence[Ids], counts: PairCounts
+    ) -> Pair | BadRow:
+        """Return the tokens of a prompt and of what comes after it in those of prompt and answers."""
+        # tokens at the end of the prompt may merge with the begin of an answer, and then belong to the answers
         cut = min(_common(prompt, whole) for whole in wholes)
         shared = prompt[:cut]
         if not row.is_chat:

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.chat.boundaries import common_length
 from megatron.data.chat.columns import LABELS, SYSTEM, Row
 from megatron.data.chat.conversation import BadRow, Chat, parse_row, train_flag
-from megatron.data.chat.row_forms import check_answer, check_prompt, history_of, texts_of, with_system
+from megatron.data.chat.row_forms import check_answer, check_prompt, history_of, is_answer, texts_of, with_system
 from megatron.data.chat.template import Message
 from megatron.data.preference.rows import RowAnswers, Side, answers_of, prompt_of
 
@@ -64,10 +65,12 @@ class Preference:
     @property
     def has_other_turns(self) -> bool:
         """True if an answer holds turns of others than the assistant."""
-        return any(
-            len(_TURN.split(side)) > 1 if isinstance(side, str) and _is_transcript(self.prompt) else _has_others(side)
-            for _, side in self.answers
-        )
+        return any(self._holds_others(side) for _, side in self.answers)
+
+    def _holds_others(self, side: Side) -> bool:
+        if not isinstance(side, str):
+            return not all(map(is_answer, side))
+        return _is_transcript(self.prompt) and _TURN.search(side) is not None
 
     @property
     def repeats_prompt(self) -> bool:
@@ -93,17 +96,24 @@ def parse_preference(columns: Mapping[str, Any], *, as_chat: bool = False, ignor
     row = Row(columns, ignored)
     answers = answers_of(row)
     key, given = prompt_of(row, answers, as_chat=as_chat)
-    form = _form(answers, key)
     prompt, chosen, rejected = _sides(given, answers)
     if as_chat and isinstance(prompt, str):
         prompt, chosen, rejected = _turns(prompt), _answer(chosen), _answer(rejected)
     prompt = _in_context(row, prompt, is_question=isinstance(given, str))
     variables = {} if isinstance(prompt, str) else {name: row[name] for name in _VARIABLES if name in row}
-    answered = [text for side in (chosen, rejected) if side is not None for text in _texts(side)]
-    unread = row.settle(_texts(prompt), answered, needed=LABELS)
-    found = Preference(prompt, chosen, rejected, variables, form, answers.scores, answers.num_passed_over, unread)
-    _check(found)
-    return found
+    texts = [text for side in (chosen, rejected) if side is not None for text in _texts(side)]
+    preference = Preference(
+        prompt,
+        chosen,
+        rejected,
+        variables,
+        _form(answers, key),
+        answers.scores,
+        answers.num_passed_over,
+        row.settle(_texts(prompt), texts, needed=LABELS),
+    )
+    _check(preference)
+    return preference
 
 
 def _form(answers: RowAnswers, key: str) -> str:
@@ -114,13 +124,23 @@ def _form(answers: RowAnswers, key: str) -> str:
 
 
 def _texts(side: Side) -> list[str]:
-    return [side] if isinstance(side, str) else list(texts_of(side))
+    """Return the texts of a side. Raises BadRow for a content that is none."""
+    if isinstance(side, str):
+        return [side]
+    try:
+        return list(texts_of(side))
+    except TypeError as error:
+        raise BadRow(
+            "missing content",
+            f"the content of a message is a JSON {error}, not a string or a list of text parts; write it as text",
+        ) from None
 
 
 def _sides(prompt: Side | None, answers: RowAnswers) -> tuple[Side, Side | None, Side | None]:
     """Return prompt and answers, all texts or all messages. Raises BadRow."""
     chosen, rejected = answers.chosen, answers.rejected
-    if prompt is not None and not (prompt.strip() if isinstance(prompt, str) else prompt):
+    is_empty = not prompt.strip() if isinstance(prompt, str) else prompt == []
+    if is_empty:
         raise BadRow("no prompt", "'prompt' is empty; write what the answers are to")
     if chosen is None or rejected is None:
         if prompt is None:
@@ -140,11 +160,13 @@ def _sides(prompt: Side | None, answers: RowAnswers) -> tuple[Side, Side | None,
 
 def _beside_messages(prompt: str, chosen: list[Message], rejected: list[Message]) -> tuple[Side, Side, Side]:
     """Return a prompt that is a text and answers that are messages, which may begin with it. Raises BadRow."""
-    cut = _common(chosen, rejected)
+    cut = common_length(chosen, rejected)
     if not cut:
         return [{"role": "user", "content": prompt}], chosen, rejected
+    # UltraFeedback's prompt repeats the question; others render all turns into it
     contents = [str(message.get("content") or "").strip() for message in chosen[:cut]]
-    if not any(content and (content in prompt or prompt.strip() in content) for content in contents):
+    written = [content for content in contents if content]
+    if not any(content in prompt or prompt.strip() in content for content in written):
         raise BadRow(
             "another prompt",
             f"'prompt', {prompt[:40]!r}, is not in the messages that 'chosen' and 'rejected' begin with; correct one "
@@ -156,24 +178,27 @@ def _beside_messages(prompt: str, chosen: list[Message], rejected: list[Message]
 def _in_context(row: Row, prompt: Side, *, is_question: bool) -> Side:
     """Return the prompt after the row's system text and, before a question, its history. Raises BadRow."""
     names = [name for name in (*SYSTEM, "history") if row.peek(name) not in (None, "", [])]
-    if names and isinstance(prompt, str):
-        raise BadRow(
-            f"{names[0]} beside texts",
-            f"texts have no place for {names[0]!r}; pass --as-chat, or write it at the beginning of 'prompt' and leave "
-            "the key out",
-        )
     if isinstance(prompt, str):
+        if names:
+            raise BadRow(
+                f"{names[0]} beside texts",
+                f"texts have no place for {names[0]!r}; pass --as-chat, or write it at the beginning of 'prompt' and "
+                "leave the key out",
+            )
         return prompt
-    has_history = "history" in names and is_question and [turn["role"] for turn in prompt] == ["user"]
-    found: Side = with_system(row, [*(history_of(row) if has_history else ()), *prompt])
-    return found
+    turns = list(prompt)
+    is_single = is_question and [turn.get("role") for turn in prompt] == ["user"]
+    if is_single and "history" in names:
+        turns = [*history_of(row), *turns]
+    in_context: Side = with_system(row, turns)
+    return in_context
 
 
 def _like(prompt: Side, answer: Side, key: str) -> Side:
     """Return the prompt, as messages where the answer is. Raises BadRow."""
     if isinstance(prompt, str) == isinstance(answer, str):
         return prompt
-    kinds = [("a text" if isinstance(side, str) else "messages") for side in (prompt, answer)]
+    kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
     raise BadRow("mixed kinds", f"the prompt is {kinds[0]} and {key!r} is {kinds[1]}; write both alike")
 
 
@@ -189,10 +214,10 @@ def _common_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
 
     A text shows that only as a transcript.
     """
-    cut = _common(chosen, rejected)
+    cut = common_length(chosen, rejected)
     if isinstance(chosen, str) and isinstance(rejected, str):
         cut = _end_of_prompt(chosen, rejected, cut)
-    elif cut and chosen[cut - 1].get("role") == "assistant":  # type: ignore[union-attr]
+    elif cut and is_answer(chosen[cut - 1]):
         raise BadRow(
             "no common prompt",
             "the messages that 'chosen' and 'rejected' begin with end with the assistant's; write what both answer as "
@@ -207,7 +232,7 @@ def _common_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
 
 
 def _end_of_prompt(chosen: str, rejected: str, common: int) -> int:
-    """Return the place in two transcripts after the last header of the assistant that they share. Raises BadRow."""
+    """Return the offset in two transcripts after the last header of the assistant that they share. Raises BadRow."""
     if not (_is_transcript(chosen) and _is_transcript(rejected)):
         raise BadRow(
             "no common prompt",
@@ -227,16 +252,13 @@ def _end_of_prompt(chosen: str, rejected: str, common: int) -> int:
     return turns[-1].end()
 
 
-def _common(first: Side, second: Side) -> int:
-    """Return the length of the common prefix."""
-    shorter = min(len(first), len(second))
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
-
-
 def _is_transcript(text: Side) -> bool:
     if not isinstance(text, str):
         return False
-    return _TURN.match(text) is not None or (_BEGIN.match(text) is not None and _TURN.search(text) is not None)
+    if _TURN.match(text):
+        return True
+    # without line ends in front, only a further turn shows that the name is none of the text's own
+    return _BEGIN.match(text) is not None and _TURN.search(text) is not None
 
 
 def _answer(text: Side | None) -> Side | None:
@@ -263,28 +285,24 @@ def _messages(parts: list[str]) -> list[Message]:
     return [{"role": _ROLES[name], "content": text.strip()} for name, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _has_others(side: Side) -> bool:
-    return not isinstance(side, str) and any(message.get("role") != "assistant" for message in side)
-
-
-def _check(found: Preference) -> None:
+def _check(preference: Preference) -> None:
     """Raise BadRow for a side without text, or one that is not the assistant's."""
-    for name, side in found.answers:
+    for name, side in preference.answers:
         if not isinstance(side, str):
             check_answer(side, name)
             _check_flags(side, name)
         elif not side.strip():
             raise BadRow(f"empty {name}", f"{name!r} is empty; write an answer, or leave the row out")
-        elif _is_transcript(found.prompt) and _TURN.findall(side)[-1:] == ["Human"]:
+        elif _is_transcript(preference.prompt) and _TURN.findall(side)[-1:] == ["Human"]:
             raise BadRow(f"bad {name}", f"{name!r} ends with a turn of Human; leave that out")
-    if not isinstance(found.prompt, str):
-        check_prompt(found.prompt)
+    if not isinstance(preference.prompt, str):
+        check_prompt(preference.prompt)
 
 
 def _check_flags(side: list[Message], name: str) -> None:
     """Raise BadRow for a message of an answer that is to be left out of the loss: all of an answer is compared."""
     for number, message in enumerate(side, start=1):
-        if message.get("role") == "assistant" and train_flag(message, number) is False:
+        if is_answer(message) and train_flag(message, number) is False:
             raise BadRow(
                 "bad train flag",
                 f"message {number} of {name!r} is not to be trained, but answers are compared whole; drop the flag, or "

@@ -1,4 +1,4 @@
-"""RowAnswers and prompts of rows, under the keys of published datasets.
+"""Answers and prompts of rows, under the keys of published datasets.
 
 {"question": "...", "response_j": "...", "response_k": "..."}       lvwerra/stack-exchange-paired: j is preferred
 {"system": "...", "question": "...", "chosen": ..., "rejected": ...}   Intel/orca_dpo_pairs; `input` or `query` too
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ PROMPTS = ("prompt", "messages", "conversations")
 """Keys of a prompt, of which the first that a row has is read."""
 QUESTIONS = ("question", "instruction", "query", "input")
 """Keys of a question, without what leads to an answer in a text."""
+_FURTHER = {"instruction": FURTHER, "input": ()}
+"""Keys of what belongs to a question, by its key; for others `input` alone."""
 _COMPLETIONS = ("completion", "response", "output", "answer")
 _RANKED = ("response_j", "response_k")
 _SCORES = ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating")
@@ -69,14 +72,17 @@ def answers_of(row: Row) -> RowAnswers:
     """Return the answers of a row. Raises BadRow."""
     if "chosen" in row or "rejected" in row:
         return _pair(row, "chosen", "rejected")
-    if any(key in row for key in _RANKED):
+    if not row.keys().isdisjoint(_RANKED):
         return _pair(row, *_RANKED)
-    labels = [key for key in LABELS if key in row]
     completions = [key for key in _COMPLETIONS if key in row]
-    if labels and (completions or any(key in row for key in PROMPTS[1:])):
+    labels = [key for key in LABELS if key in row]
+    has_turns = not row.keys().isdisjoint(PROMPTS[1:])
+    if labels and (completions or has_turns):
         return _labelled(row, labels, completions)
-    if listed := [key for key in _LISTS if isinstance(row.peek(key), list | str)]:
-        return _best_and_worst(row, listed[0])
+    for key in _LISTS:
+        # a number under such a name is a count
+        if isinstance(row.peek(key), list | str):
+            return _best_and_worst(row, key)
     if "completion" in row:
         raise BadRow("no label", "the row has a completion and no label; write true for a wanted one, or false")
     raise _lack(row, "chosen")
@@ -92,35 +98,46 @@ def _pair(row: Row, chosen: str, rejected: str) -> RowAnswers:
     for key in (chosen, rejected):
         if key not in row:
             raise _lack(row, key)
-    scores = None
-    for keys in _SCORES:
-        found = [row.get(key) for key in keys]
-        if scores is None and all(isinstance(score, int | float) for score in found):
-            scores = (float(found[0]), float(found[1]))
-    return RowAnswers((chosen, rejected), side_at(row, chosen), side_at(row, rejected), scores)
+    # all are read, whichever counts: they are no columns that nothing reads
+    scores = [_scores_at(row, *keys) for keys in _SCORES]
+    usable = next(filter(None, scores), None)
+    return RowAnswers((chosen, rejected), side_at(row, chosen), side_at(row, rejected), usable)
+
+
+def _scores_at(row: Row, chosen: str, rejected: str) -> tuple[float, float] | None:
+    of_chosen, of_rejected = row.get(chosen), row.get(rejected)
+    if isinstance(of_chosen, int | float) and isinstance(of_rejected, int | float):
+        return float(of_chosen), float(of_rejected)
+    return None
 
 
 def _labelled(row: Row, labels: list[str], completions: list[str]) -> RowAnswers:
     """Return an answer that has a label."""
     values = [row[key] for key in labels]
     for key, label in zip(labels, values, strict=True):
-        if not isinstance(label, bool) and label not in (0, 1):
+        if label not in (0, 1):  # False and True are among them
             raise BadRow("bad label", f"{key!r} is {str(label)[:40]!r}; write true for a wanted completion, or false")
     if len(set(map(bool, values))) > 1:
         raise BadRow("bad label", f"{' and '.join(labels)} contradict each other; keep one")
     if len(completions) > 1:
         raise BadRow("ambiguous", f"the row has the answers {' and '.join(completions)}; leave all but one out")
-    before, keys = None, (*completions, labels[0])
     if completions:
-        answer = side_at(row, completions[0])
+        answer, before = side_at(row, completions[0]), None
     else:
-        key = next(key for key in PROMPTS[1:] if key in row)
-        turns = side_at(row, key)
-        if isinstance(turns, str) or len(turns) < 2:
-            raise BadRow("no prompt", f"{key!r} has {len(turns)} messages; write a question and its answer")
-        answer, before = turns[-1:], turns[:-1]
-    is_wanted = bool(values[0])
-    return RowAnswers(keys, answer if is_wanted else None, None if is_wanted else answer, before=before)
+        answer, before = _last_turn(row)
+    keys = (*completions, labels[0])
+    if values[0]:
+        return RowAnswers(keys, answer, None, before=before)
+    return RowAnswers(keys, None, answer, before=before)
+
+
+def _last_turn(row: Row) -> tuple[list[Message], list[Message]]:
+    """Return the last message of a conversation, and those before it. Raises BadRow."""
+    key = next(key for key in PROMPTS[1:] if key in row)
+    turns = side_at(row, key)
+    if isinstance(turns, str) or len(turns) < 2:
+        raise BadRow("no prompt", f"{key!r} has {len(turns)} messages; write a question and its answer")
+    return turns[-1:], turns[:-1]
 
 
 def _best_and_worst(row: Row, key: str) -> RowAnswers:
@@ -129,11 +146,11 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     if not isinstance(items, list) or len(items) < 2:
         raise BadRow(f"bad {key}", f"{key!r} is {str(items)[:40]!r}; write a list of two answers or more")
     listed = next((name for name in _LIST_SCORES if name in row), None)
-    if listed is not None:
-        scores, sides = list_of(row[listed], listed), items
-    else:
+    if listed is None:
         scores, sides = _scored(row, items, key)
-    is_usable = isinstance(scores, list) and all(_is_number(score) for score in scores)
+    else:
+        scores, sides = list_of(row[listed], listed), items
+    is_usable = isinstance(scores, list) and all(map(_is_number, scores))
     if not is_usable or len(scores) != len(sides):
         raise BadRow("bad scores", f"the scores of {key!r} are {str(scores)[:60]}; write a number for each answer")
     best, worst = max(scores), min(scores)
@@ -145,21 +162,32 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
 
 def _scored(row: Row, items: list[Any], key: str) -> tuple[list[Any], list[Any]]:
     """Return the scores of answers that hold them, all under one name, and their texts. Raises BadRow."""
-    names = [item.keys() if isinstance(item, dict) else () for item in items]
-    text = next((name for name in _ITEM_TEXTS if all(name in each for each in names)), None)
-    score = next((name for name in _ITEM_SCORES if all(name in each for each in names)), None)
+    text, score = _shared_key(items, _ITEM_TEXTS), _shared_key(items, _ITEM_SCORES)
     if text is None or score is None:
         raise BadRow(
             "no scores",
             f"the answers of {key!r} have no scores of one name; write 'scores', a number for each, or objects of "
             "'response' and 'score'",
         )
-    for name in dict.fromkeys(name for item in items for name in item if item[name] not in (None, *EMPTY)):
-        if name not in (text, score):
-            row.leave(f"{key}.{name}")
+    _note_unread(row, key, items, (text, score))
     sign = _ITEM_SCORES[score]
     values = [item[score] for item in items]
     return [value * sign if _is_number(value) else value for value in values], [item[text] for item in items]
+
+
+def _note_unread(row: Row, key: str, items: Sequence[dict[str, Any]], read: Collection[str]) -> None:
+    """Note the keys of the answers of a list that are not read and not empty everywhere."""
+    for name in dict.fromkeys(name for item in items for name in item):
+        values = [item.get(name) for item in items]
+        if name not in read and any(value not in (None, *EMPTY) for value in values):
+            row.leave(f"{key}.{name}")
+
+
+def _shared_key(items: Sequence[Any], names: Iterable[str]) -> str | None:
+    """Return the first name that all answers have as a key."""
+    if not all(isinstance(item, dict) for item in items):
+        return None
+    return next((name for name in names if all(name in item for item in items)), None)
 
 
 def _is_number(value: Any) -> bool:
@@ -197,16 +225,16 @@ def prompt_of(row: Row, answers: RowAnswers, *, as_chat: bool) -> tuple[str, Sid
         return key, answers.before
     if key is not None:
         return key, side_at(row, key)
-    questions = [key for key in QUESTIONS if row.peek(key) not in (None, "")]
-    if not questions:
+    question = next((key for key in QUESTIONS if row.peek(key) not in (None, "")), None)
+    if question is None:
         return "", None
-    return questions[0], _question(row, questions[0], leaves=as_chat or not isinstance(answers.given, str))
+    return question, _question(row, question, leaves=as_chat or not isinstance(answers.given, str))
 
 
 def _question(row: Row, key: str, *, leaves: bool) -> str:
     """Return the question of a row as a prompt. `leaves`: without what leads to an answer. Raises BadRow."""
-    further = {"instruction": FURTHER, "input": ()}.get(key, FURTHER[:1])
-    parts = [row[name] for name in (key, *further) if row.peek(name) not in (None, "")]
+    names = (key, *_FURTHER.get(key, FURTHER[:1]))
+    parts = [row[name] for name in names if row.peek(name) not in (None, "")]
     for part in parts:
         if not isinstance(part, str):
             raise BadRow(f"bad {key}", f"{key!r} or what belongs to it is {str(part)[:40]!r}; write a text")

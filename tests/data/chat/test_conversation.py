@@ -506,6 +506,7 @@ def test_short_samples_are_dropped_below_min_length(small: ChatTokenizer) -> Non
         ([], "not a JSON object"),
         ({"text": "x"}, "no key 'messages'; the row has 'text'"),
         ({"messages": []}, "at least one message"),
+        ({"messages": 2}, "'messages' is 2; a conversation has at least one message"),
         ({"messages": "x"}, "'messages' is text that is not JSON"),
         ({"messages": '"x"'}, "'messages' is JSON text of a str; write a list"),
         ({"messages": ["x"]}, "message 1 is not an object"),

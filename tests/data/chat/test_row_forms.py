@@ -221,6 +221,10 @@ FAULTS: dict[str, tuple[Rows, dict[str, Any], str]] = {
     "an unknown speaker": (
         [{"conversations": [{"from": "narrator", "value": "a"}]}], {}, r"in.jsonl:1: turn 1 is from 'narrator'",
     ),
+    "a speaker that is no text": (
+        [{"conversations": [{"from": ["gpt"], "value": "a"}]}], {}, r"in.jsonl:1: turn 1 is from \['gpt'\]; the speak",
+    ),
+    "messages that are a number": ([{"messages": 2}], {}, r"in.jsonl:1: 'messages' is 2; a conversation has at least"),
     "a text and a template": ([{"text": "a"}], {}, r"in.jsonl:1: .*--chat-template plain"),
     "another form": ([{"prompt": "a", "completion": "b"}], {"row_format": "alpaca"}, r"in.jsonl:1: .*not of --row-for"),
     "a column that is not there": (

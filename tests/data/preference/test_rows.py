@@ -92,6 +92,8 @@ BAD: dict[str, dict[str, Any]] = {
     "another system": {**SHAREGPT, "system": "Be long."},
     "bad system": {**ULTRA, "system": 3},
     "bad question": {**STACK, "question": ["Why?"]},
+    "missing content": {**ULTRA, "chosen": [user("Why?"), {"role": "assistant", "content": 3}]},
+    "unknown role": {**SHAREGPT, "conversations": [{"from": ["human"], "value": "Why?"}]},
 }
 
 

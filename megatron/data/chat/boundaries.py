@@ -1,0 +1,253 @@
+"""Begin and end of assistant turns in a rendered conversation.
+
+A turn begins at the end of the inference prompt (the messages before it and the generation prompt) and ends at the end
+of the conversation rendered up to this turn. Both follow from renders of parts of the conversation, so they are
+remembered by the layout of the conversation and by the text that the template writes around the message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+from megatron.data.chat.locating import Locator, Render
+from megatron.data.chat.marks import MessageSpan, MessageSpans
+from megatron.data.chat.template import UNCLEAR, Message
+
+_HEADER_END = re.compile(r"[\s>\]:]")
+"""Last character of a header: if a turn has only the beginning of the generation prompt, that is matched up to one."""
+
+_LARGEST_MEMORY = 1 << 14
+"""Number of layouts remembered."""
+
+Key = tuple[Any, ...]
+T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    """Inference prompt of a turn."""
+
+    tail: str | None
+    """Everything after the anchor, the last text before the turn; None if unknown."""
+    added: str
+    """Text that add_generation_prompt adds."""
+
+
+class TurnEnd(NamedTuple):
+    length: int
+    """Characters after the text of the message that belong to its turn."""
+    is_shown: bool
+    """The template shows the end. Else it may be anywhere."""
+
+
+class Remembered(dict[Key, T]):
+    """Values by layout, up to a number of them."""
+
+    def keep(self, key: Key, value: T) -> T:
+        if len(self) < _LARGEST_MEMORY:
+            self[key] = value
+        return value
+
+
+@dataclass
+class Memory:
+    """Boundaries of turns that a template has written."""
+
+    turns: Remembered[tuple[Prompt, TurnEnd]] = field(default_factory=Remembered)
+    ends: Remembered[TurnEnd] = field(default_factory=Remembered)
+    """Those of turns whose begin is marked."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """Text that the model writes for a message."""
+
+    start: int
+    end: int
+    has_start: bool
+    """The inference prompt ends at `start`. Else nothing shows the begin, and `start` is the first text's."""
+    has_end: bool
+    """The turn ends at `end`. Else nothing shows the end."""
+
+
+class Boundaries:
+    """Boundaries of the turns of a conversation."""
+
+    def __init__(self, locator: Locator, spans: MessageSpans, memory: Memory):
+        self._locator, self._spans, self._memory = locator, spans, memory
+        self._template, self._messages, self._text = locator.template, locator.messages, locator.text
+
+    def own_span(self, i: int) -> MessageSpan:
+        """Return the span of message i. Raises TemplateFailure if there is none."""
+        own = self._spans.of[i]
+        if own is None or own.start == own.end:
+            raise self._template.failure(
+                f"leaves out message {i + 1}, or rewrites it beyond recognition; use a template that writes its text",
+                UNCLEAR,
+            )
+        return own
+
+    def turn(self, i: int) -> Turn:
+        """Return what the model writes for message i. Raises TemplateFailure."""
+        own = self.own_span(i)
+        anchor = self._anchor(own)
+        base = anchor.end if anchor else 0
+        later = [span.start for span in self._spans.of[i + 1 :] if span and span.start >= own.end]
+        limit = min(later, default=None)
+        reference = anchor.number if anchor else None
+        key = (i, reference, self._layout, self._text[base : own.start], self._text[own.end : limit])
+        known = self._memory.turns.get(key)
+        if known is None:
+            known = self._memory.turns.keep(key, (self._prompt(i, anchor), self._end(own)))
+        prompt, end = known
+        start, has_start = self._start(base, own, prompt)
+        return Turn(start, own.end + end.length, has_start, end.is_shown)
+
+    def end_before(self, own: MessageSpan, limit: int) -> TurnEnd:
+        """Return the end of a turn, behind which the next message begins at `limit`."""
+        key = (own.number, self._layout, self._text[own.end : limit])
+        known = self._memory.ends.get(key)
+        return self._memory.ends.keep(key, self._end(own)) if known is None else known
+
+    @cached_property
+    def _layout(self) -> Key:
+        """What the template's decisions depend on, beside the text that it writes."""
+        messages = tuple((message["role"], *message.keys()) for message in self._messages)
+        variables = self._locator.variables
+        if not variables:
+            return messages, ()
+        options = {name: value for name, value in variables.items() if name not in ("tools", "documents")}
+        return messages, (*variables, json.dumps(options, sort_keys=True))
+
+    def _anchor(self, own: MessageSpan) -> MessageSpan | None:
+        """Return the earlier message that ends last before this one: the reference point in other renders."""
+        anchor = None
+        for span in self._spans.of[: own.number]:
+            if span is None or span.end > own.start:
+                continue
+            if anchor is None or span.end >= anchor.end:
+                anchor = span
+        return anchor
+
+    # Begin
+
+    def _prompt(self, i: int, anchor: MessageSpan | None) -> Prompt:
+        """Return the inference prompt for message i after the anchor."""
+        render = self._locator.render
+        earlier = self._messages[:i]
+        if earlier:
+            with_prompt, without = render(earlier, True), render(earlier)
+            if with_prompt and without:
+                return Prompt(self._locator.tail(with_prompt, anchor), _added(with_prompt.text, without.text))
+        elif alone := self._prompt_alone():
+            return Prompt(alone, "")
+        # the template refuses the beginning alone; it may accept the whole
+        whole = render(self._messages, True)
+        return Prompt(None, _added(whole.text, self._text) if whole else "")
+
+    def _prompt_alone(self) -> str:
+        """Return the inference prompt without messages if the text begins with it; empty if not."""
+        prompt, empty = self._locator.render([], True), self._locator.render([])
+        if prompt is None or prompt.text == (empty.text if empty else None):
+            return ""
+        return prompt.text if self._text.startswith(prompt.text) else ""
+
+    def _start(self, base: int, own: MessageSpan, prompt: Prompt) -> tuple[int, bool]:
+        """Return the offset at which the model starts to write, and whether the prompt shows it."""
+        if prompt.tail is not None and self._text.startswith(prompt.tail, base):
+            start = base + len(prompt.tail)
+            if start < own.end:
+                return start, True
+            return own.start, False
+        # what comes before is written otherwise by now: the beginning of the generation prompt
+        before = self._text[base : own.start]
+        header = prompt.added.lstrip()
+        length = _end_of_header(before, header)
+        if length is not None:
+            return base + length, True
+        # without a generation prompt, the first turn begins the text
+        return own.start, not header and before.strip() in ("", self._template.bos_token)
+
+    # End
+
+    def _end(self, own: MessageSpan) -> TurnEnd:
+        """Return the end of a turn: that of the conversation up to it, else the next end marker."""
+        rest = self._text[own.end :]
+        upto = self._messages[: own.number + 1]
+        if len(upto) == len(self._messages):
+            tail: str | None = rest
+        else:
+            render = self._locator.render(upto)
+            tail = self._locator.tail(render, own) if render else None
+        common = 0
+        if tail is not None:
+            tail = tail[: self._length_before_lasting_prompt(upto, tail, own)].rstrip()
+            if rest.startswith(tail):
+                return TurnEnd(len(tail), True)
+            common = common_length(tail, rest)
+        # the last turn ends otherwise: only an end marker can show the end of this one
+        markers = self._template.end_marker.finditer(rest)
+        marker = next((marker for marker in markers if marker.end() > common), None)
+        if marker and not rest[common : marker.start()].strip():
+            return TurnEnd(marker.end(), True)
+        return TurnEnd(0, False)
+
+    def _length_before_lasting_prompt(self, upto: Sequence[Message], tail: str, own: MessageSpan) -> int:
+        """Return the length of `tail` that belongs to the turn if a template always writes its generation prompt.
+
+        Such a prompt shows if the text up to a turn is not a prefix of the text with a next turn. The suffix that it
+        shares with the end of every other turn begins with the end-of-turn marker.
+        """
+        render = self._locator.render
+        plain = render(upto)
+        if plain is None or not tail.strip() or not _writes_same(plain, render(upto, True)):
+            return len(tail)
+        followed = render([*upto, {"role": "user", "content": "next"}])
+        rest = self._locator.tail(followed, own) if followed else None
+        if rest is None or rest.startswith(tail.rstrip()):
+            return len(tail)
+        earlier = render(upto[:-1]) if len(upto) > 1 else None
+        shared_end = common_length(earlier.text[::-1], plain.text[::-1]) if earlier else 0
+        begin = max(len(tail) - shared_end, 0)
+        certain = common_length(tail, rest)
+        markers = [marker for marker in self._template.end_marker.finditer(tail, begin) if marker.end() <= certain]
+        is_single_end = len(markers) == 1 and not tail[: markers[0].start()].strip()
+        if is_single_end or len(markers) > 1:
+            return markers[0].end()
+        return min(begin, certain)
+
+
+def _writes_same(first: Render, second: Render | None) -> bool:
+    return second is not None and first.text == second.text
+
+
+def _added(with_prompt: str, without: str) -> str:
+    """Return the generation prompt: the text that a render has after what it shares with the one without it."""
+    return with_prompt[common_length(with_prompt, without) :]
+
+
+def _end_of_header(text: str, header: str) -> int | None:
+    """Return the offset after the longest beginning of a header that occurs in a text, at its last occurrence."""
+    whole = header.rstrip()
+    for size in range(len(header), 0, -1):
+        piece = header[:size]
+        if not piece.strip():
+            return None
+        # a header ends with a whole word or marker
+        is_whole = size == len(header) or piece == whole or _HEADER_END.match(piece[-1])
+        offset = text.rfind(piece) if is_whole else -1
+        if offset >= 0:
+            return offset + size
+    return None
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(i for i in range(length) if first[i] != second[i])
