@@ -1,4 +1,9 @@
-"""BLOOM's byte-level BPE in C++, with the ids of the `tokenizers` library."""
+"""Acceleration of tokenizers: the same ids many times faster, or a refusal.
+
+BLOOM's byte-level BPE is our own, in C++. gigatoken 0.10 reimplements the tokenizers of other libraries, and gives
+their ids for the kinds accepted here. Those for which it was found to silently give other ids are refused by name.
+`check_equal` compares ids on the caller's text.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +52,9 @@ def is_bloom(content: dict[str, Any]) -> bool:
     steps = (content["pre_tokenizer"] or {}).get("pretokenizers", [])
     plain = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]
     model = content["model"]
-    return (
-        plain == PRE_TOKENIZER
-        and content["normalizer"] is None
-        and not model.get("ignore_merges")
-        and all(symbol in model["vocab"] for symbol in byte_symbols())
-    )
+    if plain != PRE_TOKENIZER or content["normalizer"] is not None or model.get("ignore_merges"):
+        return False
+    return model["vocab"].keys() >= {*byte_symbols()}
 
 
 def byte_symbols() -> list[str]:
@@ -81,13 +83,6 @@ def load_bloom(content: dict[str, Any]) -> Callable[[], Callable[[list[str]], To
 
     return load
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Acceleration of tokenizers: the same ids many times faster, or a refusal.
-#
-# gigatoken 0.10 reimplements other libraries' tokenizers. It gives their ids for the kinds accepted here. Those for
-# which it was found to silently give other ids are refused by name. BLOOM's, which it lacks, is in `bloom.py`.
-# `check_equal` compares ids on the caller's text.
 
 # ours -> gigatoken's. Llama 3's pattern is GPT-4's but for white space at the very end of a text, where no vocabulary
 # made with either has a token that could show it.
@@ -168,7 +163,9 @@ class AcceleratedTokenizer:
         return surrounded(self.encode_plain(texts), self._reference.added)
 
     def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
-        left = [i for i, text in enumerate(texts) if self._apart(text)] if self._apart else []
+        left: list[int] = []
+        if self._apart is not None:
+            left = [i for i, text in enumerate(texts) if self._apart(text)]
         if not left:
             return self._encode(list(texts))
         # these texts are encoded as empty ones, and the reference's ids inserted
@@ -189,7 +186,7 @@ class AcceleratedTokenizer:
             inner = self._load()
         try:
             return inner(texts)
-        except Exception as error:  # TypeError for a unpaired surrogate
+        except Exception as error:  # TypeError for an unpaired surrogate
             raise refusal(texts, error) from error
         finally:
             self._idle.append(inner)
@@ -203,32 +200,23 @@ class AcceleratedTokenizer:
 
 def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
     """Return an equivalent of `tokenizer` that encodes faster. Raises NotAccelerated with the reason."""
-    content = _library_json(tokenizer) if isinstance(tokenizer, LibraryTokenizer) else {}
-    if isinstance(tokenizer, LibraryTokenizer) and is_bloom(content):
-        special = any_of([token["content"] for token in content["added_tokens"]])
-        return AcceleratedTokenizer(tokenizer, load_bloom(content), special.search if special else None)
+    content = {}
+    if isinstance(tokenizer, LibraryTokenizer):
+        content = _library_json(tokenizer)
+        if is_bloom(content):
+            special = any_of([token["content"] for token in content["added_tokens"]])
+            return AcceleratedTokenizer(tokenizer, load_bloom(content), special.search if special else None)
     try:
-        import gigatoken
-        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+        import gigatoken._load.sentencepiece  # noqa: F401  its version may lack this part
     except ImportError as error:
         raise NotAccelerated(f"gigatoken cannot be used ({error}); pip install gigatoken") from None
-    from_json = gigatoken.Tokenizer.from_json
     try:
         if isinstance(tokenizer, LibraryTokenizer):
-            _check_for_gigatoken(content)
-            text = orjson.dumps(content).decode()
-            return AcceleratedTokenizer(tokenizer, _loads(lambda: from_json(text)), has_unicode_17_character)
+            return _of_library(tokenizer, content)
         if isinstance(tokenizer, SentencePieceTokenizer):
-            described = json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto))
-            model, apart = _sentencepiece_json(tokenizer, described)
-            search = apart.search if apart else None
-            return AcceleratedTokenizer(tokenizer, _loads(lambda: from_json(model)), search, SENTENCEPIECE_BATCH_BYTES)
+            return _of_sentencepiece(tokenizer)
         if isinstance(tokenizer, TikTokenizer):
-            if tokenizer.pattern not in TIKTOKEN_PATTERNS:
-                raise NotAccelerated(f"gigatoken has no pattern {tokenizer.pattern}")
-            pattern, path, specials = TIKTOKEN_PATTERNS[tokenizer.pattern], tokenizer.path, tokenizer.special_tokens
-            load = _loads(lambda: gigatoken.Tokenizer.from_tiktoken(path, pattern, specials))
-            return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
+            return _of_tiktoken(tokenizer)
     except NotAccelerated:
         raise
     except Exception as error:  # gigatoken raises RuntimeError, ValueError and what its parsers raise
@@ -236,6 +224,34 @@ def accelerate(tokenizer: Tokenizer) -> AcceleratedTokenizer:
             f"gigatoken refuses the model: {' '.join(str(error).split('Location:')[0].split())}"
         ) from None
     raise NotAccelerated(f"gigatoken has no {type(tokenizer).__name__}")
+
+
+def _of_library(tokenizer: LibraryTokenizer, content: dict[str, Any]) -> AcceleratedTokenizer:
+    import gigatoken
+
+    _check_for_gigatoken(content)
+    text = orjson.dumps(content).decode()
+    load = _loads(lambda: gigatoken.Tokenizer.from_json(text))
+    return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
+
+
+def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> AcceleratedTokenizer:
+    import gigatoken
+    from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+
+    text, apart = _sentencepiece_json(tokenizer, json.loads(sentencepiece_to_tokenizer_json(tokenizer.model_proto)))
+    load = _loads(lambda: gigatoken.Tokenizer.from_json(text))
+    return AcceleratedTokenizer(tokenizer, load, apart.search if apart else None, SENTENCEPIECE_BATCH_BYTES)
+
+
+def _of_tiktoken(tokenizer: TikTokenizer) -> AcceleratedTokenizer:
+    import gigatoken
+
+    pattern = TIKTOKEN_PATTERNS.get(tokenizer.pattern)
+    if pattern is None:
+        raise NotAccelerated(f"gigatoken has no pattern {tokenizer.pattern}")
+    load = _loads(lambda: gigatoken.Tokenizer.from_tiktoken(tokenizer.path, pattern, tokenizer.special_tokens))
+    return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
 
 
 def _loads(create: Callable[[], gigatoken.Tokenizer]) -> Callable[[], Encoder]:
@@ -341,22 +357,25 @@ def check_equal(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> 
     """
     expected = reference.encode_batch(texts)
     try:
-        found = fast.encode_batch(texts)
+        actual = fast.encode_batch(texts)
     except Exception as error:
         raise NotAccelerated(f"the accelerated tokenizer refuses text that the reference encodes: {error}") from error
-    if np.array_equal(found.lengths, expected.lengths) and np.array_equal(found.ids, expected.ids):
+    if np.array_equal(actual.lengths, expected.lengths) and np.array_equal(actual.ids, expected.ids):
         return
-    found_ends, expected_ends = np.cumsum(found.lengths), np.cumsum(expected.lengths)
-    for i, text in enumerate(texts):
-        ours = found.ids[found_ends[i] - found.lengths[i] : found_ends[i]]
-        theirs = expected.ids[expected_ends[i] - expected.lengths[i] : expected_ends[i]]
+    for text, ours, theirs in zip(texts, _rows_of(actual), _rows_of(expected), strict=True):
         if not np.array_equal(ours, theirs):
             raise NotAccelerated(_difference(text, ours.tolist(), theirs.tolist()))
     raise AssertionError("batches differ, no text does")
 
 
+def _rows_of(batch: TokenBatch) -> list[NDArray[Any]]:
+    """Return the ids of each text."""
+    return np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+
+
 def _difference(text: str, ours: list[int], theirs: list[int]) -> str:
-    same = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    same = next((k for k, (our, their) in pairs if our != their), min(len(ours), len(theirs)))
     shown = repr(text[:SHOWN_CHARACTERS]) + ("..." if len(text) > SHOWN_CHARACTERS else "")
     return (
         f"ids of the text {shown} differ from token {same} on: {ours[same : same + SHOWN_IDS]}, "

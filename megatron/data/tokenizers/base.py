@@ -143,10 +143,10 @@ def surrounded(batch: TokenBatch, added: Added) -> TokenBatch:
     has_token = lengths > 0
     ends = np.cumsum(lengths)[has_token]
     starts = ends - lengths[has_token]
-    # inserted at one place, the end of a text comes before the start of the next, as np.insert keeps their order
-    places = np.concatenate([np.repeat(ends, len(added.after)), np.repeat(starts, len(added.before))])
+    # inserted at one offset, the end of a text comes before the start of the next, as np.insert keeps their order
+    offsets = np.concatenate([np.repeat(ends, len(added.after)), np.repeat(starts, len(added.before))])
     values = np.concatenate([np.tile(added.after, len(ends)), np.tile(added.before, len(starts))]).astype(ids.dtype)
-    return TokenBatch(np.insert(ids, places, values), lengths + has_token * (len(added.before) + len(added.after)))
+    return TokenBatch(np.insert(ids, offsets, values), lengths + has_token * (len(added.before) + len(added.after)))
 
 
 def option_bytes(name: str, value: object) -> bytes:
@@ -161,11 +161,11 @@ def end_to_end(documents: Sequence[NDArray[Any]], dtype: type[np.integer[Any]]) 
 def refusal(texts: Sequence[str], error: Exception) -> DataError:
     """Return the error for the text that a library refused, in clear words for unpaired surrogates."""
     for text in texts:
-        place = re.search("[\ud800-\udfff]", text)
-        if place:
+        surrogate = re.search("[\ud800-\udfff]", text)
+        if surrogate:
             return DataError(
-                f"character {place.start()} of the text is the unpaired surrogate U+{ord(place[0]):04X}, which is "
-                "half a character; correct the text, or leave it out"
+                f"character {surrogate.start()} of the text is the unpaired surrogate U+{ord(surrogate[0]):04X}, "
+                "which is half a character; correct the text, or leave it out"
             )
     return DataError(f"the text cannot be encoded: {error}")
 
@@ -178,13 +178,12 @@ def unknown_id(ids: Sequence[int], vocab_size: int) -> DataError:
 
 
 def any_of(words: Collection[str]) -> re.Pattern[str] | None:
-    """Return a pattern whose only group is the longest word at the earliest place; None without words."""
-    longest_first = sorted((word for word in words if word), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+    """Return a pattern whose only group is the longest word at the earliest offset; None without words."""
+    longest_first = sorted(filter(None, words), key=len, reverse=True)
+    if not longest_first:
+        return None
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reader of tokenizer files, with hints about files given by mistake.
 
 # How files that are often confused begin, and what they are.
 _KINDS: tuple[tuple[bytes, str], ...] = (
@@ -201,9 +200,10 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
 
 def looks_like(content: bytes, wanted: str) -> str:
     """Return a sentence about what a file that is not `wanted` seems to be; empty if unknown."""
-    known = (kind for start, kind in _KINDS if re.match(start, content[:1000], re.IGNORECASE | re.DOTALL))
-    found = next((kind for kind in known if not kind.startswith(wanted)), None)
-    return f". It looks like {found}" if found else ""
+    for start, kind in _KINDS:
+        if re.match(start, content[:1000], re.IGNORECASE | re.DOTALL) and not kind.startswith(wanted):
+            return f". It looks like {kind}"
+    return ""
 
 
 def read_bytes(path: Path, what: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Tokenizer for text that is already token ids."""
+"""Tokenizers by the names of Megatron's, and the one for text that is already token ids."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class NullTokenizer(IdentifiedTokenizer):
         num_ids = self.vocab_size - 1
         outside = ids[(ids < 0) | (ids >= num_ids)]
         if len(outside):
-            is_eod = ", which is the end-of-document id," if outside[0] == num_ids else ""
-            raise DataError(f"id {outside[0]}{is_eod} is outside vocab_size={num_ids}; enlarge it, or correct the text")
+            what = ", which is the end-of-document id," if outside[0] == num_ids else ""
+            raise DataError(f"id {outside[0]}{what} is outside vocab_size={num_ids}; enlarge it, or correct the text")
         return ids.astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -48,10 +48,6 @@ class NullTokenizer(IdentifiedTokenizer):
     def token_id(self, token: str) -> int | None:
         is_id = token.isdecimal() and len(token) <= len(str(self.vocab_size)) and int(token) < self.vocab_size
         return int(token) if is_id else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Construction of tokenizers by type.
 
 
 class _Type(NamedTuple):
@@ -112,10 +108,8 @@ def build_tokenizer(
         prepends = prepend_bos
     if parse_special_tokens is not None:
         parses = parse_special_tokens
-    for name, value in (
-        ("tiktoken_pattern", tiktoken_pattern),
-        ("tiktoken_num_special_tokens", tiktoken_num_special_tokens),
-    ):
+    of_tiktoken = {"tiktoken_pattern": tiktoken_pattern, "tiktoken_num_special_tokens": tiktoken_num_special_tokens}
+    for name, value in of_tiktoken.items():
         if value is not None and kind != "TikTokenizer":
             raise DataError(f"{name}={value} is for TikTokenizer, not for {tokenizer_type}; leave it out")
     if kind in MODEL_FILES and not tokenizer_model:

@@ -53,8 +53,8 @@ class LibraryTokenizer(IdentifiedTokenizer):
         return text
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._inner.token_to_id(token)
-        return found
+        number: int | None = self._inner.token_to_id(token)
+        return number
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -152,8 +152,8 @@ class HFTokenizer(LibraryTokenizer):
         config_path = file.with_name("tokenizer_config.json")
         eod = _named_token(inner, config_path, "eos_token")
         if eod is None:
-            known = (inner.token_to_id(name) for name in KNOWN_EOD_TOKENS)
-            eod = next((i for i in known if i is not None), None)
+            known = [number for number in map(inner.token_to_id, KNOWN_EOD_TOKENS) if number is not None]
+            eod = known[0] if known else None
         super().__init__("HFTokenizer", (content,), inner, eod, parse_special_tokens)
         self.bos = _named_token(inner, config_path, "bos_token")
         self.template = _template_of(inner, file)
@@ -166,7 +166,8 @@ def _named_token(inner: tokenizers.Tokenizer, config_path: Path, role: str) -> i
     what = "a tokenizer_config.json"
     config = parse_json(config_path, read_bytes(config_path, what), what)
     name = config.get(role) if isinstance(config, dict) else None
-    name = name.get("content") if isinstance(name, dict) else name
+    if isinstance(name, dict):  # an AddedToken, as older versions of transformers write it
+        name = name.get("content")
     if not isinstance(name, str):
         return None
     named: int | None = inner.token_to_id(name)
@@ -183,10 +184,12 @@ def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:
     if inner.post_processor is None:
         return Added()
     # a small vocabulary may have no token for "x"
-    text = next((text for text in ("x", *inner.get_vocab()) if inner.encode(text, add_special_tokens=False).ids), "")
+    texts = ("x", *inner.get_vocab())
+    text = next((text for text in texts if inner.encode(text, add_special_tokens=False).ids), "")
     plain = inner.encode(text, add_special_tokens=False).ids
     full = inner.encode(text, add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            return Added(tuple(full[:start]), tuple(full[start + len(plain) :]))
+        end = start + len(plain)
+        if full[start:end] == plain:
+            return Added(tuple(full[:start]), tuple(full[end:]))
     raise DataError(f"{file} has a post-processor that changes the ids of a text; use one that only adds tokens")

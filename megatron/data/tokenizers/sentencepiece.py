@@ -45,14 +45,16 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
                 f"{path} is not a SentencePiece model, or is truncated; give a .model file{hint}"
             ) from error
         self.vocab_size: int = self._inner.get_piece_size()
-        eos: int = self._inner.eos_id()
-        self.eod = None if eos < 0 else eos
-        bos: int = self._inner.bos_id()
-        self.bos = None if bos < 0 else bos
-        control = {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if self._inner.is_control(i)}
-        self.special_tokens: dict[str, int] = control if parse_special_tokens else {}
+        self.eod = _id_or_none(self._inner.eos_id())
+        self.bos = _id_or_none(self._inner.bos_id())
+        self.special_tokens: dict[str, int] = {}
         """Pieces that are parsed in text."""
+        if parse_special_tokens:
+            self.special_tokens = {self._inner.id_to_piece(number): number for number in self._control_ids()}
         self._special = any_of(self.special_tokens)
+
+    def _control_ids(self) -> list[int]:
+        return [number for number in range(self.vocab_size) if self._inner.is_control(number)]
 
     def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         if self._special is not None:
@@ -64,9 +66,9 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         return end_to_end(documents, np.int32)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
+        """Return the ids of a text with control pieces."""
+        assert self._special is not None
         try:
-            if self._special is None:
-                return self._inner.encode(text, out_type="numpy")
             # text at even indices, control pieces at odd ones
             stretches = self._special.split(text)
             ids = self._inner.encode(stretches[::2], out_type="numpy", num_threads=1)
@@ -85,12 +87,12 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        return super().special_ids.union(filter(self._inner.is_control, range(self.vocab_size)))
+        return super().special_ids.union(self._control_ids())
 
     def token_id(self, token: str) -> int | None:
         # an unknown piece has the id of <unk>
-        found: int = self._inner.piece_to_id(token)
-        return found if self._inner.id_to_piece(found) == token else None
+        number: int = self._inner.piece_to_id(token)
+        return number if self._inner.id_to_piece(number) == token else None
 
     def pieces_beyond_text(self) -> tuple[list[str], list[str]]:
         """Return pieces that text never becomes: the unused ones; and the control, unknown and byte pieces."""
@@ -98,3 +100,8 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         unused = [inner.id_to_piece(i) for i in ids if inner.is_unused(i)]
         reserved = [inner.id_to_piece(i) for i in ids if inner.is_control(i) or inner.is_unknown(i) or inner.is_byte(i)]
         return unused, reserved
+
+
+def _id_or_none(number: int) -> int | None:
+    """Return an id of the model, which has -1 for a piece that it lacks."""
+    return None if number < 0 else number

@@ -202,9 +202,9 @@ def _megatron_vocabulary(
             f"vocab_size={vocab_size}; change one of them"
         )
     if not isinstance(entries, list) or len(entries) < vocab_size - num_special:
-        found = f"{len(entries)} tokens" if isinstance(entries, list) else "no list of tokens"
+        what_it_has = f"{len(entries)} tokens" if isinstance(entries, list) else "no list of tokens"
         raise DataError(
-            f"{path} has {found}; vocab_size={vocab_size} with {num_special} special tokens takes "
+            f"{path} has {what_it_has}; vocab_size={vocab_size} with {num_special} special tokens takes "
             f"{vocab_size - num_special}. Give a smaller vocab_size, or {what}"
         )
     ranks: dict[bytes, int] = {}
