@@ -28,7 +28,7 @@ Key = tuple[Any, ...]
 T = TypeVar("T")
 
 
-class Prompt(NamedTuple):
+class InferencePrompt(NamedTuple):
     """Inference prompt of a turn."""
 
     tail: str | None
@@ -57,7 +57,7 @@ class Remembered(dict[Key, T]):
 class Memory:
     """Boundaries of turns that a template has written."""
 
-    turns: Remembered[tuple[Prompt, TurnEnd]] = field(default_factory=Remembered)
+    turns: Remembered[tuple[InferencePrompt, TurnEnd]] = field(default_factory=Remembered)
     ends: Remembered[TurnEnd] = field(default_factory=Remembered)
     """Those of turns whose begin is marked."""
 
@@ -115,7 +115,7 @@ class Boundaries:
 
     @cached_property
     def _layout(self) -> Key:
-        """What the template's decisions depend on, beside the text that it writes."""
+        """Roles, keys and options: the template decides by them, beside the text that it writes."""
         messages = tuple((message["role"], *message.keys()) for message in self._messages)
         variables = self._locator.variables
         if not variables:
@@ -135,19 +135,19 @@ class Boundaries:
 
     # Begin
 
-    def _prompt(self, i: int, anchor: MessageSpan | None) -> Prompt:
+    def _prompt(self, i: int, anchor: MessageSpan | None) -> InferencePrompt:
         """Return the inference prompt for message i after the anchor."""
         render = self._locator.render
         earlier = self._messages[:i]
         if earlier:
             with_prompt, without = render(earlier, True), render(earlier)
             if with_prompt and without:
-                return Prompt(self._locator.tail(with_prompt, anchor), _added(with_prompt.text, without.text))
+                return InferencePrompt(self._locator.tail(with_prompt, anchor), _added(with_prompt.text, without.text))
         elif alone := self._prompt_alone():
-            return Prompt(alone, "")
+            return InferencePrompt(alone, "")
         # the template refuses the beginning alone; it may accept the whole
         whole = render(self._messages, True)
-        return Prompt(None, _added(whole.text, self._text) if whole else "")
+        return InferencePrompt(None, _added(whole.text, self._text) if whole else "")
 
     def _prompt_alone(self) -> str:
         """Return the inference prompt without messages if the text begins with it; empty if not."""
@@ -156,7 +156,7 @@ class Boundaries:
             return ""
         return prompt.text if self._text.startswith(prompt.text) else ""
 
-    def _start(self, base: int, own: MessageSpan, prompt: Prompt) -> tuple[int, bool]:
+    def _start(self, base: int, own: MessageSpan, prompt: InferencePrompt) -> tuple[int, bool]:
         """Return the offset at which the model starts to write, and whether the prompt shows it."""
         if prompt.tail is not None and self._text.startswith(prompt.tail, base):
             start = base + len(prompt.tail)

@@ -34,7 +34,7 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Form:
-    """How messages are given to a template."""
+    """Form in which messages are given to a template."""
 
     fills_content: bool
     """With an empty content where a message has none."""
@@ -126,7 +126,7 @@ def _is_distorted(message: Message, text: str) -> bool:
     calls = message.get("tool_calls")
     if not calls:
         return False
-    # Jinja escapes for HTML where a template asks for it
+    # Jinja escapes for HTML where a template uses its own filters
     if "&#34;" in text and "&#34;" not in _json(message):
         return True
     return any(_are_distorted(call.get("function", call).get("arguments"), text) for call in calls)

@@ -335,7 +335,7 @@ class ChatTemplate:
             where = f"{source.origin}:{line}" if line else source.origin
             raise DataError(f"chat template {where} is not Jinja: {error}; correct the template") from None
         self._variables: dict[str, Any] = {**self._template.globals, "bos_token": "", "eos_token": "", **tokens}
-        # transformers passes these always, so templates ask whether they are none, not whether they are defined
+        # transformers passes these always, so templates check whether they are none, not whether they are defined
         self._variables |= {"tools": None, "documents": None}
         self.bos_token: str = self._variables["bos_token"]
         eos = self._variables["eos_token"]
