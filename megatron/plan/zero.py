@@ -252,11 +252,12 @@ def _offloaded(config: Config, state: SharedState, share: int, largest: int) -> 
     host += number * (share + largest)
     if accumulated == number:  # partial sums of the microbatches
         host += number * share
+    of_norm = 8 if planned_device(config.parallel.device).has_64_bits else 4
     return replace(
         state,
         gradients=state.gradients + number * largest,
         later_gradients=0,
-        at_reduction=max(state.at_reduction if accumulated != number else 0, 8 * largest),  # its norm, in float64
+        at_reduction=max(state.at_reduction if accumulated != number else 0, of_norm * largest),
         host=host,
     )
 

@@ -103,7 +103,7 @@ def checksum(tensor: Tensor) -> Tensor:
     Sums of the bits over rows and over columns, each with a weight of its own, modulo 2^64: changes that cancel each
     other in one of the two do not in the other.
     """
-    if not device_of(tensor.device.type).has_int64:
+    if not device_of(tensor.device.type).has_64_bits:
         tensor = tensor.cpu()
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     rows = bits.numel() // COLUMNS

@@ -165,8 +165,9 @@ class Device:
     pointwise: Literal["eager", "compiled", "habana"] = "compiled"
     """Form of the pointwise operators that `kernels=auto` takes."""
     has_fp8: bool = False
-    has_int64: bool = True
-    """int64 has all its bits. Elsewhere it has those of int32, and what needs more is computed by the host."""
+    has_64_bits: bool = True
+    """int64 and float64 have all their bits; elsewhere those of int32 and float32, and the host computes what needs
+    more."""
     has_linear_algebra: bool = False
     """It computes singular values; elsewhere the host does."""
     fuses_adam: bool = False

@@ -254,6 +254,7 @@ HPU = Device(
     stores_scores=True,
     pointwise="habana",
     has_fp8=True,
-    has_int64=False,  # in lazy mode, unless PT_ENABLE_INT64_SUPPORT=1: scripts/env_flags.yaml of the bridge
+    # float64 never, int64 in lazy mode if PT_ENABLE_INT64_SUPPORT=1: scripts/env_flags.yaml of the bridge
+    has_64_bits=False,
     adamw=_adamw,
 )

@@ -16,6 +16,7 @@ from megatron.parallel.operators import fp8
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
 from megatron.runtime.accelerator import quiet
+from megatron.runtime.devices import device_of
 from megatron.tasks.task import Task
 from megatron.training.deepspeed import releases
 from megatron.training.deepspeed.config import deepspeed_config
@@ -82,6 +83,7 @@ def _build_deepspeed(
 ) -> Any:
     """Return DeepSpeed's engine, its seams checked and replaced."""
     releases.import_muon_uncompiled()
+    releases.sum_norms_as_it_can(device_of(ctx.device.type))
     if config.uses_own_schedule:
         engine: Any = PipelineExecutor(config.parallel.schedule, ctx, model, optimizer, settings)
         releases.set_garbage_collection(engine)

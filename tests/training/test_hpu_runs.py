@@ -38,3 +38,30 @@ def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, hpu_ranks: RankPool
     assert calls["mark_step"] == STEPS * (2 * MICROBATCHES + 1 + groups + 1)
     assert calls["synchronize"] == 0  # beside the one read of loss and norm a step
     assert calls["shapes of FusedSDPA"] == 1  # a graph is compiled for each
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-stage 1 --check-replicas-interval 1 --verify-checkpoint",
+        "--zero-stage 2 --offload-optimizer",
+        "--zero-stage 3 --check-replicas-interval 1",
+    ],
+)
+def test_no_part_of_a_run_needs_float64_or_more_than_32_bits(
+    ranks: RankPools, hpu_ranks: RankPools, tmp_path: Path, flags: str
+) -> None:
+    """Which the device lacks: norms of ZeRO, and comparisons of the ranks' copies."""
+    flags += (
+        f" --data-path {write_dataset(tmp_path / 'data')} {LLAMA} --train-iters {STEPS} --split 1,0,0 --adam-eps 1e-12"
+    )
+    assert ranks(2)(train_on_cpu, f"{flags} --results-dir {tmp_path / 'cpu'}") == [("", [])] * 2
+    flags += f" --device hpu --results-dir {tmp_path / 'hpu'} --save {tmp_path / 'saved'}"
+    found = hpu_ranks(2)(devices.train, flags)
+    assert [fault for fault, *_ in found] == ["", ""]
+    losses, norms = (
+        [[row[name] for row in rows(tmp_path / folder)] for folder in ("cpu", "hpu")]
+        for name in ("lm_loss", "grad_norm")
+    )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)

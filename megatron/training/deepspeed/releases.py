@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from torch import Tensor
 
 from megatron.options.config import ConfigError
+from megatron.runtime.device import Device
 
 RELEASES = "0.19.8, or the fork 0.16.1 of the Gaudi software"
 NEVER = 2**62
@@ -102,6 +104,12 @@ def scaled(loss: Tensor, optimizer: Any) -> Tensor:
 def _release() -> tuple[int, ...]:
     """Return major and minor release."""
     return tuple(int(part) for part in deepspeed.__version__.split(".")[:2])
+
+
+def sum_norms_as_it_can(device: Device) -> None:
+    """Let upstream sum norms of gradients in float32 where there is no float64, of which it knows for Apple's alone."""
+    if not device.has_64_bits:
+        get_accelerator().is_fp64_supported = lambda: False
 
 
 def import_muon_uncompiled() -> None:
