@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.runtime.commands import FAILED
+from megatron.runtime.network import bound_socket
 from tests.launch.endings import Trials
 from tests.ranks import free_port
 
@@ -149,13 +150,16 @@ def test_every_five_milliseconds_of_a_run(
     after, span_ms, restarts, fails, slow_end = PHASES[phase]
 
     def disturbed(at_ms: int) -> bool:
-        two: dict[str, Any] = {"nodes": nodes, "rendezvous": f"127.0.0.1:{free_port()}"} if nodes > 1 else {}
         flags = ["--fail"] if fails else []
         trial = pool.get()
-        try:
-            came = trial(after, at_ms / 1000, what, number, *flags, slow_end=slow_end, max_restarts=restarts, **two)
-        finally:
-            pool.put(trial)
+        # bound until the trial ends, or another program might take the port before the first node listens there
+        with bound_socket("127.0.0.1", free_port()) as held:
+            endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+            two: dict[str, Any] = {"nodes": nodes, "rendezvous": endpoint} if nodes > 1 else {}
+            try:
+                came = trial(after, at_ms / 1000, what, number, *flags, slow_end=slow_end, max_restarts=restarts, **two)
+            finally:
+                pool.put(trial)
         try:
             check(came, what=what, number=number, restarts=restarts, fails=fails)
         except AssertionError as error:
