@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import runs
 
@@ -92,6 +93,24 @@ def test_the_example_of_a_family_refuses_what_it_does_not_support(extensions: Pa
     done = python(extensions, "-m", "megatron.train", *words.split(), "--architecture", "my_family:FAMILY")
     assert done.returncode == 2
     assert "position_embedding_type=alibi is not supported by my_family; use rope or learned" in done.stderr
+
+
+def test_a_family_from_outside_adds_named_loss_terms(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "training" / "routed_family.py", tmp_path / "my_router.py")
+    runs.write_dataset(tmp_path / "text")
+    words = f"{runs.TINY} --data-path text --train-iters 4 --position-embedding-type rope --results-dir out"
+    words += " --architecture my_router:FAMILY --log-format full"
+    done = python(tmp_path, "-m", "megatron.train", *words.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    train, valid = runs.rows(tmp_path / "out"), runs.rows(tmp_path / "out", "valid")
+    assert set(train[0]["metrics"]) == set(valid[0]["metrics"]) == {"balance", "z_loss", "highest", "routed", "entropy"}
+    first = re.search(r"lm loss: (\S+) \| balance: (\S+) \| z_loss: (\S+) \| highest: ", done.stdout)
+    assert first is not None, done.stdout
+    assert float(first[2]) == pytest.approx(train[0]["metrics"]["balance"], rel=1e-5)
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+    written = [event.value for event in events.Scalars("metrics-training/balance")]
+    assert written == pytest.approx([row["metrics"]["balance"] for row in train], rel=1e-6)
+    assert len(events.Scalars("metrics-validation/z_loss validation")) == len(valid)
 
 
 def test_the_example_of_a_device_is_refused_by_name_where_it_is_missing(tmp_path: Path) -> None:

@@ -43,6 +43,17 @@ class Packing:
     positions_BS: Tensor
     starts_BS: Tensor
 
+    @property
+    def is_token_BS(self) -> Tensor:
+        """True but for padding: what sees itself alone at the end of a row, as a last document of one token does."""
+        sees_others_BS = self.starts_BS != torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device)
+        return sees_others_BS.int().flip(1).cummax(1).values.flip(1).bool()
+
+    def weights_SB(self, num_rows: int, ctx: ParallelContext) -> Tensor:
+        """Return 1 for each token, 0 for padding, of this rank's rows of the residual stream: [rows, B] float32."""
+        first = ctx.tensor_rank * num_rows if ctx.sequence_parallel else 0
+        return self.is_token_BS.t()[first : first + num_rows].float()
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Positions

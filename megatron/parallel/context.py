@@ -231,6 +231,16 @@ class ParallelContext(Layout):
         dist.broadcast(received, src=0, group=self.control_group)
         return plain_data.decode(bytes(content))
 
+    def from_first_stage(self, number: float) -> float:
+        """Return the number of this pipeline's first stage, on every stage. Collective in the pipeline."""
+        if self.num_stages == 1:
+            return number
+        import torch.distributed as dist
+
+        tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
+        dist.broadcast(tensor, src=self.grid.stage_to_global(stage_id=0), group=self.grid.get_pipe_parallel_group())
+        return float(tensor.item())
+
     def sum_over_batch_ranks(self, number: float) -> float:
         """Sum over the ranks of batch_group. Collective in that group."""
         if self.batch_group is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from megatron.parallel.rng import RandomStreams
 
 Job = tuple[list[Tensor], Callable[[], list[Tensor]]]
 """Parameters, and what computes their gradients."""
+Sums = tuple[Tensor, Tensor | float]
+"""Sum and weight of a number over the tokens of a microbatch."""
 
 
 class DeferredGradients:
@@ -85,6 +87,76 @@ class Fp8Passes:
         return call
 
 
+class _Joined(torch.autograd.Function):
+    """A hidden state, whose backward pass begins that of a loss term too."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, term: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.gradient, None
+
+
+class LayerTerms:
+    """Loss terms and metrics of layers, as they declare them (`LayerDeclaration.loss_terms`, `metrics`).
+
+    Their gradient joins the main loss's where the layer stands, so no stage sends a term to another; their values go to
+    the engine, which adds them up over the step.
+    """
+
+    def __init__(self) -> None:
+        self._record: Callable[[Mapping[str, Sums]], None] | None = None
+        self._coefficients: Mapping[str, float] = {}
+        self._gradient: Tensor | None = None
+
+    @contextlib.contextmanager
+    def recorded(
+        self, record: Callable[[Mapping[str, Sums]], None], coefficients: Mapping[str, float], gradient: Tensor
+    ) -> Iterator[None]:
+        """Within it have the layers' values recorded, and `gradient`, a scalar, as that of the terms' weighed sum.
+
+        Outside of it, as in generation, `add` does nothing.
+        """
+        self._record, self._coefficients, self._gradient = record, coefficients, gradient
+        try:
+            yield
+        finally:
+            self._record = self._gradient = None
+
+    # values are recorded in a list of the host's, of which a compiled graph would know nothing
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def add(
+        self,
+        hidden: Tensor,
+        losses: Mapping[str, Tensor],
+        metrics: Mapping[str, Sums] | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return `hidden`, whose gradient is joined by that of a layer's loss terms.
+
+        `losses`: float32 loss of each token [rows, B] of the residual stream that this rank holds, alike on
+        tensor-parallel ranks that hold the same; `weights` [rows, B]: 0 for padding (`Packing.weights_SB`), None: no
+        padding. The term is their mean over the tokens of the global batch, times its coefficient; those of several
+        layers are added. `metrics`: sum and weight of each, as in tasks/loss_result.py.
+        """
+        if self._record is None:
+            return hidden
+        count: Tensor | float = float(hidden.shape[0] * hidden.shape[1]) if weights is None else weights.sum()
+        totals = {name: (loss if weights is None else loss * weights).sum() for name, loss in losses.items()}
+        with torch.no_grad():
+            self._record({**{name: (total, count) for name, total in totals.items()}, **(metrics or {})})
+        if not (torch.is_grad_enabled() and totals):
+            return hidden
+        term = torch.stack([self._coefficients[name] * total for name, total in totals.items()]).sum()
+        if not term.requires_grad:  # a frozen router, over frozen layers
+            return hidden
+        joined: Tensor = _Joined.apply(hidden, term, self._gradient)
+        return joined
+
+
 class AdapterSwitch:
     """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
 
@@ -112,5 +184,7 @@ class PassState:
     fp8: Fp8Passes = field(default_factory=Fp8Passes)
     clock: StepClock = field(default_factory=StepClock)
     """Times of what this rank computed itself in its last steps."""
+    terms: LayerTerms = field(default_factory=LayerTerms)
+    """Loss terms and metrics that layers add."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""

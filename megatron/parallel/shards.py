@@ -193,6 +193,8 @@ class LayerDeclaration:
     module with tied weights; `project` is called in place of the module where a pipeline ends with it.
     `methods` compute linear layers otherwise than dense, by prefix. `dropouts` counts those over the residual stream;
     `keeps_output`: what the layer returns is kept by the one after it.
+    `loss_terms`: coefficients of the terms that it adds to the loss; `metrics`: reductions (mean, sum, max) of the
+    numbers that it reports beside. Both by name; the module passes the values to `LayerTerms.add` (pass_state.py).
     """
 
     name: str
@@ -202,6 +204,8 @@ class LayerDeclaration:
     methods: Mapping[str, DeclaresShards] = field(default_factory=dict)
     dropouts: int = 0
     keeps_output: bool = False
+    loss_terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unclear = [name for name, shard in self.shards.items() if shard.dim is None and shard.used_on is None]

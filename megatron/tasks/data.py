@@ -39,6 +39,16 @@ class Microbatch:
     """Another one, over which `Objective.before_step` has forward passes made."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the input, without padding."""
+        if not isinstance(self.inputs, tuple):
+            return self.num_positions
+        from megatron.models.attention import Packing
+
+        _, positions, starts = self.inputs
+        return int(Packing(positions, starts).is_token_BS.sum())
+
+    @property
     def num_positions(self) -> int:
         """Rows times length of the input."""
         tensor = self.inputs[0] if isinstance(self.inputs, tuple) else self.inputs

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.runtime.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "max")
@@ -42,14 +43,44 @@ class LossResult:
 
 @dataclasses.dataclass(frozen=True)
 class MetricTable:
-    """The metrics of a task, and the arithmetic of their sums and weights, float32 [metrics, 2] in this order."""
+    """Metrics, and the arithmetic of their sums and weights, float32 [metrics, 2] in this order."""
 
     names: tuple[str, ...]
     reductions: tuple[str, ...]
 
+    def __add__(self, other: MetricTable) -> MetricTable:
+        """Return the table of the rows of both. Raises LossError for a name in both."""
+        if twice := set(self.names) & set(other.names):
+            raise LossError(f"metric {min(twice)!r} is declared by the loss and by a layer; rename one")
+        return MetricTable(self.names + other.names, self.reductions + other.reductions)
+
     @property
     def _maxima(self) -> list[int]:
         return [row for row, reduction in enumerate(self.reductions) if reduction == "max"]
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """Return the rows of no values, which change no others that they are joined to."""
+        import torch
+
+        rows = torch.zeros((len(self.names), 2), dtype=torch.float32, device=device)
+        rows[self._maxima, 0] = -math.inf
+        return rows
+
+    def rows(self, values: Mapping[str, tuple[Tensor | float, Tensor | float]], device: torch.device) -> Tensor:
+        """Return these values, some or all of the metrics, as rows."""
+        import torch
+
+        # numbers of the host without a wait for the device, which `as_tensor` has if it is given one
+        given = {
+            name: [torch.as_tensor(n, dtype=torch.float32).to(device, non_blocking=True) for n in pair]
+            for name, pair in values.items()
+        }
+        if len(given) == len(self.names):
+            return torch.stack([number for name in self.names for number in given[name]]).view(-1, 2)
+        rows = self.nothing(device)
+        for name, pair in given.items():
+            rows[self.names.index(name)] = torch.stack(pair)
+        return rows
 
     def joined(self, one: Tensor | None, other: Tensor | None) -> Tensor | None:
         """Return the sums of both; None: of nothing."""
@@ -60,13 +91,13 @@ class MetricTable:
             total[rows, 0] = one[rows, 0].maximum(other[rows, 0])
         return total
 
-    def over_ranks(self, sums: Tensor | None, zeros: Tensor, reduce: Callable[[Tensor, bool], None]) -> list[float]:
-        """Return the metrics over all ranks. `reduce` adds up over ranks in place, or with True takes the largest.
+    def over_ranks(self, sums: Tensor, reduce: Callable[[Tensor, bool], None]) -> list[float]:
+        """Return the metrics over all ranks from each rank's sums; `nothing` of a rank that has none.
 
-        `sums`: None on a rank that has none, or whose numbers another rank has too. `zeros` [metrics, 2] is written.
+        `reduce` adds up over ranks in place, or with True takes the largest.
         """
-        total, rows = zeros if sums is None else zeros + sums, self._maxima
-        largest = total[rows, 0] if sums is not None else total[rows, 0] - math.inf
+        total, rows = sums.clone(), self._maxima
+        largest = total[rows, 0]
         if rows:
             reduce(largest, True)
             total[rows, 0] = 0.0

@@ -15,6 +15,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import fp8
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters
+from megatron.plan.flops import declared_layers
 from megatron.runtime.accelerator import quiet
 from megatron.runtime.devices import device_of
 from megatron.tasks.task import Task
@@ -45,7 +46,7 @@ def build_engine(
     the model and its optimizer.
     """
     settings = releases.adapted(deepspeed_config(config, ctx))
-    losses, evaluates = StepLosses(task.objective, ctx), config.training.skip_train
+    losses, evaluates = StepLosses(task.objective, ctx, declared_layers(config)), config.training.skip_train
     with quiet():
         model = _build_model(config, ctx, losses, task, settings)
         if not will_restore:

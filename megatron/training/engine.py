@@ -54,11 +54,16 @@ class StepResult:
     microbatch_losses: Sequence[Tensor] = ()
     """Losses of this rank's microbatches; none on inner stages."""
     metrics: Tensor | None = None
-    """Sums and weights of the task's metrics on this rank: input of `Engine.read_metrics`."""
+    """Sums and weights of the metrics on this rank, in rows of `Engine.metric_table`: input of `read_metrics`."""
+
+    @property
+    def layer_loss(self) -> float:
+        """Sum of the layers' own loss terms, weighed: optimised with `loss`, and not in it."""
+        return 0.0 if self.observation is None else self.observation.layer_loss
 
     @property
     def is_finite(self) -> bool:
-        """Loss and gradient are finite."""
+        """Loss, terms of layers and gradient are finite."""
         return self.observation is not None and self.observation.is_finite
 
 
@@ -88,6 +93,7 @@ class Engine(ABC):
     ) -> None:
         self.deepspeed, self.config, self.ctx = engine, config, ctx
         self._task, self._losses = task, losses
+        self.metric_table = losses.table
         self._num_microbatches = 0  # set by the first step
         self._passes = 0
         """Microbatches of the step or evaluation under way."""
@@ -167,7 +173,8 @@ class Engine(ABC):
         skipped_before = self.deepspeed.skipped_steps
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
-        with ctx.state.checks.step(), self._task.objective.naming_faults():
+        terms = self._losses.layer_terms(self.loss_scale)
+        with ctx.state.checks.step(), self._task.objective.naming_faults(), terms:
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         refused = observation is not None and not observation.is_applied
@@ -207,7 +214,8 @@ class Engine(ABC):
         self._passes = num_microbatches
         microbatches = self._task.objective.before_step(microbatches, self.forward, self.ctx)
         normaliser = self._begin(microbatches)
-        loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
+        with self._losses.layer_terms():
+            loss = self._evaluate([(batch.inputs, batch.targets) for batch in microbatches], num_microbatches)
         return Evaluation(loss, normaliser, self._losses.metrics)
 
     @property
@@ -281,15 +289,26 @@ class Engine(ABC):
             total = self.ctx.sum_over_batch_ranks(own)
         else:
             total = own * self.ctx.num_batch_ranks
-        self._losses.begin_step(len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0))
+        scale = len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0)
+        if self._losses.coefficients:
+            self._losses.begin_step(scale, self._count_tokens(microbatches))
+        else:
+            self._losses.begin_step(scale)
         return total
 
+    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> float:
+        """Return the tokens of the global batch, on inner stages too, which read none. Collective."""
+        own = float(sum(batch.num_tokens for batch in microbatches))
+        if self.reads_data:
+            own = self.ctx.sum_over_batch_ranks(own)
+        return max(1.0, self.ctx.from_first_stage(own))
+
     def read_metrics(self, sums: Tensor | None) -> dict[str, float]:
-        """Return the task's metrics over all ranks from each rank's sums. Collective if the task declares metrics.
+        """Return the metrics over all ranks from each rank's sums. Collective if the task or a layer declares metrics.
 
         A metric without weight is NaN.
         """
-        table = self._task.objective.metric_table
+        table = self.metric_table
         if not table.names:
             return {}
 
@@ -297,9 +316,8 @@ class Engine(ABC):
             if self.ctx.world_size > 1:
                 dist.all_reduce(numbers, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
 
-        own = sums if self.ctx.tensor_rank == 0 else None  # tensor-parallel ranks hold equal sums
-        zeros = torch.zeros((len(table.names), 2), dtype=torch.float32, device=self.ctx.device)
-        return dict(zip(table.names, table.over_ranks(own, zeros, reduce), strict=True))
+        own = table.nothing(self.ctx.device) if sums is None else sums
+        return dict(zip(table.names, table.over_ranks(own, reduce), strict=True))
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:

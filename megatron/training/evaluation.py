@@ -67,7 +67,7 @@ class Evaluator:
                 if evaluated is None:
                     return None
                 evaluations[name] = evaluated
-        whole = mean_of(list(evaluations.values()), sets.weights, self.task.objective.metric_table)
+        whole = mean_of(list(evaluations.values()), sets.weights, self.engine.metric_table)
         losses = {}
         if sets is dataset:
             for name, each in evaluations.items():
@@ -158,7 +158,7 @@ def evaluate(
         losses.append(batch.loss)
         normalisers.append(batch.normaliser)
         consumed_samples += size
-        metrics = task.objective.metric_table.joined(metrics, batch.metrics)
+        metrics = engine.metric_table.joined(metrics, batch.metrics)
     means = torch.stack(losses).flatten().tolist() if losses else []  # one wait for the device
     total = sum(mean * weight for mean, weight in zip(means, normalisers, strict=True))
     normaliser = sum(normalisers, 0.0)

@@ -231,7 +231,8 @@ def _badness(suspect: Suspect) -> float:
 
 def _not_finite(result: StepResult, origin: FaultOrigin | None) -> str:
     norm = math.inf if result.observation is None else result.observation.grad_norm
-    return f"loss {result.loss:.4g} or gradient (norm {norm:.4g}) is not finite; {origin}"
+    of_layers = f", loss terms of layers {result.layer_loss:.4g}" if result.layer_loss else ""
+    return f"loss {result.loss:.4g}{of_layers} or gradient (norm {norm:.4g}) is not finite; {origin}"
 
 
 def _ranges(samples: list[tuple[int, int]]) -> str:

@@ -58,7 +58,7 @@ class Interval:
         self.steps = self._nan_steps = 0
         self._loss = 0.0
         self.metrics: Tensor | None = None
-        """Sums and weights of the task's metrics on this rank over the finite steps."""
+        """Sums and weights of the metrics on this rank over the finite steps."""
         self._began_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
@@ -127,7 +127,7 @@ class Loop:
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,
         )
-        self._interval = Interval(self.task.objective.metric_table)
+        self._interval = Interval(self.engine.metric_table)
         self._fallbacks: set[str] = set()
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it

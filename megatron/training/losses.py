@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron.options.config import GuardConfig
+from megatron.options.config import ConfigError, GuardConfig
 from megatron.options.progress import Progress, RunningEstimate
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.finite_checks import LOSS
-from megatron.tasks.loss_result import LossError, LossResult
+from megatron.parallel.finite_checks import BACKWARD, COMPUTED, LOSS
+from megatron.parallel.pass_state import Sums
+from megatron.parallel.shards import LayerDeclaration
+from megatron.tasks.loss_result import LossError, LossResult, MetricTable
 from megatron.tasks.objective import Objective, OfOutputs
+
+T = TypeVar("T")
 
 
 # Two numbers each for loss and norm, with an outlier cut off at its limit, are saved as JSON and restored exactly.
@@ -56,22 +60,83 @@ class SpikeDetector:
 class StepLosses:
     """The loss function that an engine calls for each microbatch; it keeps the losses and adds up the metrics.
 
-    Everything stays on the device. Ranks without the last pipeline stage never call it.
+    So it does with the loss terms and metrics of `layers`, those of the whole model. Everything stays on the device.
+    Ranks without the last pipeline stage never call it as the loss function.
     """
 
-    def __init__(self, objective: Objective, ctx: ParallelContext) -> None:
+    def __init__(self, objective: Objective, ctx: ParallelContext, layers: Sequence[LayerDeclaration] = ()) -> None:
         self._objective, self._ctx = objective, ctx
+        self._of_layers, self.coefficients = _declared(layers)
+        self.table = objective.metric_table + self._of_layers
+        """The task's metrics, then the layers' terms and metrics."""
         self.begin_step(1.0)
 
-    def begin_step(self, scale: float) -> None:
-        """Forget the previous step. `scale` multiplies the weight of every single loss."""
-        self._scale = scale
+    def begin_step(self, scale: float, num_tokens: float = 1.0) -> None:
+        """Forget the previous step. `scale` multiplies the weight of every single loss.
+
+        `num_tokens`: those of the global batch, by which the layers' terms are divided.
+        """
+        self._scale, self._num_tokens = scale, num_tokens
         self.values: list[Tensor] = []
         """The loss of each microbatch."""
-        self.metrics: Tensor | None = None
-        """[number of metrics, 2]: sum and weight of each metric of the task; None before the first microbatch."""
+        self._loss_metrics: Tensor | None = None
+        self._layer_metrics: Tensor | None = None
         self._of_outputs: OfOutputs | None = None
         self._results: list[Tensor] = []
+
+    @property
+    def metrics(self) -> Tensor | None:
+        """Rows of `table`: sums and weights that this rank adds to those of all; None: nothing."""
+        ctx = self._ctx
+        # the residual stream, and so what layers compute of it, is alike on tensor-parallel ranks unless they share it
+        of_loss = self._loss_metrics if ctx.tensor_rank == 0 else None
+        of_layers = self._layer_metrics if ctx.tensor_rank == 0 or ctx.sequence_parallel else None
+        if of_loss is None and of_layers is None:
+            return None
+        if of_loss is None:
+            of_loss = self._objective.metric_table.nothing(ctx.device)
+        if of_layers is None:
+            of_layers = self._of_layers.nothing(ctx.device)
+        return torch.cat([of_loss, of_layers])
+
+    def layer_loss(self) -> Tensor | None:
+        """Return the weighed terms of this rank's layers so far, as the loss of the global batch has them."""
+        if self._layer_metrics is None:
+            return None
+        # the terms are the first rows; numbers of the host are multiplied without a wait for the device
+        terms = zip(self.coefficients.values(), self._layer_metrics[:, 0], strict=False)
+        weighed = torch.stack([coefficient * term for coefficient, term in terms]).sum()
+        return weighed / self._num_tokens
+
+    def layer_terms(self, loss_scale: float = 1.0) -> contextlib.AbstractContextManager[None]:
+        """Within it record the layers' terms and metrics, and differentiate the terms with the loss."""
+        if not self._of_layers.names:
+            return contextlib.nullcontext()
+        # DeepSpeed takes the mean over data-parallel ranks. It divides the loss by the number of microbatches, but not
+        # what joins its gradient on the way
+        gradient = torch.tensor(self._ctx.grad_size * loss_scale / self._num_tokens)
+        gradient = gradient.to(self._ctx.device, non_blocking=True)
+        return self._ctx.state.terms.recorded(self._add_of_layer, self.coefficients, gradient)
+
+    def _add_of_layer(self, values: Mapping[str, Sums]) -> None:
+        checks = self._ctx.state.checks
+        if checks.place.direction == BACKWARD:
+            return  # computed again; its values are known
+        rows = self._of_layers.rows(values, self._ctx.device)
+        checks.whole(rows[: len(self.coefficients), 0], COMPUTED)
+        self._layer_metrics = self._of_layers.joined(self._layer_metrics, rows)
+
+    def of_layers(self, forward: Callable[[], T]) -> tuple[T, Tensor | None]:
+        """Return what `forward` returns, and apart from earlier ones the rows that its layers have recorded."""
+        before, self._layer_metrics = self._layer_metrics, None
+        try:
+            return forward(), self._layer_metrics
+        finally:
+            self._layer_metrics = before
+
+    def join_of_layers(self, rows: Tensor | None) -> None:
+        """Add rows that `of_layers` has returned."""
+        self._layer_metrics = self._of_layers.joined(self._layer_metrics, rows)
 
     @contextlib.contextmanager
     def collect(self, of_outputs: OfOutputs) -> Iterator[list[Tensor]]:
@@ -109,9 +174,25 @@ class StepLosses:
                 f"the loss of {type(self._objective).__name__} returns the metrics {sorted(result.metrics)}, but it "
                 f"declares {sorted(self._objective.metrics)}; make them equal"
             )
-        device = result.total.device
-        numbers = [number for name in self._objective.metrics for number in result.metrics[name]]
-        # numbers of the host without a wait for the device, which `as_tensor` has if it is given one
-        parts = [torch.as_tensor(n, dtype=torch.float32).to(device, non_blocking=True) for n in numbers]
-        sums = torch.stack(parts).view(-1, 2)
-        self.metrics = self._objective.metric_table.joined(self.metrics, sums)
+        table = self._objective.metric_table
+        self._loss_metrics = table.joined(self._loss_metrics, table.rows(result.metrics, result.total.device))
+
+
+def _declared(layers: Sequence[LayerDeclaration]) -> tuple[MetricTable, dict[str, float]]:
+    """Return the table of the layers' terms, the first rows, and metrics; and the coefficients of the terms.
+
+    Raises ConfigError where layers differ in what they declare under one name.
+    """
+    coefficients: dict[str, float] = {}
+    reductions: dict[str, str] = {}
+    for layer in layers:
+        _join(coefficients, layer.loss_terms, layer.name)
+        _join(reductions, layer.metrics, layer.name)
+    terms = MetricTable(tuple(coefficients), ("mean",) * len(coefficients))
+    return terms + MetricTable(tuple(reductions), tuple(reductions.values())), coefficients
+
+
+def _join(declared: dict[str, T], own: Mapping[str, T], layer: str) -> None:
+    for name, value in own.items():
+        if declared.setdefault(name, value) != value:
+            raise ConfigError([f"{layer} declares {name}={value}, an earlier layer {declared[name]}; make them equal"])

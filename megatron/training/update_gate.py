@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ class Observation:
     """The optimizer updates."""
     is_stop_seen: bool = False
     """Some rank saw a reason to stop the run."""
+    layer_loss: float = 0.0
+    """Sum of the layers' own loss terms, weighed: optimised with `loss`, and not in it."""
 
 
 class UpdateGate:
@@ -99,13 +101,15 @@ class UpdateGate:
             norm = self._state.gradient_norm()
             norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=self._ctx.device)
             facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
-        mean_loss, grad_norm, num_bad, num_stops = facts.read()
-        is_finite, is_stop_seen = not num_bad and math.isfinite(grad_norm), num_stops > 0
+        mean_loss, grad_norm, num_bad, num_stops, *of_layers = facts.read()
+        is_finite = not num_bad and math.isfinite(grad_norm)
+        seen = Observation(mean_loss, grad_norm, is_finite, is_stop_seen=num_stops > 0, layer_loss=sum(of_layers))
         if not is_finite or self.refuses_all:
-            return Observation(mean_loss, grad_norm, is_finite, is_applied=False, is_stop_seen=is_stop_seen)
-        spikes = () if self._detector is None else self._detector.find(mean_loss, grad_norm)
-        is_applied = not spikes or self._detector is None or not self._detector.refuses_spikes
-        return Observation(mean_loss, grad_norm, True, spikes, is_applied, is_stop_seen)
+            return replace(seen, is_applied=False)
+        if self._detector is None:
+            return seen
+        spikes = self._detector.find(mean_loss, grad_norm)
+        return replace(seen, spikes=spikes, is_applied=not (spikes and self._detector.refuses_spikes))
 
     def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
         """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
@@ -114,16 +118,21 @@ class UpdateGate:
         All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
         the sizes already.
         """
-        ctx = self._ctx
-        sums = torch.zeros(4, dtype=torch.float32)
+        ctx, losses = self._ctx, self._losses
+        # a fifth number for every model would let gloo add up the others in another order
+        sums = torch.zeros(5 if losses.coefficients else 4, dtype=torch.float32)
         sums[3] = self.sees_stop()
         sums = sums.to(ctx.device, non_blocking=True)
         seen = [size.view(1)]
-        if self._losses.values:
-            loss = torch.stack(self._losses.values).float().mean()
+        if losses.values:
+            loss = torch.stack(losses.values).float().mean()
             seen.append(loss.view(1))
             if ctx.tensor_rank == 0:
                 sums[0] = loss / ctx.grad_size
+        if (of_layers := losses.layer_loss()) is not None:
+            seen.append(of_layers.view(1))
+            if ctx.tensor_rank == 0 or ctx.sequence_parallel:
+                sums[4] = of_layers
         if ctx.rank == 0 or not is_everyones:
             sums[1] = size
         if uncounted:

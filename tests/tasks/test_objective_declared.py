@@ -219,8 +219,11 @@ def test_sums_and_maxima_are_joined_as_they_are_declared() -> None:
     one, other = torch.tensor([[6.0, 2], [3, 1], [-5, 4]]), torch.tensor([[2.0, 2], [4, 1], [-7, 1]])
     joined = table.joined(table.joined(None, one), other)
     assert joined is not None
-    assert table.over_ranks(joined, torch.zeros(3, 2), lambda numbers, is_max: None) == [2.0, 7.0, -5.0]
-    values = table.over_ranks(None, torch.zeros(3, 2), lambda numbers, is_max: None)
+    assert table.over_ranks(joined, lambda numbers, is_max: None) == [2.0, 7.0, -5.0]
+    nothing = table.nothing(torch.device("cpu"))
+    assert torch.equal(joined, table.joined(joined, nothing))  # type: ignore[arg-type]
+    assert torch.equal(table.rows({"c": (-5.0, 4.0)}, nothing.device)[:2], torch.zeros(2, 2))
+    values = table.over_ranks(nothing, lambda numbers, is_max: None)
     assert np.isnan(values[0])
     assert values[1] == 0
     assert np.isnan(values[2])

@@ -29,6 +29,7 @@ FLAGS = (
         ("pretrain", ""),
         ("sft", PP2),
         ("packed", TP2),
+        ("routed", "--pipeline-model-parallel-size 2"),  # its layers report metrics
         ("dpo", "--lora-rank 4"),  # its reference is the model with the adapters switched off
         pytest.param("packed", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("pretrain", TP2, marks=pytest.mark.slow),
@@ -42,6 +43,9 @@ def test_replayed_evaluations_have_the_losses_of_others(
     if task == "dpo":
         data = pairs.write_pairs(tmp_path / "data", pairs.some_pairs(40, 30))
         flags = f"{FLAGS} --task preference --max-batch-len 96 --no-compile-ahead"
+    elif task == "routed":
+        data = runs.write_dataset(tmp_path / "data")
+        flags = f"{FLAGS} --architecture tests.training.routed_family:FAMILY --position-embedding-type rope"
     elif task != "pretrain":
         data = chats.write_chats(tmp_path / "data", chats.some_lengths(40, 30))
         rows = PACKED if task == "packed" else "--packing none --bucketing optimal --num-buckets 3"
@@ -49,11 +53,14 @@ def test_replayed_evaluations_have_the_losses_of_others(
     else:
         data, flags = runs.write_dataset(tmp_path / "data"), FLAGS
     flags += f" --data-path {data} {layout}"
-    losses = []
+    losses, metrics = [], []
     for option in ("", "--eval-graphs"):
         found = hpu_ranks(2)(devices.train, f"{flags} {option} --results-dir {tmp_path / option}", "true")
         assert {fault for fault, *_ in found} == {""}
-        losses.append([row["lm_loss"] for kind in ("train", "valid") for row in runs.rows(tmp_path / option, kind)])
+        logged = [row for kind in ("train", "valid") for row in runs.rows(tmp_path / option, kind)]
+        losses.append([row["lm_loss"] for row in logged])
+        metrics.append([row.get("metrics", {}) for row in logged])
+        assert ("metrics" in logged[-1]) == (task in ("dpo", "routed"))
         for _, calls, _ in found:
             assert (calls["capture_begin"] > 0) == bool(option)
             if task == "pretrain" and option:  # each rank has all microbatches of a stage, or half of them
@@ -66,6 +73,8 @@ def test_replayed_evaluations_have_the_losses_of_others(
             assert int(counts[-1]) == found[0][1]["capture_begin"]
     assert len(losses[0]) == STEPS + EVALUATIONS
     assert losses[0] == losses[1]
+    for replayed, computed in zip(*metrics, strict=True):
+        assert replayed == pytest.approx(computed, rel=1e-6)  # sums of a pass are added up apart
 
 
 def test_graphs_need_lazy_mode(hpu_ranks: RankPools, tmp_path: Path) -> None:

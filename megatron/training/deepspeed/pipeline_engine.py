@@ -41,8 +41,9 @@ MOST_GRAPHS = 64
 class EvaluationGraphs:
     """The forward pass of a stage: within `on` by a graph, which reads the weights where training updates them."""
 
-    def __init__(self, module: nn.Module, ctx: ParallelContext) -> None:
+    def __init__(self, module: nn.Module, ctx: ParallelContext, losses: StepLosses) -> None:
         """Take the place of the module's forward pass. Raises ConfigError where the device has no graphs."""
+        self._losses = losses
         self._graphs = PassGraphs(ctx, "eval_graphs", MOST_GRAPHS)
         self._is_last = ctx.is_last_stage
         self._forward: Callable[[Any], Any] = module.forward
@@ -68,7 +69,14 @@ class EvaluationGraphs:
         is_one = isinstance(inputs, Tensor)
         tensors: tuple[Tensor, ...] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        outputs = self._graphs.run(key, lambda *given: self._forward(given[0] if is_one else given), tensors)
+
+        def forward(*given: Tensor) -> Any:
+            # a replay runs no Python: what the layers record is among the outputs of the graph
+            return self._losses.of_layers(lambda: self._forward(given[0] if is_one else given))
+
+        outputs, rows = self._graphs.run(key, forward, tensors)
+        if rows is not None:
+            self._losses.join_of_layers(rows.clone())
         return self._taken(outputs) if isinstance(outputs, Tensor) else tuple(map(self._taken, outputs))
 
     def _taken(self, output: Tensor) -> Tensor:
@@ -98,7 +106,7 @@ class PipelineEngine(Engine):
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
-        self._graphs = EvaluationGraphs(self.module, self.ctx) if self.config.data.eval_graphs else None
+        self._graphs = EvaluationGraphs(self.module, self.ctx, self._losses) if self.config.data.eval_graphs else None
         self.passes.watch_pipeline(engine)
         self.timers.watch_pipeline(engine)
         if self.trace.wanted:
