@@ -157,7 +157,7 @@ class Sides:
         dataset: Any = task.data.open(ctx)[0]
         plan = task.data.plan(dataset, lambda _: self._options.pairs, 0, 1)
         engine = build_engine(config, ctx, task)
-        print(f"  {packing}: {task.data.describe(dataset)}", flush=True)
+        print(f"  {packing}: {task.data.facts(dataset).describe()}", flush=True)
 
         def step(consumed: int) -> float:
             batches = [task.read(dataset, key) for key in plan(consumed)[1]]

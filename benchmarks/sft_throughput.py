@@ -69,7 +69,7 @@ def side(options: argparse.Namespace, flags: list[str], packing: str) -> tuple[C
             consumed += size
         return trained / (time.perf_counter() - began_s)
 
-    print(f"{packing}: {task.data.describe(dataset)}")
+    print(f"{packing}: {task.data.facts(dataset).describe()}")
     return run, losses
 
 

@@ -58,7 +58,6 @@ MOST_FILES = 18
 CROWDED = {
     "megatron/generation": 20,
     "megatron/parallel": 19,
-    "megatron/training": 21,
 }
 """Rooms with more files than MOST_FILES: split or join."""
 LEAST_COMMENTS = 1.7

@@ -52,12 +52,12 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
 
 def validation_line(name: str, iteration: int, found: Validation, loss_name: str) -> str:
     """Return Megatron's line of a validation. `name`: validation or test."""
-    perplexity = "" if found.perplexity is None else f" {loss_name} PPL: {found.perplexity:.6E} |"
-    named = "".join(f" {metric}: {value:.6E} |" for metric, value in found.metrics.items())
-    return (
-        f" {name} loss at iteration {iteration} | {loss_name} value: {found.lm_loss:.6E} |{perplexity}"
-        f" {found.unit}: {found.count} |{named}"
-    )
+    parts = [f" {name} loss at iteration {iteration}", f"{loss_name} value: {found.lm_loss:.6E}"]
+    if found.perplexity is not None:
+        parts.append(f"{loss_name} PPL: {found.perplexity:.6E}")
+    parts.append(f"{found.unit}: {found.count}")
+    parts += [f"{metric}: {value:.6E}" for metric, value in found.metrics.items()]
+    return " | ".join(parts) + " |"
 
 
 def memory_line(event: str, iteration: int, values: Mapping[str, RankStats]) -> str:
@@ -65,7 +65,10 @@ def memory_line(event: str, iteration: int, values: Mapping[str, RankStats]) -> 
     parts = [f" memory at iteration {iteration}, {event.replace('_', ' ')}"]
     for key, stats in values.items():
         low, mean, high = (f"{value:.3f}".removesuffix(".000") for value in (stats.min, stats.mean, stats.max))
-        parts.append(f"{key}: {high}" if low == high else f"{key}: {low} / {mean} / {high} on rank {stats.max_rank}")
+        if low == high:
+            parts.append(f"{key}: {high}")
+        else:
+            parts.append(f"{key}: {low} / {mean} / {high} on rank {stats.max_rank}")
     return " | ".join(parts) + " |"
 
 
@@ -101,16 +104,22 @@ class Column(NamedTuple):
 def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: int) -> list[Column]:
     """Return the columns of a step that fit into a terminal of `width`."""
     left_s = (total_iterations - step.iteration) * step.elapsed_s
+    grad_norm, digits = "-", 1
+    if step.grad_norm is not None:
+        grad_norm = f"{step.grad_norm:.3f}"
+    if speed.tflops_per_device < 100:
+        digits = 3
+    efficiency = Column("TFLOP/s", f"{speed.tflops_per_device:.{digits}f}", 7, 7)
+    if speed.mfu is not None:
+        efficiency = Column("MFU", f"{speed.mfu:.1%}", 6, 7)
     columns = [
         Column("iteration", f"{step.iteration}/{total_iterations}", label_width(total_iterations)),
         Column("loss", f"{step.lm_loss:.4f}", 7),
         *(Column(name, f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
         Column("lr", f"{step.learning_rate:.2e}", 8, 1),
-        Column("grad norm", "-" if step.grad_norm is None else f"{step.grad_norm:.3f}", 9, 2),
+        Column("grad norm", grad_norm, 9, 2),
         Column("tokens/s", f"{speed.tokens_per_second:,.0f}", 9, 5),
-        Column("TFLOP/s", f"{speed.tflops_per_device:.{3 if speed.tflops_per_device < 100 else 1}f}", 7, 7)
-        if speed.mfu is None
-        else Column("MFU", f"{speed.mfu:.1%}", 6, 7),
+        efficiency,
         Column("mem GB", f"{step.memory.get(MAX_ALLOCATED, math.nan):.2f}", 6, 8),
         Column("ETA", _duration(left_s), 8, 6),
     ]
@@ -135,7 +144,9 @@ def label_width(total_iterations: int) -> int:
 
 def validation_row(found: Validation) -> str:
     """Return the text of a validation behind its label; the loss is below those of the steps."""
-    parts = [] if found.perplexity is None else [f"perplexity {found.perplexity:.4g}"]
+    parts = []
+    if found.perplexity is not None:
+        parts.append(f"perplexity {found.perplexity:.4g}")
     parts += [f"{metric} {value:.4g}" for metric, value in found.metrics.items()]
     return f"{found.lm_loss:7.4f}{GAP}{', '.join([*parts, f'{found.count:,} {found.unit}'])}"
 

@@ -41,10 +41,14 @@ def _supersede(path: Path, iteration: int, keep: Callable[[Mapping[str, Any]], N
     # the file is replaced in one piece: a crash leaves the old one or the new
     kept: list[bytes] = []
     moved: list[bytes] = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
         row = _row_until(line, iteration)
-        (moved if row is None else kept).append(line)
-        if row is not None:
+        if row is None:
+            moved.append(line)
+        else:
+            kept.append(line)
             keep(row)
     if not moved:
         return
@@ -60,9 +64,11 @@ def _row_until(line: bytes, iteration: int) -> dict[str, Any] | None:
         return None  # the writer was killed within the line
     try:
         row = orjson.loads(line)
-        return row if isinstance(row, dict) and int(row["iteration"]) <= iteration else None
+        if isinstance(row, dict) and int(row["iteration"]) <= iteration:
+            return row
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return None
+        pass
+    return None
 
 
 class TensorBoardLog:
@@ -141,7 +147,10 @@ class WandbLog:
     def __init__(self, config: Config, *, resumes: bool) -> None:
         options = config.logging
         wandb: Any = importlib.import_module("wandb")
-        results = Path(options.results_dir) if options.results_dir is not None else None
+        results, name = None, options.wandb_exp_name
+        if options.results_dir is not None:
+            results = Path(options.results_dir)
+            name = name or results.resolve().name
         run_id = _run_id(results, resumes=resumes)
         folder = options.wandb_save_dir or options.results_dir
         if folder is not None:
@@ -150,7 +159,7 @@ class WandbLog:
             self._run: Any = wandb.init(
                 project=options.wandb_project,
                 entity=options.wandb_entity,
-                name=options.wandb_exp_name or (results.resolve().name if results is not None else None),
+                name=name,
                 dir=folder,
                 id=run_id,
                 resume="allow",
@@ -171,9 +180,11 @@ class WandbLog:
         """Log values. The first error of wandb ends its log, not the run."""
         if self._run is None:
             return
-        samples = {} if consumed_samples is None else {"consumed_samples": consumed_samples}
+        values = {**scalars, "iteration": iteration}
+        if consumed_samples is not None:
+            values["consumed_samples"] = consumed_samples
         try:
-            self._run.log({**scalars, "iteration": iteration, **samples})
+            self._run.log(values)
         except Exception as error:  # no error of wandb is a reason to stop training
             logger.warning("wandb: logging ended at iteration %d: %s", iteration, error)
             self._run = None
@@ -194,8 +205,10 @@ def _run_id(results: Path | None, *, resumes: bool) -> str:
     if results is None:
         return secrets.token_hex(4)
     file = results / RUN_ID_FILE
-    if resumes and file.is_file() and (kept := file.read_text(encoding="utf-8").strip()):
-        return kept
+    if resumes and file.is_file():
+        kept = file.read_text(encoding="utf-8").strip()
+        if kept:
+            return kept
     run_id = secrets.token_hex(4)
     file.write_text(run_id + "\n", encoding="utf-8")
     return run_id

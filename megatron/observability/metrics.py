@@ -17,7 +17,16 @@ from typing import Any, Literal, NamedTuple
 from megatron.observability.console import Console
 from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
 from megatron.observability.rank_times import RankStats
-from megatron.observability.step_metrics import RunTotals, Speed, StepMetrics, Validation, step_row, step_scalars
+from megatron.observability.step_metrics import (
+    RunTotals,
+    Speed,
+    StepMetrics,
+    Validation,
+    step_row,
+    step_scalars,
+    validation_row_of,
+    validation_scalars,
+)
 from megatron.options.config import Config
 from megatron.plan.flops import flops_per_token
 from megatron.runtime.files import WriteErrors
@@ -82,17 +91,21 @@ class MetricsLog:
             return
         options, self._errors = config.logging, WriteErrors()
         self._has_answers = options.generate_prompts is not None
-        self._folder = None if options.results_dir is None else Path(options.results_dir)
+        self._folder: Path | None = None
         self._rows: RowFile | None = None
         self._answers: RowFile | None = None
-        if self._folder is not None:
+        tensorboard_dir = options.tensorboard_dir
+        if options.results_dir is not None:
+            self._folder = Path(options.results_dir)
             self._folder.mkdir(parents=True, exist_ok=True)
             # an evaluation trains no iteration again
             iteration = sys.maxsize if config.training.skip_train else resumed_iteration
             self._open_rows(iteration)
-        tensorboard_dir = options.tensorboard_dir or (self._folder and self._folder / "tensorboard")
+            tensorboard_dir = tensorboard_dir or str(self._folder / "tensorboard")
         self._tensorboard = TensorBoardLog(tensorboard_dir) if tensorboard_dir else None
-        self._wandb = WandbLog(config, resumes=resumed_iteration > 0) if options.wandb_project is not None else None
+        self._wandb: WandbLog | None = None
+        if options.wandb_project is not None:
+            self._wandb = WandbLog(config, resumes=resumed_iteration > 0)
         self._console = Console(options, self._errors, total_iterations, resumed_iteration, loss_name)
 
     def __enter__(self) -> MetricsLog:
@@ -149,34 +162,32 @@ class MetricsLog:
         """
         if not self._writes:
             return
-        # in this order NaN stays NaN
-        perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY)) if self._has_perplexity else None
-        found = Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
-        row: dict[str, Any] = {
+        perplexity = None
+        if self._has_perplexity:
+            perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY))  # in this order NaN stays NaN
+        validation = Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
+        kind, row = validation_row_of(validation, split, dataset)
+        at = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "consumed_tokens": self.tokens_of(consumed_samples),
-            "lm_loss": lm_loss,
-            **({} if perplexity is None else {"perplexity": perplexity}),
-            f"num_{found.unit}": count,
         }
-        kind, named = (split, {}) if dataset is None else (f"{split}_set", {"set": dataset})
-        self._write_row(kind, {**named, **row, **({"metrics": metrics} if metrics else {})})
-        name = ("validation" if split == "valid" else "test") + (f" {dataset}" if dataset else "")
-        tag = f"lm-loss-validation/lm loss {name}"
-        scalars = {tag: lm_loss, **({} if perplexity is None else {f"{tag} ppl": perplexity})}
-        scalars |= {f"metrics-validation/{metric} {name}": value for metric, value in found.metrics.items()}
-        self._write_scalars(scalars, iteration, consumed_samples)
-        self._console.validation(name, iteration, found)
+        self._write_row(kind, at | row)
+        name = {"valid": "validation", "test": "test"}[split]
+        if dataset:
+            name = f"{name} {dataset}"
+        self._write_scalars(validation_scalars(validation, name), iteration, consumed_samples)
+        self._console.validation(name, iteration, validation)
 
     def log_answers(self, iteration: int, consumed_samples: int, answers: Sequence[GeneratedAnswer]) -> None:
         """Log generated texts: a line and a row of answers.jsonl each, and one text of TensorBoard."""
         if not self._writes:
             return
         for answer in answers:
-            end = "" if answer.reason == "stop" else " ..."
             prompt, text = (_one_line(each) for each in (answer.prompt[-SHOWN_PROMPT:], answer.text))
-            self._console.message(f" answer at iteration {iteration} | {prompt} | {text}{end}")
+            if answer.reason != "stop":
+                text += " ..."
+            self._console.message(f" answer at iteration {iteration} | {prompt} | {text}")
             if self._answers is not None:
                 with self._errors.reported(ANSWERS_FILE):
                     self._answers.write_row(
@@ -193,11 +204,12 @@ class MetricsLog:
         if not self._writes:
             return
         self._write_row("lm_eval", {"iteration": iteration, "consumed_samples": consumed_samples, "results": results})
-        scalars = {f"lm-eval/{task}/{name}": value for task, found in results.items() for name, value in found.items()}
-        self._write_scalars(scalars, iteration, consumed_samples)
-        for task, found in results.items():
-            values = " | ".join(f"{name}: {value:.4f}" for name, value in found.items())
+        scalars: dict[str, float] = {}
+        for task, metrics in results.items():
+            scalars |= {f"lm-eval/{task}/{name}": value for name, value in metrics.items()}
+            values = " | ".join(f"{name}: {value:.4f}" for name, value in metrics.items())
             self._console.message(f" lm-eval at iteration {iteration} | {task} | {values}")
+        self._write_scalars(scalars, iteration, consumed_samples)
 
     def log_memory(
         self, event: str, iteration: int, values: Mapping[str, RankStats], *, was_printed: bool = False
@@ -260,16 +272,14 @@ class MetricsLog:
         if self._last_samples is not None:  # the global batch may have grown since the last log line
             samples, steps = step.consumed_samples - self._last_samples, step.steps
         tokens = self.tokens_of(step.consumed_samples) - self.tokens_of(step.consumed_samples - samples)
-        per_second = 1 / (steps * step.elapsed_s) if step.elapsed_s > 0 else math.nan
+        per_second = math.nan
+        if step.elapsed_s > 0:
+            per_second = 1 / (steps * step.elapsed_s)
         per_device = tokens * per_second / self._world_size
-        tflops = per_device * self._flops_per_token / 1e12
-        return Speed(
-            samples_per_second=samples * per_second,
-            tokens_per_second=tokens * per_second,
-            tokens_per_second_per_device=per_device,
-            tflops_per_device=tflops,
-            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
-        )
+        tflops, mfu = per_device * self._flops_per_token / 1e12, None
+        if self._peak_tflops:
+            mfu = tflops / self._peak_tflops
+        return Speed(samples * per_second, tokens * per_second, per_device, tflops, mfu)
 
     def _write_row(self, kind: str, row: dict[str, Any]) -> None:
         self.totals.add({"kind": kind, **row})

@@ -35,13 +35,16 @@ def gather_numbers(mine: Sequence[float], ctx: ParallelContext) -> list[list[flo
     import torch
 
     numbers = torch.tensor(mine, dtype=torch.float64)
-    gathered = [numbers]
-    if ctx.world_size > 1:
-        import torch.distributed as dist
+    if ctx.world_size == 1:
+        return [numbers.tolist()]
+    import torch.distributed as dist
 
-        gathered = [torch.empty_like(numbers) for _ in range(ctx.world_size)] if ctx.rank == 0 else []
-        dist.gather(numbers, gathered or None, dst=0, group=ctx.control_group)
-    return torch.stack(gathered).tolist() if ctx.rank == 0 else []
+    if ctx.rank != 0:
+        dist.gather(numbers, dst=0, group=ctx.control_group)
+        return []
+    gathered = [torch.empty_like(numbers) for _ in range(ctx.world_size)]
+    dist.gather(numbers, gathered, dst=0, group=ctx.control_group)
+    return torch.stack(gathered).tolist()  # type: ignore[no-any-return]
 
 
 def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, RankStats]:
@@ -51,14 +54,16 @@ def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, R
     the host's network: it does not wait for a device.
     """
     table = gather_numbers(list(mine.values()), ctx)
-    found = {}
-    for column, key in enumerate(mine if table else ()):
-        had = [(row[column], rank) for rank, row in enumerate(table) if not math.isnan(row[column])]
+    stats: dict[str, RankStats] = {}
+    if not table:
+        return stats
+    for key, column in zip(mine, zip(*table, strict=True), strict=True):
+        had = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
         if had:
             most, holder = max(had, key=lambda each: each[0])
             values = [value for value, _ in had]
-            found[key] = RankStats(min(values), sum(values) / len(values), most, holder)
-    return found
+            stats[key] = RankStats(min(values), sum(values) / len(values), most, holder)
+    return stats
 
 
 # Times of the ranks' own work, measured by straggler.py, and the search for the rank that holds up the others.
@@ -119,12 +124,14 @@ class StragglerStats:
         low, median, high = (
             f"{seconds * 1000:.1f}" for seconds in (self.own_time_min_s, self.own_time_median_s, self.own_time_max_s)
         )
-        return (
+        text = (
             f"own time (ms): min {low}, median {median}, max {high}"
             f" | slowest: rank {self.slowest_rank} on {self.slowest_host}, {self.slowest_ratio:.2f} x as expected"
             f" | longest wait for data (ms): {self.data_wait_max_s * 1000:.1f} on rank {self.data_wait_rank}"
-            + (f" | straggler: {self.stragglers}" if self.stragglers else "")
         )
+        if self.stragglers:
+            text += f" | straggler: {self.stragglers}"
+        return text
 
 
 def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
@@ -136,7 +143,9 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
     own = [sum(each.own) for each in times]
     data = OWN_PHASES.index(DATA)
     waiting = max(times, key=lambda each: each.own[data])
-    more = [f"and {len(stragglers) - SHOWN} more"] if len(stragglers) > SHOWN else []
+    named = [str(each) for each in stragglers[:SHOWN]]
+    if len(stragglers) > SHOWN:
+        named.append(f"and {len(stragglers) - SHOWN} more")
     return StragglerStats(
         own_time_min_s=min(own),
         own_time_median_s=statistics.median(own),
@@ -149,7 +158,7 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
         data_wait_rank=waiting.place.rank,
         data_wait_host=waiting.place.host,
         straggler_ranks=tuple(each.place.rank for each in stragglers),
-        stragglers="; ".join([*map(str, stragglers[:SHOWN]), *more]),
+        stragglers="; ".join(named),
     )
 
 
@@ -161,21 +170,23 @@ def slowness(one: RankRecord, others: Sequence[RankRecord]) -> Slowness:
         return _against(one, one.own, "itself", SLOWER)
     peers = [other for other in others if other.place.stage == one.place.stage]
     if peers:
-        found = [_against(one, _medians(peers, lambda peer: peer.own), "the other ranks of its stage", SLOWER)]
+        candidates = [_against(one, _medians(peers, lambda peer: peer.own), "the other ranks of its stage", SLOWER)]
     else:
-        found = [_against(one, _planned(one, others), "the other stages by their FLOPs", SLOWER_THAN_PLAN)]
+        candidates = [_against(one, _planned(one, others), "the other stages by their FLOPs", SLOWER_THAN_PLAN)]
     changes = [sum(other.own) / sum(other.earlier) for other in others if other.earlier and sum(other.earlier) > 0]
     if one.earlier is not None and len(changes) == len(others):
         change = statistics.median(changes)
-        found.append(_against(one, tuple(change * s for s in one.earlier), "its earlier steps", SLOWER))
-    return max(found, key=lambda each: (each.is_straggler, each.ratio))
+        candidates.append(_against(one, tuple(change * s for s in one.earlier), "its earlier steps", SLOWER))
+    return max(candidates, key=lambda each: (each.is_straggler, each.ratio))
 
 
 def _against(one: RankRecord, expected: Times, basis: str, limit: float) -> Slowness:
     total_s, expected_s = sum(one.own), sum(expected)
     excess_s = total_s - expected_s
     phase_excess_s, phase = max((s - e, name) for s, e, name in zip(one.own, expected, OWN_PHASES, strict=True))
-    ratio = total_s / expected_s if expected_s > 0 else 1.0
+    ratio = 1.0
+    if expected_s > 0:
+        ratio = total_s / expected_s
     is_straggler = one.num_steps >= MIN_STEPS and ratio > limit and excess_s > LEAST_DELAY * one.step_s
     return Slowness(one.place, ratio, excess_s, phase, phase_excess_s, basis, is_straggler)
 
@@ -192,8 +203,11 @@ def _planned(one: RankRecord, others: Sequence[RankRecord]) -> Times:
     """
 
     def scaled(other: RankRecord) -> Times:
-        shares = zip(one.work, other.work, other.own, strict=True)
-        return tuple(seconds * max(1.0, mine / theirs if theirs else 1.0) for mine, theirs, seconds in shares)
+        times = []
+        for mine, theirs, seconds in zip(one.work, other.work, other.own, strict=True):
+            share = mine / theirs if theirs else 1.0
+            times.append(seconds * max(1.0, share))
+        return tuple(times)
 
     return _medians(others, scaled)
 
@@ -208,10 +222,8 @@ def _with_equal_data(times: Sequence[RankRecord]) -> list[RankRecord]:
         return list(times)
 
     def scaled(each: RankRecord) -> RankRecord:
-        share = mean / positions[each.place.replica]
-        own = zip(each.own, OWN_PHASES, strict=True)
-        return dataclasses.replace(
-            each, own=tuple(s * share if phase in (FORWARD, BACKWARD) else s for s, phase in own)
-        )
+        shares = dict.fromkeys((FORWARD, BACKWARD), mean / positions[each.place.replica])
+        own = tuple(s * shares.get(phase, 1.0) for s, phase in zip(each.own, OWN_PHASES, strict=True))
+        return dataclasses.replace(each, own=own)
 
     return [scaled(each) for each in times]

@@ -74,6 +74,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         hosts = self._ctx.gather_objects(socket.gethostname())
         if self._ctx.rank == 0:
+            # appended: a restarted run keeps the history of its attempts
             self._starts = self._earlier_starts()
             self._starts.append(_start(self._config, self._ctx, hosts, self._progress))
             self._write(CONFIG_FILE, to_yaml(self._config))
@@ -88,7 +89,7 @@ class RunFolder:
             reason = "another rank was lost"  # the transport's message names a socket
         elif kind is not None:
             text = " ".join(str(error).split())
-            reason = f"{kind.__name__}: {text}" if text else kind.__name__
+            reason = ": ".join(filter(None, [kind.__name__, text]))
         self.end(reason)
 
     def end(self, reason: str) -> None:
@@ -127,23 +128,25 @@ class RunFolder:
         keeps = config.checkpoint.keep_best and config.checkpoint.save is not None
         if best.value is None or not (keeps or config.training.early_stopping_patience):
             return {}
-        found = {"metric": config.training.best_metric, "value": best.value, "iteration": best.iteration}
-        return {"best": found | ({"checkpoint": f"{TAG}{best.iteration}"} if keeps else {})}
+        row = {"metric": config.training.best_metric, "value": best.value, "iteration": best.iteration}
+        if keeps:
+            row["checkpoint"] = f"{TAG}{best.iteration}"
+        return {"best": row}
 
     def _earlier_starts(self) -> list[dict[str, Any]]:
         """Return the starts in run.json for a run that resumes, or restarts before its first checkpoint.
 
         Otherwise, or if it is damaged, the file is renamed.
         """
-        path = None if self._folder is None else self._folder / RUN_FILE
-        if path is None or not path.exists():
+        if self._folder is None:
+            return []
+        path = self._folder / RUN_FILE
+        if not path.exists():
             return []
         try:
             starts: Any = parse_json(path.read_text(encoding="utf-8"))["starts"]
-            if all(isinstance(start, dict) for start in starts):
-                is_restart = bool(starts) and shutdown.restarts() > 0 and starts[-1].get("job") == shutdown.identity()
-                if self._progress.iteration > 0 or is_restart:
-                    return list(starts)
+            if all(isinstance(start, dict) for start in starts) and self._continues(starts):
+                return list(starts)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._log.message(f"WARNING: {path} cannot be read and is renamed: {error!r}")
         try:
@@ -151,6 +154,11 @@ class RunFolder:
         except OSError as error:
             self._log.message(f"WARNING: {path} cannot be renamed and is replaced: {error}")
         return []
+
+    def _continues(self, starts: list[dict[str, Any]]) -> bool:
+        if self._progress.iteration > 0:
+            return True
+        return bool(starts) and shutdown.restarts() > 0 and starts[-1].get("job") == shutdown.identity()
 
     def _write_starts(self) -> None:
         self._write(RUN_FILE, json.dumps({"starts": self._starts}, indent=2, ensure_ascii=False) + "\n")
@@ -213,29 +221,26 @@ class Summary:
     def _progress_lines(self) -> list[tuple[str, str]]:
         progress, start = self._progress, self._starts[-1]
         jobs = _last_of_jobs(self._starts)
-        known_s = [each["ended"]["wall_s"] for each in jobs if "ended" in each]
-        lost = len(jobs) - len(known_s)
-        all_starts = f", {_duration(sum(known_s))} in {_counted(len(known_s), 'job')}" if len(jobs) > 1 else ""
-        if lost:
-            all_starts += f" and {lost} more without a recorded end"
-        restarts = sum(each.get("restart", 0) for each in jobs)
-        since = (
-            f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
-            if len(self._starts) > 1
-            else ""
-        )
+        wall_time = f"{_duration(start['ended']['wall_s'])} in this job"
+        if len(jobs) > 1:
+            known_s = [each["ended"]["wall_s"] for each in jobs if "ended" in each]
+            wall_time += f", {_duration(sum(known_s))} in {_counted(len(known_s), 'job')}"
+            if lost := len(jobs) - len(known_s):
+                wall_time += f" and {lost} more without a recorded end"
+        since, restarts = "", "none"
+        if len(self._starts) > 1:
+            since = f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
+            by_agents = sum(each.get("restart", 0) for each in jobs)
+            restarts = f"{by_agents} by agents, {_counted(len(jobs) - 1, 'new job')}"
         return [
             (
                 "iterations",
                 f"{progress.iteration:,}{since}, {progress.consumed_samples:,} samples, {self._tokens:,} tokens; "
                 f"{progress.skipped_iterations:,} skipped, {progress.nan_iterations:,} NaN",
             ),
-            ("wall time", f"{_duration(start['ended']['wall_s'])} in this job{all_starts}"),
+            ("wall time", wall_time),
             ("training", f"{_duration(self._totals.training_s)} in the steps that were logged, of all starts"),
-            (
-                "restarts",
-                f"{restarts} by agents, {_counted(len(jobs) - 1, 'new job')}" if len(self._starts) > 1 else "none",
-            ),
+            ("restarts", restarts),
         ]
 
     def _loss_lines(self) -> list[tuple[str, str]]:
@@ -258,13 +263,16 @@ class Summary:
         if totals.tokens_per_second is None:
             return []
         speed = f"{totals.tokens_per_second:,.0f} tokens/s, {totals.tflops_per_device:.4g} TFLOP/s/device"
-        return [("throughput", speed + (f", MFU {totals.mfu:.1%}" if totals.mfu is not None else ""))]
+        if totals.mfu is not None:
+            speed += f", MFU {totals.mfu:.1%}"
+        return [("throughput", speed)]
 
     def _memory(self) -> str:
         peak_gb, total_gb = self._totals.peak_memory_gb, self._totals.total_memory_gb
         if peak_gb is None:
             return "not recorded"
-        return f"{peak_gb:.2f} GB" + (f" of {total_gb:.2f}" if total_gb else "") + ", on the fullest rank"
+        total = f" of {total_gb:.2f}" if total_gb else ""
+        return f"{peak_gb:.2f} GB{total}, on the fullest rank"
 
     def _checkpoints(self) -> str:
         save = self._config.checkpoint.save
@@ -273,9 +281,11 @@ class Summary:
         tags = []
         with contextlib.suppress(OSError, CheckpointError):
             run = read_latest(Path(save))[1] or Run()
-            found = of_run(run, checkpoint_folders(Path(save)), with_ancestors=False)
-            tags = [path.name for path in found if not path.name.startswith(".")]
-        return f"{len(tags)} in {save}, newest {tags[0]}" if tags else f"none in {save}"
+            folders = of_run(run, checkpoint_folders(Path(save)), with_ancestors=False)
+            tags = [path.name for path in folders if not path.name.startswith(".")]
+        if not tags:
+            return f"none in {save}"
+        return f"{len(tags)} in {save}, newest {tags[0]}"
 
 
 def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Progress) -> dict[str, Any]:
@@ -305,27 +315,26 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
 
 def _last_of_jobs(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last start of each job; one without an agent is a job by itself."""
-    following = [*starts[1:], {}]
-    return [
-        one
-        for one, other in zip(starts, following, strict=True)
-        if not one.get("job") or one["job"] != other.get("job")
-    ]
+    last = []
+    for start, following in zip(starts, [*starts[1:], {}], strict=True):
+        if not start.get("job") or start["job"] != following.get("job"):
+            last.append(start)
+    return last
 
 
 def _project() -> dict[str, Any]:
     """Return version and commit of this code; None where they are unknown, as without git or outside of a checkout."""
-    try:
-        version: str | None = metadata.version(PROJECT)
-    except metadata.PackageNotFoundError:
-        version = None
-    commit, dirty = None, None
-    found = _git("rev-parse", "--show-toplevel", "HEAD")
+    project: dict[str, Any] = dict.fromkeys(("version", "commit", "dirty"))
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        project["version"] = metadata.version(PROJECT)
+    answer = _git("rev-parse", "--show-toplevel", "HEAD")
     # a copy inside another repository must not pass for that one
-    if found is not None and len(found) == 2 and Path(found[0]).resolve() == IMPORT_ROOT:
+    if answer is not None and len(answer) == 2 and Path(answer[0]).resolve() == IMPORT_ROOT:
+        project["commit"] = answer[1]
         changes = _git("status", "--porcelain", "--untracked-files=no")
-        commit, dirty = found[1], None if changes is None else bool(changes)
-    return {"version": version, "commit": commit, "dirty": dirty}
+        if changes is not None:
+            project["dirty"] = bool(changes)
+    return project
 
 
 def _git(*arguments: str) -> list[str] | None:
@@ -341,18 +350,20 @@ def _git(*arguments: str) -> list[str] | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.splitlines() if answer.returncode == 0 else None
+    if answer.returncode != 0:
+        return None
+    return answer.stdout.splitlines()
 
 
 def _project_text(project: dict[str, Any]) -> str:
-    commit = project["commit"] or "commit unknown"
-    return f"{PROJECT} {project['version'] or 'not installed'}, {commit}" + (
-        ", with changes" if project["dirty"] else ""
-    )
+    version, commit = project["version"] or "not installed", project["commit"] or "commit unknown"
+    changes = ", with changes" if project["dirty"] else ""
+    return f"{PROJECT} {version}, {commit}{changes}"
 
 
 def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+    ending = "" if number == 1 else "s"
+    return f"{number} {thing}{ending}"
 
 
 def _loss(best: LossAt) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,26 @@ def read_run(path: Path) -> list[Row]:
     if not file.is_file():
         raise PlotError(f"{file} does not exist; give a run's results folder (--results-dir of the training)")
     rows: list[Row] = []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(
+        file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), start=1
+    ):
         try:
-            row = parse_json(line)
-            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-                raise ValueError("not an object with an iteration")
+            rows.append(_parsed(line))
         except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if not line.endswith("\n"):  # the run is still writing it
                 break
             raise PlotError(f"{file}, line {number}: {error}") from None
-        rows.append(row)
     if not any(row.get("kind") == "train" for row in rows):
         raise PlotError(f"{file} has no training row; a run writes one every log_interval steps")
     return rows
+
+
+def _parsed(line: str) -> Row:
+    """Return a row. Raises ValueError."""
+    row = parse_json(line)
+    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+        raise ValueError("not an object with an iteration")
+    return row
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -82,16 +89,49 @@ def memory_curve(rows: Sequence[Row], key: str) -> Points:
 
 def timer_curves(rows: Sequence[Row]) -> dict[str, Points]:
     """Return the milliseconds of each timer on the slowest rank, without single events such as saves."""
-    timed = [row for row in rows if row.get("kind") == "timers"]
-    names = dict.fromkeys(key for row in timed for key in row if key.endswith(TIMER_SUFFIX))
-    return {
-        name.removesuffix(TIMER_SUFFIX): (
-            [row["iteration"] for row in timed if name in row],
-            [1e3 * float(row[name]["max"]) for row in timed if name in row],
-        )
-        for name in names
-        if name.removesuffix(TIMER_SUFFIX) not in SINGLE_EVENTS
-    }
+    curves: dict[str, Points] = {}
+    for row in rows:
+        if row.get("kind") != "timers":
+            continue
+        for key, stats in row.items():
+            name = key.removesuffix(TIMER_SUFFIX)
+            if name != key and name not in SINGLE_EVENTS:
+                iterations, values = curves.setdefault(name, ([], []))
+                iterations.append(row["iteration"])
+                values.append(1e3 * float(stats["max"]))
+    return curves
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours and labels of one run's curves."""
+
+    color: str
+    second: str
+    """Colour of validations, and of the memory of now."""
+    labels: Mapping[str, str]
+    """By curve; one without a label is named by another panel's legend."""
+    shows_timers: bool = False
+
+
+ALONE = Style(
+    "C0",
+    "C1",
+    {"train": "training", "valid": "validation", "peak": "peak so far", "now": "now", "step": "whole step"},
+    shows_timers=True,
+)
+"""A single run, whose curves are labelled by content."""
+
+
+def styles_of(names: Sequence[str]) -> list[Style]:
+    """Return the styles of several runs, which differ in colour and are labelled by name, or of a single one."""
+    if len(names) == 1:
+        return [ALONE]
+    colors = [f"C{number % 10}" for number in range(len(names))]
+    return [
+        Style(color, color, {"train": name, "valid": f"{name}, validation"})
+        for color, name in zip(colors, names, strict=True)
+    ]
 
 
 class Panel:
@@ -140,8 +180,8 @@ def draw_loss(runs: dict[str, list[Row]], output: Path) -> None:
     """Write a small picture of the loss alone. `runs`: rows by name."""
     figure, axis = pyplot().subplots(figsize=(8, 4), layout="constrained")
     panel = Panel(axis, *TITLES[0])
-    for number, (name, rows) in enumerate(runs.items()):
-        draw_loss_of(panel, rows, f"C{number % 10}", name if len(runs) > 1 else None)
+    for rows, style in zip(runs.values(), styles_of(list(runs)), strict=True):
+        draw_loss_of(panel, rows, style)
     panel.legend()
     save(figure, output, dpi=80)
 
@@ -153,10 +193,12 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
     figure, axes = pyplot().subplots(2, 3, figsize=(16, 8.5), layout="constrained", sharex=True)
     panels = [Panel(axis, *labels) for axis, labels in zip(axes.flat, TITLES, strict=True)]
     loss, rate, norm, speed, memory, step = panels
-    is_single = len(runs) == 1
-    for number, (name, rows) in enumerate(runs.items()):
-        draw_run(panels, rows, f"C{number % 10}", None if is_single else name)
-    if not is_single:
+    for rows, style in zip(runs.values(), styles_of(list(runs)), strict=True):
+        draw_run(panels, rows, style)
+    title = next(iter(runs))
+    if len(runs) > 1:
+        title = f"{len(runs)} runs"
+        # the curves have the colours of runs, so their kinds are named without a colour
         memory.line(([0], [math.nan]), "gray", "peak so far")
         memory.line(([0], [math.nan]), "gray", "now", "--")
     for panel in (loss, memory, step):
@@ -170,7 +212,7 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
     for panel in panels:
         panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.axis.tick_params(labelbottom=True)
-    figure.suptitle(next(iter(runs)) if is_single else f"{len(runs)} runs", fontsize=13)
+    figure.suptitle(title, fontsize=13)
     save(figure, output, dpi=110)
 
 
@@ -190,23 +232,22 @@ def save(figure: Any, output: Path, dpi: int) -> None:
     pyplot().close(figure)
 
 
-def draw_loss_of(panel: Panel, rows: Sequence[Row], color: str, name: str | None) -> None:
-    """Add the loss of a run. `name` None: it is the only one, and its curves are labelled by content."""
-    panel.line(curve(rows, "train", "lm_loss"), color, name or "training")
-    label = f"{name}, validation" if name else "validation"
-    panel.line(curve(rows, "valid", "lm_loss"), color if name else "C1", label, "--")
+def draw_loss_of(panel: Panel, rows: Sequence[Row], style: Style) -> None:
+    """Add the loss of a run."""
+    panel.line(curve(rows, "train", "lm_loss"), style.color, style.labels["train"])
+    panel.line(curve(rows, "valid", "lm_loss"), style.second, style.labels["valid"], "--")
 
 
-def draw_run(panels: Sequence[Panel], rows: Sequence[Row], color: str, name: str | None) -> None:
-    """Add all curves of a run; `name` as in `draw_loss_of`."""
+def draw_run(panels: Sequence[Panel], rows: Sequence[Row], style: Style) -> None:
+    """Add all curves of a run."""
     loss, rate, norm, speed, memory, step = panels
-    second = "C1" if name is None else color
-    draw_loss_of(loss, rows, color, name)
+    draw_loss_of(loss, rows, style)
     for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
-        panel.line(curve(rows, "train", key), color)
-    memory.line(memory_curve(rows, MAX_ALLOCATED), color, None if name else "peak so far")
-    memory.line(memory_curve(rows, ALLOCATED), second, None if name else "now", "--")
+        panel.line(curve(rows, "train", key), style.color)
+    memory.line(memory_curve(rows, MAX_ALLOCATED), style.color, style.labels.get("peak"))
+    memory.line(memory_curve(rows, ALLOCATED), style.second, style.labels.get("now"), "--")
     iterations, seconds = curve(rows, "train", "iteration_time_s")
-    step.line((iterations, [1e3 * value for value in seconds]), color, None if name else "whole step")
-    for line, (timer, points) in enumerate(timer_curves(rows).items() if name is None else (), start=1):
-        step.line(points, f"C{line % 10}", timer, "--")
+    step.line((iterations, [1e3 * value for value in seconds]), style.color, style.labels.get("step"))
+    if style.shows_timers:
+        for line, (timer, points) in enumerate(timer_curves(rows).items(), start=1):
+            step.line(points, f"C{line % 10}", timer, "--")

@@ -45,15 +45,22 @@ class RunTotals:
         if kind in ("train", "valid", "test"):
             self._add_loss(str(kind), row.get("lm_loss"), row["iteration"])
         if kind == "train":
-            seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
-            self.training_s += seconds
-            speed = (row.get("tokens_per_second") or 0.0) if seconds > 0 else 0.0
-            own = row.get("tokens_per_second_per_device")
-            self.tokens += speed * seconds
-            self._device_s += seconds * (round(speed / own) if speed and own else self._world_size)
+            self._add_step(row)
             self._add_memory(row.get(MAX_ALLOCATED), row.get(TOTAL))
         if kind == "memory":
             self._add_memory(row.get(MAX_ALLOCATED, {}).get("max"), row.get(TOTAL, {}).get("max"))
+
+    def _add_step(self, row: Mapping[str, Any]) -> None:
+        seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
+        if seconds <= 0:
+            return
+        self.training_s += seconds
+        speed, own = row.get("tokens_per_second") or 0.0, row.get("tokens_per_second_per_device")
+        self.tokens += speed * seconds
+        num_devices = self._world_size
+        if speed and own:
+            num_devices = round(speed / own)  # of the start that wrote the row
+        self._device_s += seconds * num_devices
 
     def _add_loss(self, kind: str, loss: float | None, iteration: int) -> None:
         if loss is None or not math.isfinite(loss):
@@ -68,16 +75,22 @@ class RunTotals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return self.tokens / self.training_s if self.training_s > 0 else None
+        if self.training_s <= 0:
+            return None
+        return self.tokens / self.training_s
 
     @property
     def tflops_per_device(self) -> float | None:
-        return self.tokens * self._flops_per_token / self._device_s / 1e12 if self._device_s > 0 else None
+        if self._device_s <= 0:
+            return None
+        return self.tokens * self._flops_per_token / self._device_s / 1e12
 
     @property
     def mfu(self) -> float | None:
         tflops = self.tflops_per_device
-        return None if tflops is None or not self._peak_tflops else tflops / self._peak_tflops
+        if tflops is None or not self._peak_tflops:
+            return None
+        return tflops / self._peak_tflops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +157,10 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     for name in ("compiled_graphs", "metrics"):
         if row[name] in (None, {}):
             del row[name]
-    return {**row, **vars(speed), **memory, **({} if straggler is None else vars(straggler))}
+    row |= {**vars(speed), **memory}
+    if straggler is not None:
+        row |= vars(straggler)
+    return row
 
 
 def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
@@ -175,3 +191,25 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
             "straggler/data wait max": step.straggler.data_wait_max_s,
         }
     return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def validation_row_of(validation: Validation, split: str, dataset: str | None) -> tuple[str, dict[str, Any]]:
+    """Return kind and content of the row of metrics.jsonl. `dataset`: the one of several; None: all."""
+    row: dict[str, Any] = {"lm_loss": validation.lm_loss}
+    if validation.perplexity is not None:
+        row["perplexity"] = validation.perplexity
+    row[f"num_{validation.unit}"] = validation.count
+    if validation.metrics:
+        row["metrics"] = validation.metrics
+    if dataset is None:
+        return split, row
+    return f"{split}_set", {"set": dataset, **row}
+
+
+def validation_scalars(validation: Validation, name: str) -> dict[str, float]:
+    """Return the scalars; `name` ends their tags."""
+    tag = f"lm-loss-validation/lm loss {name}"
+    scalars = {tag: validation.lm_loss}
+    if validation.perplexity is not None:
+        scalars[f"{tag} ppl"] = validation.perplexity
+    return scalars | {f"metrics-validation/{metric} {name}": value for metric, value in validation.metrics.items()}

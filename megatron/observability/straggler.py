@@ -61,8 +61,7 @@ class Straggler:
             if self._earlier is None and len(self._times) == WINDOW:
                 self._earlier = _medians(self._times)
         unknown = [math.nan] * NUM_TIMES
-        recent = _medians(self._times) if self._times else unknown
-        earlier = unknown if self._earlier is None else self._earlier
+        recent, earlier = _medians(self._times) or unknown, self._earlier or unknown
         mine = [len(self._times), sum(self._positions), *recent, *earlier]
         table = gather_numbers(mine, self._ctx)
         if not table or not self._times:
@@ -71,6 +70,7 @@ class Straggler:
 
 
 def _medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each time; nothing without a step."""
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
@@ -81,7 +81,7 @@ def _of_row(blank: RankRecord, row: Sequence[float]) -> RankRecord:
     return dataclasses.replace(
         blank,
         own=tuple(recent[:-1]),
-        earlier=None if math.isnan(earlier[0]) else tuple(earlier[:-1]),
+        earlier=None if math.isnan(earlier[0]) else tuple(earlier[:-1]),  # not known in the first steps
         step_s=recent[-1],
         num_steps=int(num_steps),
         positions=positions,

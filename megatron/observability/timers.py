@@ -42,20 +42,26 @@ class StepTimers:
     def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
         self.level, self._marks = level, marks
         self._host = PhaseClock(HostTicks())
-        is_behind = device_of(device.type).waits_are_costly
-        self._device = PhaseClock(DeviceTicks()) if is_behind else self._host
+        self._device = self._host
+        if device_of(device.type).waits_are_costly:  # the device is behind its host
+            self._device = PhaseClock(DeviceTicks())
         self._is_training = True
         self._calls = dict.fromkeys(PER_CALL, 0)
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time a phase of the training step on the device. Not counted inside an evaluation."""
-        timed = self.level > 0 and self._is_training
-        return self._marked(name, self._device.phase(self._named(name)) if timed else contextlib.nullcontext())
+        if self.level == 0 or not self._is_training:
+            return self._marked(name, contextlib.nullcontext())
+        if self.level == 1 and name in COMMUNICATION:
+            return self._marked(name, self._device.phase("communication"))
+        return self._marked(name, self._device.phase(name))
 
     def _marked(
         self, name: str, timer: contextlib.AbstractContextManager[None]
     ) -> contextlib.AbstractContextManager[None]:
-        return self._both(name, timer) if self._marks else timer
+        if not self._marks:
+            return timer
+        return self._both(name, timer)
 
     @contextlib.contextmanager
     def _both(self, name: str, timer: contextlib.AbstractContextManager[None]) -> Iterator[None]:
@@ -64,7 +70,9 @@ class StepTimers:
 
     def on_host(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time a phase of the host only: waiting for data, saving, evaluating."""
-        return self._marked(name, self._on_host(name) if self.level > 0 else contextlib.nullcontext())
+        if self.level == 0:
+            return self._marked(name, contextlib.nullcontext())
+        return self._marked(name, self._on_host(name))
 
     @contextlib.contextmanager
     def _on_host(self, name: str) -> Iterator[None]:
@@ -76,9 +84,6 @@ class StepTimers:
                 yield
         finally:
             self._is_training = True
-
-    def _named(self, name: str) -> str:
-        return "communication" if self.level == 1 and name in COMMUNICATION else name
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, timed as a phase."""
@@ -95,13 +100,13 @@ class StepTimers:
         DeepSpeed's own timers (wall_clock_breakdown) leave out the loss and the reductions of a pipeline, and print
         each step, and it has no hook around either.
         """
-        if self.level > 0 or self._marks:
-            engine._INSTRUCTION_MAP = {
-                instruction: self.timed(PHASES[instruction.__name__], method)
-                if instruction.__name__ in PHASES
-                else method
-                for instruction, method in engine._INSTRUCTION_MAP.items()
-            }
+        if self.level == 0 and not self._marks:
+            return
+        table = dict(engine._INSTRUCTION_MAP)
+        for instruction, method in table.items():
+            if instruction.__name__ in PHASES:
+                table[instruction] = self.timed(PHASES[instruction.__name__], method)
+        engine._INSTRUCTION_MAP = table
 
     def watch_sequential(self, engine: Any) -> None:
         """Time the reduction of gradients in DeepSpeed's plain engine."""

@@ -72,12 +72,16 @@ def is_device(name: str) -> bool:
 
 def planned_device(name: str) -> Device:
     """Return the record that a plan is made for: `auto`, where other machines detect theirs, stands for CUDA."""
-    return CUDA if name == "auto" else find_device(name)
+    if name == "auto":
+        return CUDA
+    return find_device(name)
 
 
 def candidates(name: str) -> tuple[Device, ...]:
     """Return the devices that a name may turn out to be: all of this package for `auto`."""
-    return DEVICES if name == "auto" else (find_device(name),)
+    if name == "auto":
+        return DEVICES
+    return (find_device(name),)
 
 
 def device_of(torch_type: str) -> Device:
@@ -99,12 +103,16 @@ def device_of_accelerator(accelerator: str) -> Device:
 def launched_device() -> Device | None:
     """Return the device that the launcher has chosen for this process's ranks; None if they detect it themselves."""
     accelerator = os.environ.get("DS_ACCELERATOR")
-    return device_of_accelerator(accelerator) if accelerator else None
+    if not accelerator:
+        return None
+    return device_of_accelerator(accelerator)
 
 
 def name_of(device: Device) -> str:
     """Return the name by which options choose the device of this process: a user's has that of its record's place."""
-    return os.environ.get(CHOSEN, device.name) if device not in DEVICES else device.name
+    if device in DEVICES:
+        return device.name
+    return os.environ.get(CHOSEN, device.name)
 
 
 def rank_variables(name: str) -> dict[str, str]:
@@ -112,8 +120,10 @@ def rank_variables(name: str) -> dict[str, str]:
     if name == "auto":
         return {}
     device = find_device(name)
-    own = {} if device in DEVICES else {CHOSEN: name}
-    return {"DS_ACCELERATOR": device.accelerator} | own
+    variables = {"DS_ACCELERATOR": device.accelerator}
+    if device not in DEVICES:
+        variables[CHOSEN] = name
+    return variables
 
 
 def _own_first() -> tuple[Device, ...]:
@@ -121,7 +131,9 @@ def _own_first() -> tuple[Device, ...]:
     if CHOSEN not in os.environ:
         return DEVICES
     own = find_device(os.environ[CHOSEN])
-    return (own, *DEVICES) if own.accelerator == os.environ.get("DS_ACCELERATOR") else DEVICES
+    if own.accelerator != os.environ.get("DS_ACCELERATOR"):
+        return DEVICES  # another device was chosen since
+    return (own, *DEVICES)
 
 
 @functools.cache
@@ -214,10 +226,13 @@ def known_chip(text: str | None) -> tuple[Device, Chip] | None:
 
 def parse_memory_gib(text: str) -> float | None:
     """Return the GiB of a chip's name or of a number; None if it is neither."""
-    if (known := known_chip(text)) is not None:
+    known = known_chip(text)
+    if known is not None:
         return known[1].memory_gib
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 < number < 1e6 else None
+    if not 0 < number < 1e6:
+        return None
+    return number

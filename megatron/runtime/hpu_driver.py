@@ -21,8 +21,8 @@ from megatron.runtime.device import query_driver
 
 PROC = Path("/proc")
 VISIBLE = "HABANA_VISIBLE_MODULES"
-DEVICE_FILES = ("/dev/accel/accel", "/dev/hl")
-"""Beginnings of the names of a device file, by the driver's release; its index follows."""
+DEVICE_FILE = re.compile(r"/dev/(accel/accel|hl)(?P<index>[0-9]+)")
+"""A module's device file: the name depends on the driver's release."""
 # An idle module reports less than 1 % of its memory as used, which the driver keeps for itself.
 IDLE_SHARE = 0.05
 
@@ -42,19 +42,21 @@ class GaudiModule:
         """Sign of its use; empty: nothing uses it."""
         if self.holders:
             return f"held by process {', '.join(map(str, self.holders))}"
-        return f"{self.memory_share:.0%} of its memory is used" if self.memory_share > IDLE_SHARE else ""
+        if self.memory_share > IDLE_SHARE:
+            return f"{self.memory_share:.0%} of its memory is used"
+        return ""
 
 
 def modules() -> list[GaudiModule]:
     """Return the modules of this machine in order; none where hl-smi does not list them."""
     try:
         listed = query_driver(hl_smi("index,module_id,memory.used,memory.total"))
-        rows = [[float(word) for word in row] for row in listed]
         holders = _holders()
-        found = [
-            GaudiModule(int(number), tuple(holders.get(int(index), ())), used / total if total else 0.0)
-            for index, number, used, total in rows
-        ]
+        found = []
+        for row in listed:
+            index, number, used, total = map(float, row)
+            share = used / total if total else 0.0
+            found.append(GaudiModule(int(number), tuple(holders.get(int(index), ())), share))
     except (OSError, ValueError):  # the ranks report what they cannot open
         return []
     return sorted(found, key=lambda module: module.number)
@@ -62,41 +64,58 @@ def modules() -> list[GaudiModule]:
 
 def _holders() -> dict[int, list[int]]:
     """Return the processes that have opened each device file, by its index."""
-    found: dict[int, list[int]] = {}
+    holders: dict[int, list[int]] = {}
     for folder in PROC.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # of another user, or it has ended
-            opened = {os.readlink(link) for link in folder.iterdir()}
-            for path in opened:
-                for beginning in DEVICE_FILES:
-                    if (index := path.removeprefix(beginning)) != path and index.isdecimal():
-                        found.setdefault(int(index), []).append(int(folder.parent.name))
-    return {index: sorted(processes) for index, processes in found.items()}
+            for path in {os.readlink(link) for link in folder.iterdir()}:
+                if (file := DEVICE_FILE.fullmatch(path)) is not None:
+                    holders.setdefault(int(file["index"]), []).append(int(folder.parent.name))
+    return {index: sorted(processes) for index, processes in holders.items()}
 
 
 def check_modules(ranks: int) -> Iterator[str]:
     """Yield what keeps the ranks of this machine from their modules, all modules in one message."""
-    if (own := os.environ.get("HLS_MODULE_ID")) and ranks > 1:
+    own = os.environ.get("HLS_MODULE_ID")
+    if own and ranks > 1:
         yield f"HLS_MODULE_ID={own} gives all {ranks} ranks of a node one module; unset it, and list them in {VISIBLE}"
         return
-    given = os.environ.get(VISIBLE)
-    words = [word.strip() for word in given.split(",")] if given else [own] if own else [*map(str, range(ranks))]
-    source = f"{VISIBLE}={given}" if given else f"HLS_MODULE_ID={own}" if own else f"{VISIBLE} is not set"
+    source, words = _chosen_modules(ranks)
     if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
         yield f"{source} must be numbers of modules, each once, such as 0,1,2,3; correct it"
         return
     here = {module.number: module for module in modules()}
-    needed = [int(word) for word in words[:ranks]]
     if not here:
         return
-    problems = [f"{number} is not on this machine" for number in needed if number not in here]
-    problems += [f"{number} is in use ({here[number].use})" for number in needed if number in here and here[number].use]
-    if problems:
-        free = [str(number) for number, module in here.items() if not module.use]
-        remedy = f"set {VISIBLE} to {ranks} of them" if len(free) >= ranks else "wait, or use fewer devices a node"
-        yield (
-            f"{source}, so {ranks} ranks need the modules {','.join(map(str, needed))}: {'; '.join(problems)}. Free: "
-            f"{','.join(free) or 'none'}; {remedy}"
-        )
+    needed = [int(word) for word in words[:ranks]]
+    problems = list(_problems(needed, here))
+    if not problems:
+        return
+    free = [str(number) for number, module in here.items() if not module.use]
+    remedy = "wait, or use fewer devices a node"
+    if len(free) >= ranks:
+        remedy = f"set {VISIBLE} to {ranks} of them"
+    yield (
+        f"{source}, so {ranks} ranks need the modules {','.join(map(str, needed))}: {'; '.join(problems)}. Free: "
+        f"{','.join(free) or 'none'}; {remedy}"
+    )
+
+
+def _problems(needed: list[int], here: Mapping[int, GaudiModule]) -> Iterator[str]:
+    for number in needed:
+        if number not in here:
+            yield f"{number} is not on this machine"
+    for number in needed:
+        if number in here and here[number].use:
+            yield f"{number} is in use ({here[number].use})"
+
+
+def _chosen_modules(ranks: int) -> tuple[str, list[str]]:
+    """Return what chooses the modules of the ranks, as messages name it, and their numbers as they are written."""
+    if given := os.environ.get(VISIBLE):
+        return f"{VISIBLE}={given}", [word.strip() for word in given.split(",")]
+    if own := os.environ.get("HLS_MODULE_ID"):
+        return f"HLS_MODULE_ID={own}", [own]
+    return f"{VISIBLE} is not set", [str(number) for number in range(ranks)]
 
 
 def warn_of_modules(ranks: int) -> Iterator[str]:
@@ -104,8 +123,10 @@ def warn_of_modules(ranks: int) -> Iterator[str]:
     given = os.environ.get(VISIBLE, "")
     words = [word.strip() for word in given.split(",") if word.strip()][:ranks]
     if given and 1 < ranks < 8 and all(word.isdecimal() for word in words):
-        first = min(map(int, words), default=0)
-        if ranks not in (2, 4) or first % ranks or sorted(map(int, words)) != [*range(first, first + ranks)]:
+        numbers = sorted(map(int, words))
+        first = min(numbers, default=0)
+        is_neighbours = numbers == [*range(first, first + ranks)]
+        if ranks not in (2, 4) or first % ranks or not is_neighbours:
             yield (
                 f"{VISIBLE}={given}: Habana supports parts of a node of 1, 2 or 4 modules, and of several only 0,1 2,3 "
                 "4,5 6,7 0,1,2,3 or 4,5,6,7"
@@ -161,7 +182,7 @@ def _readings() -> dict[str, float]:
             found[key] = float(read())
         # its errors are classes that it makes when it is loaded
         except Exception:
-            continue
+            continue  # a number that this device does not give stays NaN
     return found
 
 
@@ -175,7 +196,9 @@ def _open(module: int) -> tuple[Any, Any] | None:
         own = [device for device in devices if hlml.hlmlDeviceGetModuleID(device) == module]
     except Exception:
         return None
-    return (hlml, own[0]) if own else None
+    if not own:
+        return None
+    return hlml, own[0]
 
 
 def driver_warning(plugin: str) -> str | None:
@@ -204,5 +227,7 @@ def module_id(environment: Mapping[str, str]) -> int:
     if given := environment.get("HLS_MODULE_ID"):
         return int(given)
     local_rank = int(environment.get("LOCAL_RANK", "0"))
-    modules = [name.strip() for name in environment.get("HABANA_VISIBLE_MODULES", "").split(",") if name.strip()]
-    return int(modules[local_rank]) if local_rank < len(modules) else local_rank
+    listed = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    if local_rank < len(listed):
+        return int(listed[local_rank])
+    return local_rank

@@ -84,7 +84,9 @@ class Connection:
             self._received += content
         if not self._key and len(self._received) >= NONCE_BYTES:
             theirs, self._received = bytes(self._received[:NONCE_BYTES]), self._received[NONCE_BYTES:]
-            nonces = (self._nonce, theirs) if self._is_server else (theirs, self._nonce)
+            nonces = [theirs, self._nonce]
+            if self._is_server:
+                nonces.reverse()  # the server's comes first, at both ends
             self._key = hmac.digest(self._secret, b"megatron agents" + b"".join(nonces), "sha256")
         messages = []
         while self._key and len(self._received) >= SIZE.size:
@@ -104,8 +106,9 @@ class Connection:
         self.socket.close()
 
     def _purpose(self, *, sends: bool) -> bytes:
-        from_server = self._is_server if sends else not self._is_server
-        return b"%b %d" % (b"server" if from_server else b"client", self._counts[0 if sends else 1])
+        sender = b"server" if self._is_server == sends else b"client"
+        sent, received = self._counts
+        return b"%b %d" % (sender, sent if sends else received)
 
     def _write(self, content: bytes) -> None:
         left, deadline_s = memoryview(content), time.monotonic() + SEND_TIMEOUT_S

@@ -38,6 +38,10 @@ class Microbatch:
     beside: Microbatch | None = None
     """Another one, over which `Objective.before_step` has forward passes made."""
 
+    def with_targets(self, *more: Any) -> Microbatch:
+        """Return this one with further targets behind its own."""
+        return dataclasses.replace(self, targets=(*self.targets, *more))
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the input, without padding."""
@@ -51,8 +55,8 @@ class Microbatch:
     @property
     def num_positions(self) -> int:
         """Rows times length of the input."""
-        tensor = self.inputs[0] if isinstance(self.inputs, tuple) else self.inputs
-        return int(tensor.shape[:2].numel())
+        tokens = self.inputs[0] if isinstance(self.inputs, tuple) else self.inputs
+        return int(tokens.shape[:2].numel())
 
 
 class LabelPlace(NamedTuple):
@@ -72,6 +76,69 @@ class SampleLabels(NamedTuple):
     """Labels of each sample."""
 
 
+class DatasetFacts:
+    """What a run reads of one dataset: epochs, tokens, documents, and shares of a mix.
+
+    The default is that of a stream of samples of seq_length + 1 tokens.
+    """
+
+    def __init__(self, data: TaskData, dataset: Any) -> None:
+        self.data, self.dataset = data, dataset
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Length of an epoch; None for a stream of samples."""
+        return None
+
+    def consumed_tokens(self, consumed_samples: int) -> int:
+        """Return the number of tokens in the first `consumed_samples` samples of a run."""
+        return consumed_samples * self.data.config.training.seq_length
+
+    def documents_of(self, sample: int) -> tuple[str, list[int]] | None:
+        """Return the prefix and the document numbers that a sample is from; None if there are none."""
+        return None
+
+    def drawn(self, consumed_samples: int) -> list[Drawn]:
+        """Return what the first `consumed_samples` samples of a run are of each dataset of a mix; empty: no mix."""
+        return []
+
+    def describe(self) -> str | None:
+        """Return a line on the training data, printed before the first step; None: nothing."""
+        return None
+
+
+class LabelIndex:
+    """Labels of a task's samples, by which numbers of them are stored and found again.
+
+    The default is that of samples of seq_length + 1 tokens, one a row.
+    """
+
+    def __init__(self, data: TaskData) -> None:
+        self._data = data
+
+    def of(self, dataset: Any, split: int | None = None) -> SampleLabels:
+        """Return the samples for whose labels numbers can be stored: those that a run may read of this split."""
+        import numpy as np
+
+        length = np.int64(self._data.config.training.seq_length)
+        return SampleLabels(dataset.fingerprint, np.broadcast_to(length, len(dataset)))
+
+    def places(self, dataset: Any, key: Any) -> list[LabelPlace]:
+        """Return where the labels of each sample of a microbatch are."""
+        return [LabelPlace(sample, row, slice(None)) for row, sample in enumerate(self._data.samples_of(key))]
+
+    def keys(self, dataset: Any, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
+        """Return the keys of microbatches of these samples, of which rank r takes [r::num_ranks].
+
+        All ranks have as many. Samples may come twice, to fill the last microbatches.
+        """
+        import numpy as np
+
+        size = self._data.config.training.micro_batch_size
+        count = -(-len(samples) // (size * num_ranks)) * num_ranks
+        return np.resize(samples, (count, size)).tolist()  # type: ignore[no-any-return]
+
+
 class TaskData(ABC):
     """Data of a task. The defaults fit a stream of samples of seq_length + 1 tokens.
 
@@ -79,8 +146,10 @@ class TaskData(ABC):
     `fingerprint`, a string that changes with its content.
     """
 
+    Facts: ClassVar[type[DatasetFacts]] = DatasetFacts
+    Labels: ClassVar[type[LabelIndex]] = LabelIndex
     counts_epochs: ClassVar[bool] = False
-    """The training data is read in epochs, whose length `samples_per_epoch` returns; else it is a stream."""
+    """The training data is read in epochs, whose length `DatasetFacts.samples_per_epoch` is; else it is a stream."""
     reads_data_path: ClassVar[bool] = True
     """The data is that of `data_path` or `train_data_path`, one of which is then required."""
     content: ClassVar[Literal["text", "chats", "pairs"]] = "text"
@@ -132,11 +201,15 @@ class TaskData(ABC):
             names.append("num_epochs")
         given = [f"{name}={getattr(training, name)}" for name in names if getattr(training, name)]
         if len(given) > 1:
-            yield f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} given; keep one"
+            count = "both" if len(given) == 2 else "all"
+            yield f"{' and '.join(given)} are {count} given; keep one"
         only_evaluates = training.skip_train and training.teacher_top_k is None
-        if not given and not only_evaluates:
-            lacking = f"neither {names[0]} nor {names[1]}" if len(names) == 2 else f"none of {', '.join(names)}"
-            yield f"{lacking} is given; give one to set the length of training"
+        if given or only_evaluates:
+            return
+        lacking = " nor ".join([f"neither {names[0]}", *names[1:]])
+        if len(names) > 2:
+            lacking = f"none of {', '.join(names)}"
+        yield f"{lacking} is given; give one to set the length of training"
 
     def idle(self) -> Iterator[str]:
         """Yield a message for every option that has no effect in this data, given the others."""
@@ -199,25 +272,14 @@ class TaskData(ABC):
     def open(self, ctx: ParallelContext) -> Sequence[Any]:
         """Return the datasets for training, validation and test; the last two may be None. Raises DataError."""
 
-    def samples_per_epoch(self, dataset: Any) -> int | None:
-        """Return the length of an epoch; None for a stream of samples."""
-        return None
+    def facts(self, dataset: Any) -> DatasetFacts:
+        """Return what a run reads of a dataset."""
+        return self.Facts(self, dataset)
 
-    def consumed_tokens(self, dataset: Any, consumed_samples: int) -> int:
-        """Return the number of tokens in the first `consumed_samples` samples of a run."""
-        return consumed_samples * self.config.training.seq_length
-
-    def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]] | None:
-        """Return the prefix and the document numbers that a sample is from; None if there are none."""
-        return None
-
-    def drawn(self, dataset: Any, consumed_samples: int) -> list[Drawn]:
-        """Return what the first `consumed_samples` samples of a run are of each dataset of a mix; empty: no mix."""
-        return []
-
-    def describe(self, dataset: Any) -> str | None:
-        """Return a line on the training data, printed before the first step; None: nothing."""
-        return None
+    @property
+    def labels(self) -> LabelIndex:
+        """The labels of the samples, for which numbers can be stored."""
+        return self.Labels(self)
 
     # Microbatches
 
@@ -251,27 +313,3 @@ class TaskData(ABC):
     def samples_of(self, key: Any) -> list[int]:
         """Return the numbers of the samples in a microbatch."""
         return list(key)
-
-    # Labels, for which numbers can be stored
-
-    def label_places(self, dataset: Any, key: Any) -> list[LabelPlace]:
-        """Return where the labels of each sample of a microbatch are."""
-        return [LabelPlace(sample, row, slice(None)) for row, sample in enumerate(self.samples_of(key))]
-
-    def labels_of(self, dataset: Any, split: int | None = None) -> SampleLabels:
-        """Return the samples for whose labels numbers can be stored: those that a run may read of this split."""
-        import numpy as np
-
-        length = np.int64(self.config.training.seq_length)
-        return SampleLabels(dataset.fingerprint, np.broadcast_to(length, len(dataset)))
-
-    def keys_of_samples(self, dataset: Any, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
-        """Return the keys of microbatches of these samples, of which rank r takes [r::num_ranks].
-
-        All ranks have as many. Samples may come twice, to fill the last microbatches.
-        """
-        import numpy as np
-
-        size = self.config.training.micro_batch_size
-        count = -(-len(samples) // (size * num_ranks)) * num_ranks
-        return np.resize(samples, (count, size)).tolist()  # type: ignore[no-any-return]

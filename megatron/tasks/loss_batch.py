@@ -78,27 +78,33 @@ class LossArguments:
     def _tensors(self) -> dict[str, Tensor]:
         """Return what the function may read, and not write, by the names that it knows."""
         fields = ("labels", "tokens", "weights", "sources", "begins", "output_weight")
-        found = {"its first argument": self.first, **{f"batch.{name}": getattr(self.batch, name) for name in fields}}
-        if (teacher := self.extras.get("teacher")) is not None:
-            found |= {f"teacher.{name}": tensor for name, tensor in teacher._asdict().items()}
+        tensors = {"its first argument": self.first}
+        tensors |= {f"batch.{name}": getattr(self.batch, name) for name in fields}
+        teacher = self.extras.get("teacher")
+        if teacher is not None:
+            tensors |= {f"teacher.{name}": tensor for name, tensor in teacher._asdict().items()}
         if "reference" in self.extras:
-            found["reference"] = self.extras["reference"]
-        return found
+            tensors["reference"] = self.extras["reference"]
+        return tensors
 
     def seen(self, *, contents: bool, weight: bool) -> dict[str, tuple[int, Any]]:
         """Return the version of each tensor, which torch counts up when it is written, and its contents.
 
         These show what NumPy and `.data` write, which the version does not: of the model's `weight`, sums of its rows.
         """
-        found: dict[str, tuple[int, Any]] = {}
+        seen: dict[str, tuple[int, Any]] = {}
         for name, tensor in self._tensors().items():
             is_wanted = weight if tensor is self.batch.output_weight else contents
-            found[name] = tensor._version, self._contents(tensor) if is_wanted else None
-        return found
+            seen[name] = tensor._version, None
+            if is_wanted:
+                seen[name] = tensor._version, self._contents(tensor)
+        return seen
 
     def _contents(self, tensor: Tensor) -> Tensor:
         own = tensor.detach()
-        return own.float().sum(-1) if tensor is self.batch.output_weight else own.clone()
+        if tensor is self.batch.output_weight:  # as large as the model's vocabulary
+            return own.float().sum(-1)
+        return own.clone()
 
     def written_since(self, seen: Mapping[str, tuple[int, Any]]) -> list[str]:
         """Return the names of the tensors that were written."""

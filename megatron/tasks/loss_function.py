@@ -64,12 +64,16 @@ class LossFunction:
     @property
     def label(self) -> str:
         """The function and its file, as messages name them."""
-        return f"loss={self.name}" if self.name.startswith(self.file) else f"loss={self.name} ({self.file})"
+        if self.name.startswith(self.file):
+            return f"loss={self.name}"
+        return f"loss={self.name} ({self.file})"
 
     def line_of(self, error: BaseException) -> str:
         """Return the line of the function's file at which an error was raised; empty if it was raised elsewhere."""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
-        return f" (line {lines[-1]})" if lines else ""
+        if not lines:
+            return ""
+        return f" (line {lines[-1]})"
 
 
 def loss_function(config: Config) -> LossFunction:
@@ -109,13 +113,14 @@ def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
 def _options(config: Config, function: Callable[..., Any]) -> dict[str, Any]:
     """Return the value of each keyword-only argument, from `loss_options` or its default."""
     parameters = inspect.signature(function).parameters.values()
-    options = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
-    fields = [
-        (each.name, _type_of(each, function), dataclasses.field(default=each.default))
-        if each.default is not each.empty
-        else (each.name, _type_of(each, function), dataclasses.field())
-        for each in options
-    ]
+    fields: list[tuple[str, Any, Any]] = []
+    for each in parameters:
+        if each.kind is not each.KEYWORD_ONLY:
+            continue
+        field: Any = dataclasses.field()
+        if each.default is not each.empty:
+            field = dataclasses.field(default=each.default)
+        fields.append((each.name, _type_of(each, function), field))
     declared = dataclasses.make_dataclass("Options", fields, kw_only=True)
     words, owner = config.training.loss_options, f"loss={config.training.loss}"
     return vars(filled_options(declared, words, "loss_options", owner))
@@ -129,7 +134,9 @@ def _type_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
             return typing.get_type_hints(owner, getattr(function, "__globals__", {}))[parameter.name]
         except NameError:  # imported for type checkers alone
             pass
-    return str if parameter.default in (parameter.empty, None) else type(parameter.default)
+    if parameter.default in (parameter.empty, None):
+        return str
+    return type(parameter.default)
 
 
 def _metrics(name: str, function: Callable[..., Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from megatron.options.dependents import idle_options
 from megatron.options.flags import divisors
 from megatron.parallel.layout import parallel_batch_size
 from megatron.runtime.devices import device_of
-from megatron.tasks.data import LabelPlace, SampleLabels, TaskData
+from megatron.tasks.data import DatasetFacts, LabelIndex, LabelPlace, SampleLabels, TaskData
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,11 +58,113 @@ class FilledRows:
         return torch.from_numpy(self.tokens), torch.from_numpy(self.positions), torch.from_numpy(self.starts)
 
 
+def samples_of(dataset: Any) -> Any:
+    """Return the samples themselves, where `dataset` may be rows of them."""
+    return getattr(dataset, "samples", dataset)
+
+
+def fullest(lengths: NDArray[np.int64], rows: Rows) -> int:
+    """Return the tokens in the fullest row."""
+    return max((int(lengths[row].sum()) for row in rows), default=0)
+
+
+class PackedFacts(DatasetFacts):
+    """Epochs of samples, or of rows of them."""
+
+    data: PackedData
+    dataset: PackedDataset
+
+    @property
+    def samples(self) -> Any:
+        """The samples, of which the dataset may be rows."""
+        return samples_of(self.dataset)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.dataset)
+
+    def consumed_tokens(self, consumed_samples: int) -> int:
+        return int(self.dataset.epochs.tokens(consumed_samples).sum())
+
+    def documents_of(self, sample: int) -> tuple[str, list[int]]:
+        return self.dataset.documents_of(sample)
+
+    def drawn(self, consumed_samples: int) -> list[Drawn]:
+        from megatron.data.samples import drawn_of
+
+        return drawn_of(self.dataset, consumed_samples)
+
+    def first_steps(self) -> list[list[int]]:
+        """Return the tokens in the fullest row of each microbatch of all ranks, for the first epoch's first steps."""
+        size, steps = self.data.config.training.global_batch_size, []
+        for begin in range(0, min(len(self.dataset), SAMPLED_STEPS * size), size):
+            _, cells = self.data.step(self.dataset, begin, size, self.data.num_batch_ranks)
+            steps.append([fullest(self.samples.lengths, rows) for rows in cells])
+        return steps
+
+    def share_of_epoch(self, labels: NDArray[np.int64]) -> tuple[int, float]:
+        """Return the tokens of an epoch, and the share of `labels`, a number for each sample, in them."""
+        import numpy as np
+
+        samples, order = self.samples, self.dataset.epochs
+        firsts = samples.epochs.firsts[:-1]
+        passes = order.counts / order.sizes
+        tokens, trained = (float(passes @ np.add.reduceat(each, firsts)) for each in (samples.lengths, labels))
+        return self.consumed_tokens(len(self.dataset)), trained / tokens
+
+    def describe_packing(self) -> str:
+        """Return how full the rows of the first steps are."""
+        config, steps = self.data.config, self.first_steps()
+        lengths = [self.data.padded_length(tokens) for cells in steps for tokens in cells]
+        held = self.consumed_tokens(min(len(self.dataset), len(steps) * config.training.global_batch_size))
+        filled = held / (config.training.micro_batch_size * sum(lengths))
+        shapes = len(set(lengths))
+        ending = "" if shapes == 1 else "s"
+        return (
+            f"packing={config.sft.packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} "
+            f"microbatches a step and {shapes} shape{ending} (of the first {len(steps)} steps)"
+        )
+
+
+class PackedLabels(LabelIndex):
+    """Labels of packed samples: one for each place that a sample has in its row."""
+
+    _data: PackedData
+
+    def of(self, dataset: PackedDataset, split: int | None = None) -> SampleLabels:
+        samples = samples_of(dataset)
+        return SampleLabels(samples.fingerprint, samples.lengths)
+
+    def places(self, dataset: PackedDataset, key: Rows) -> list[LabelPlace]:
+        lengths, places = samples_of(dataset).lengths, []
+        for number, row in enumerate(key):
+            begin = 0
+            for sample in row:
+                end = begin + int(lengths[sample])
+                places.append(LabelPlace(int(sample), number, slice(begin, end)))
+                begin = end
+        return places
+
+    def keys(self, dataset: PackedDataset, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
+        import numpy as np
+
+        from megatron.data.packing import pack_step
+
+        data = self._data
+        step = pack_step(samples_of(dataset).lengths[samples], data.row_length, num_ranks)
+        # a pipeline whose shapes do not vary takes full microbatches
+        empty = 0 if data.varies_shapes else data.config.training.micro_batch_size - 1
+        cells = np.split(samples[step.order], step.starts[1:-1])
+        return data.keys_of_step(dataset, [[cell, *[cell[:0]] * empty] for cell in cells])
+
+
 class PackedData(TaskData):
     """Epochs of packed samples, by the options of the section `sft`."""
 
     sample_name: str
     """Word of messages for a sample."""
+    Facts: ClassVar[type[PackedFacts]] = PackedFacts
+    Labels = PackedLabels
     counts_epochs = True
     pads_rows = True
     packs_documents = True
@@ -70,10 +172,12 @@ class PackedData(TaskData):
 
     def __init__(self, config: Config, options: Any) -> None:
         super().__init__(config, options)
-        self._compiles_shapes, self._num_batch_ranks = False, 1  # until `open`
+        self._compiles_shapes, self.num_batch_ranks = False, 1  # until `open`
         self._edges: NDArray[np.int64] | None = None
-        tp = config.parallel.tensor_model_parallel_size
-        self._multiple = tp if config.parallel.sequence_parallel else 1
+        self._multiple = 1
+        """Rows are as long as a multiple of this."""
+        if config.parallel.sequence_parallel:
+            self._multiple = config.parallel.tensor_model_parallel_size
 
     # Rules and plan
 
@@ -114,10 +218,11 @@ class PackedData(TaskData):
                 f"would have no {self.sample_name}; use {dp} or more"
             )
         if sft.max_batch_len is not None and sft.max_batch_len < self.sample_length:
-            times = self.sample_length // training.seq_length
-            least = "seq_length=" if times == 1 else f"{times} x seq_length = "
+            times, least = self.sample_length // training.seq_length, f"seq_length={self.sample_length}"
+            if times > 1:
+                least = f"{times} x seq_length = {self.sample_length}"
             yield (
-                f"max_batch_len={sft.max_batch_len} is less than {least}{self.sample_length}, so the longest "
+                f"max_batch_len={sft.max_batch_len} is less than {least}, so the longest "
                 f"{self.sample_name} would fit into no microbatch; raise it, or lower seq_length"
             )
         if sft.packing == "step" and training.micro_batch_size > 1:
@@ -138,8 +243,10 @@ class PackedData(TaskData):
 
     @property
     def row_length(self) -> int:
-        packs_steps = self.config.sft.packing == "step"
-        return (self.config.sft.max_batch_len if packs_steps else None) or self.sample_length
+        sft = self.config.sft
+        if sft.packing == "step" and sft.max_batch_len:
+            return sft.max_batch_len
+        return self.sample_length
 
     @property
     def varies_shapes(self) -> bool:
@@ -157,8 +264,10 @@ class PackedData(TaskData):
         size, rows = training.global_batch_size, f"rows of at most {self.row_length:,} tokens"
         if packing == "dataset":
             return f"{size} {rows} over DP {data_parallel_size}"
-        padded = f"{training.micro_batch_size} to a microbatch, padded" if packing == "none" else f"in {rows}"
-        return f"{size} {self.sample_name}s over DP {data_parallel_size}, {padded}"
+        layout = f"in {rows}"
+        if packing == "none":
+            layout = f"{training.micro_batch_size} to a microbatch, padded"
+        return f"{size} {self.sample_name}s over DP {data_parallel_size}, {layout}"
 
     @property
     def bucketing(self) -> str:
@@ -166,7 +275,9 @@ class PackedData(TaskData):
         given = self.config.sft.bucketing
         if given != "auto":
             return given
-        return "octave" if self._compiles_shapes else "off"
+        if self._compiles_shapes:  # each shape costs a compilation
+            return "octave"
+        return "off"
 
     # Datasets
 
@@ -182,7 +293,7 @@ class PackedData(TaskData):
         from megatron.data.samples import check_weights
 
         self._compiles_shapes = device_of(ctx.device.type).compiles_shapes
-        self._num_batch_ranks = ctx.num_batch_ranks
+        self.num_batch_ranks = ctx.num_batch_ranks
         config = self.config
         datasets: list[Any] = list(self.open_samples())
         if config.sft.packing == "dataset":
@@ -191,7 +302,8 @@ class PackedData(TaskData):
             for each in sets_of(dataset):
                 check_weights(each, split)
         if self.bucketing == "optimal" and self.varies_shapes:
-            filled = [length for cells in self._first_steps(datasets[0]) for length in cells if length]
+            steps = self.Facts(self, datasets[0]).first_steps()
+            filled = [length for cells in steps for length in cells if length]
             longest = max(int(samples.lengths.max()) for each in datasets for samples in sets_of(each))
             if config.sft.packing == "step":
                 longest = self.row_length
@@ -204,49 +316,12 @@ class PackedData(TaskData):
 
         if isinstance(samples, SeparateSets):
             return samples.map(self._packed)
-        return None if samples is None else PackedSamples(samples, self.sample_length)
-
-    def samples_per_epoch(self, dataset: PackedDataset) -> int:
-        return len(dataset)
-
-    def consumed_tokens(self, dataset: PackedDataset, consumed_samples: int) -> int:
-        return int(dataset.epochs.tokens(consumed_samples).sum())
-
-    def drawn(self, dataset: PackedDataset, consumed_samples: int) -> list[Drawn]:
-        from megatron.data.samples import drawn_of
-
-        return drawn_of(dataset, consumed_samples)
+        if samples is None:
+            return None
+        return PackedSamples(samples, self.sample_length)
 
     def samples_of(self, key: Any) -> list[int]:
         return [int(sample) for row in key for sample in row]
-
-    def label_places(self, dataset: PackedDataset, key: Rows) -> list[LabelPlace]:
-        lengths, found = samples_of(dataset).lengths, []
-        for number, row in enumerate(key):
-            begin = 0
-            for sample in row:
-                end = begin + int(lengths[sample])
-                found.append(LabelPlace(int(sample), number, slice(begin, end)))
-                begin = end
-        return found
-
-    def labels_of(self, dataset: PackedDataset, split: int | None = None) -> SampleLabels:
-        samples = samples_of(dataset)
-        return SampleLabels(samples.fingerprint, samples.lengths)
-
-    def keys_of_samples(self, dataset: PackedDataset, samples: NDArray[np.int64], num_ranks: int) -> Sequence[Any]:
-        import numpy as np
-
-        from megatron.data.packing import pack_step
-
-        step = pack_step(samples_of(dataset).lengths[samples], self.row_length, num_ranks)
-        # a pipeline whose shapes do not vary takes full microbatches
-        empty = 0 if self.varies_shapes else self.config.training.micro_batch_size - 1
-        cells = np.split(samples[step.order], step.starts[1:-1])
-        return self.keys_of_step(dataset, [[cell, *[cell[:0]] * empty] for cell in cells])
-
-    def documents_of(self, dataset: PackedDataset, sample: int) -> tuple[str, list[int]]:
-        return dataset.documents_of(sample)
 
     # The microbatches of a step
 
@@ -258,7 +333,7 @@ class PackedData(TaskData):
             size = global_batch_size(consumed_samples)
             if size <= 0:
                 return 0, []
-            samples, cells = self._step(dataset, consumed_samples, size, num_batch_ranks)
+            samples, cells = self.step(dataset, consumed_samples, size, num_batch_ranks)
             return samples, self.keys_of_step(dataset, cells)[batch_rank::num_batch_ranks]
 
         return plan
@@ -267,7 +342,7 @@ class PackedData(TaskData):
         """Return what `read` is given for each microbatch of a step."""
         return cells
 
-    def _step(self, dataset: Any, consumed_samples: int, size: int, num_ranks: int) -> tuple[int, list[Rows]]:
+    def step(self, dataset: Any, consumed_samples: int, size: int, num_ranks: int) -> tuple[int, list[Rows]]:
         """Return the number of samples in a step, none beyond its epoch, and all its microbatches.
 
         Microbatch m of rank r is number m * num_ranks + r. Some may have no rows.
@@ -281,7 +356,7 @@ class PackedData(TaskData):
         if self.config.sft.packing == "step":
             step = pack_step(dataset.lengths[samples], self.row_length, num_ranks)
             packed = np.split(samples[step.order], step.starts[1:-1])
-            return len(samples), [[row] if len(row) else [] for row in packed]
+            return len(samples), [[row] if len(row) else [] for row in packed]  # an empty one is a row of padding
         rows: Rows
         if self.config.sft.packing == "dataset":
             rows = [dataset.row(epoch, int(sample)) for sample in samples]
@@ -349,14 +424,14 @@ class PackedData(TaskData):
             ahead = self._compiles_shapes and self.bucketing != "off" and not self.config.fp8.uses_fp8
         if not self.varies_shapes or not ahead:
             return ()
-        found: dict[tuple[int, ...], Any] = {}
+        keys: dict[tuple[int, ...], Any] = {}
         while consumed_samples < total_samples:
             size = global_batch_size(consumed_samples)
-            samples, cells = self._step(dataset, consumed_samples, size, self._num_batch_ranks)
+            samples, cells = self.step(dataset, consumed_samples, size, self.num_batch_ranks)
             for key in self.keys_of_step(dataset, cells):
-                found.setdefault(self.shape_of(dataset, key), key)
+                keys.setdefault(self.shape_of(dataset, key), key)
             consumed_samples += samples
-        return [found[shape] for shape in sorted(found, reverse=True)]  # a lack of memory shows at once
+        return [keys[shape] for shape in sorted(keys, reverse=True)]  # a lack of memory shows at once
 
     def shape_of(self, dataset: PackedDataset, key: Any) -> tuple[int, ...]:
         """Return numbers that are equal for microbatches whose tensors have equal shapes; the length of rows first."""
@@ -364,42 +439,4 @@ class PackedData(TaskData):
 
     def _shape_of_rows(self, lengths: NDArray[np.int64], rows: Rows) -> tuple[int, int]:
         """Return length and number of rows of samples of these lengths."""
-        return self.padded_length(max((int(lengths[row].sum()) for row in rows), default=0)), max(1, len(rows))
-
-    # The line before the first step
-
-    def _first_steps(self, dataset: PackedDataset) -> list[list[int]]:
-        """Return the tokens in the fullest row of each microbatch of all ranks, for the first epoch's first steps."""
-        samples, size = samples_of(dataset), self.config.training.global_batch_size
-        found = []
-        for begin in range(0, min(len(dataset), SAMPLED_STEPS * size), size):
-            _, cells = self._step(dataset, begin, size, self._num_batch_ranks)
-            found.append([max((int(samples.lengths[row].sum()) for row in rows), default=0) for rows in cells])
-        return found
-
-    def share_of_epoch(self, dataset: PackedDataset, labels: NDArray[np.int64]) -> tuple[int, float]:
-        """Return the tokens of an epoch, and the share of `labels`, a number for each sample, in them."""
-        import numpy as np
-
-        samples, order = samples_of(dataset), dataset.epochs
-        firsts = samples.epochs.firsts[:-1]
-        passes = order.counts / order.sizes
-        tokens, trained = (float(passes @ np.add.reduceat(each, firsts)) for each in (samples.lengths, labels))
-        return self.consumed_tokens(dataset, len(dataset)), trained / tokens
-
-    def describe_packing(self, dataset: PackedDataset) -> str:
-        """Return how full the rows of the first steps are."""
-        training, steps = self.config.training, self._first_steps(dataset)
-        lengths = [self.padded_length(fullest) for cells in steps for fullest in cells]
-        held = self.consumed_tokens(dataset, min(len(dataset), len(steps) * training.global_batch_size))
-        filled = held / (training.micro_batch_size * sum(lengths))
-        shapes = len(set(lengths))
-        return (
-            f"packing={self.config.sft.packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} "
-            f"microbatches a step and {shapes} {'shape' if shapes == 1 else 'shapes'} (of the first {len(steps)} steps)"
-        )
-
-
-def samples_of(dataset: Any) -> Any:
-    """Return the samples themselves, where `dataset` may be rows of them."""
-    return getattr(dataset, "samples", dataset)
+        return self.padded_length(fullest(lengths, rows)), max(1, len(rows))

@@ -17,7 +17,7 @@ from megatron.options.preference import OBJECTIVES
 from megatron.tasks.data import Microbatch, TaskData
 from megatron.tasks.loss_result import LossResult
 from megatron.tasks.objective import Forward, Objective, StartWeights
-from megatron.tasks.packed import PackedData, samples_of
+from megatron.tasks.packed import PackedData, PackedFacts, samples_of
 from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -54,9 +54,28 @@ def stores_reference(config: Config) -> bool:
     return config.preference.needs_reference and not uses_base(config)
 
 
+class PreferenceFacts(PackedFacts):
+    data: PreferenceData
+
+    def describe(self) -> str:
+        samples, name = self.samples, self.data.sample_name
+        pairs = self.data.pairs_of(samples)
+        tokens, share = self.share_of_epoch(samples.labels.reshape(len(samples), -1).sum(axis=1))
+        counted = f"{len(samples):,} {name}s"
+        if pairs is not samples:
+            counted += f" ({int(samples.is_chosen.sum()):,} of them desirable)"
+        if samples is not self.dataset:
+            counted += f" in {len(self.dataset):,} rows"
+        parts = [f"preference: {counted}", f"{tokens:,} tokens an epoch", f"{share:.1%} of them answers"]
+        cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
+        parts += [f"{count:,} {what} cut" for count, what in cut if count]
+        return f"{', '.join(parts)}; {self.describe_packing()}"
+
+
 class PreferenceData(PackedData):
     """Pairs of answers, or single ones."""
 
+    Facts = PreferenceFacts
     sample_name = "pair"
     content = "pairs"
     preprocessor = "preprocess_preferences"
@@ -96,19 +115,6 @@ class PreferenceData(PackedData):
             return open_answers(self.config)
         return open_pairs(self.config, needs_both=True)
 
-    def describe(self, dataset: Any) -> str:
-        samples: Any = samples_of(dataset)
-        pairs = self.pairs_of(samples)
-        rows = "" if samples is dataset else f" in {len(dataset):,} rows"
-        tokens, share = self.share_of_epoch(dataset, samples.labels.reshape(len(samples), -1).sum(axis=1))
-        cut = [(pairs.num_cut_prompts, "prompts"), (pairs.num_truncated, "answers")]
-        said = ", ".join(f"{count:,} {what} cut" for count, what in cut if count)
-        kinds = "" if pairs is samples else f" ({int(samples.is_chosen.sum()):,} of them desirable)"
-        return (
-            f"preference: {len(samples):,} {self.sample_name}s{kinds}{rows}, {tokens:,} tokens an epoch, "
-            f"{share:.1%} of them answers{f', {said}' if said else ''}; {self.describe_packing(dataset)}"
-        )
-
     def pairs_of(self, samples: Any) -> PairDataset:
         return samples.pairs if self.config.preference.is_unpaired else samples  # type: ignore[no-any-return]
 
@@ -123,7 +129,7 @@ class PreferenceData(PackedData):
             return [StepRows(rows, step) for rows in cells]
         answers: Any = samples
         found = np.sort(answers.numbers[numbers])
-        beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self._num_batch_ranks)
+        beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self.num_batch_ranks)
         mismatched = [[found[row] for row in rows] for rows in beside]
         count = max(len(cells), len(mismatched))
         empty: Rows = [numbers[:0]] * self.config.training.micro_batch_size
@@ -289,32 +295,38 @@ class PreferenceObjective(Objective):
         self, microbatches: Sequence[Microbatch], forward: Forward, ctx: ParallelContext
     ) -> list[Microbatch]:
         """Add the reference to the targets, where that is the base of the adapters, and the KL term, if any."""
-        needs_kl = self.config.preference.needs_kl
-        if not uses_base(self.config) and not needs_kl:
-            return list(microbatches)
-        from megatron.tasks.preference_losses import answer_logps, split_targets
+        batches = list(microbatches)
+        if uses_base(self.config):
+            batches = self._with_base(batches, forward, ctx)
+        if self.config.preference.needs_kl:
+            batches = self._with_kl(batches, forward, ctx)
+        return batches
+
+    def _with_base(self, batches: list[Microbatch], forward: Forward, ctx: ParallelContext) -> list[Microbatch]:
+        """Add the log-probabilities of the answers under the base."""
+        from megatron.tasks.preference_losses import answer_logps
+
+        results = forward(batches, partial(answer_logps, ctx=ctx), adapters=False)
+        if not ctx.is_last_stage:  # the others get no results, and compute no loss
+            return batches
+        return [batch.with_targets(result) for batch, result in zip(batches, results, strict=True)]
+
+    def _with_kl(self, batches: list[Microbatch], forward: Forward, ctx: ParallelContext) -> list[Microbatch]:
+        """Add the KL divergence of the step, from prompts that are read with other answers."""
+        from megatron.tasks.preference_losses import answer_logps, mean_kl, split_targets
 
         logps = partial(answer_logps, ctx=ctx)
-        added: list[list[Tensor]] = [[] for _ in microbatches]
-        if uses_base(self.config):
-            for own, result in zip(added, forward(microbatches, logps, adapters=False), strict=False):
-                own.append(result)
-        if needs_kl:
-            from megatron.tasks.preference_losses import mean_kl
-
-            beside = [batch.beside for batch in microbatches if batch.beside is not None]
-            policy = forward(beside, logps)
-            base = forward(beside, logps, adapters=False) if uses_base(self.config) else []
-            if ctx.is_last_stage:
-                # what is stored for a mismatched answer is all that follows its labels
-                base = base or [split_targets(batch.targets)[1][0].to(ctx.device) for batch in beside]
-                _, (_, step, *_) = split_targets(microbatches[0].targets)
-                kl = mean_kl(policy, base, float(step[1:].sum()), ctx)
-                added = [[*own, kl] for own in added]
-        return [
-            dataclasses.replace(batch, targets=(*batch.targets, *own))
-            for batch, own in zip(microbatches, added, strict=True)
-        ]
+        beside = [batch.beside for batch in batches if batch.beside is not None]
+        policy = forward(beside, logps)
+        base = forward(beside, logps, adapters=False) if uses_base(self.config) else []
+        if not ctx.is_last_stage:
+            return batches
+        if not uses_base(self.config):
+            # what is stored for a mismatched answer is all that follows its labels
+            base = [split_targets(batch.targets)[1][0].to(ctx.device) for batch in beside]
+        _, (_, step, *_) = split_targets(batches[0].targets)
+        kl = mean_kl(policy, base, float(step[1:].sum()), ctx)
+        return [batch.with_targets(kl) for batch in batches]
 
     def before_training(
         self, datasets: Sequence[Any], forward: Forward, start: StartWeights, ctx: ParallelContext
@@ -349,7 +361,8 @@ class PreferenceObjective(Objective):
         labels, (is_chosen_A, step, *_) = split_targets(targets)
         logps_K = label_logps(outputs, labels, ctx)
         logps_A = labels.sums(logps_K * labels.weights_K)
-        total, metrics = (unpaired_loss if options.is_unpaired else paired_loss)(logps_A, targets, options)
+        loss_of = unpaired_loss if options.is_unpaired else paired_loss
+        total, metrics = loss_of(logps_A, targets, options)
         if weight := options.effective_sft_weight:
             total = total - weight * step[0] * torch.where(is_chosen_A, labels.sums(logps_K), 0).sum()
         return LossResult(scale * total, metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config
-from megatron.tasks.data import Microbatch, SampleLabels, TaskData
+from megatron.tasks.data import DatasetFacts, LabelIndex, Microbatch, SampleLabels, TaskData
 from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -19,8 +19,37 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 
+class PretrainFacts(DatasetFacts):
+    """Documents that are joined to a stream, which a mix draws from."""
+
+    def documents_of(self, sample: int) -> tuple[str, list[int]]:
+        return self.dataset.documents_of(sample)  # type: ignore[no-any-return]
+
+    def drawn(self, consumed_samples: int) -> list[Drawn]:
+        from megatron.data.blend import BlendedDataset
+
+        if not isinstance(self.dataset, BlendedDataset):
+            return []
+        return self.dataset.drawn(consumed_samples)
+
+
+class PretrainLabels(LabelIndex):
+    """Labels of the samples that a run needs: a dataset may be longer."""
+
+    def of(self, dataset: TokenDataset, split: int | None = None) -> SampleLabels:
+        from megatron.data.gpt import samples_needed
+
+        labels = super().of(dataset)
+        if split is None:
+            return labels
+        return labels._replace(lengths=labels.lengths[: samples_needed(self._data.config)[split]])
+
+
 class PretrainData(TaskData):
     """Samples of S + 1 tokens of a stream of documents."""
+
+    Facts = PretrainFacts
+    Labels = PretrainLabels
 
     def __init__(self, config: Config, options: Any) -> None:
         super().__init__(config, options)
@@ -41,21 +70,6 @@ class PretrainData(TaskData):
 
         self.eod = end_of_document(self.config)
         return open_datasets(self.config)
-
-    def documents_of(self, dataset: Any, sample: int) -> tuple[str, list[int]]:
-        return dataset.documents_of(sample)  # type: ignore[no-any-return]
-
-    def drawn(self, dataset: Any, consumed_samples: int) -> list[Drawn]:
-        from megatron.data.blend import BlendedDataset
-
-        return dataset.drawn(consumed_samples) if isinstance(dataset, BlendedDataset) else []
-
-    def labels_of(self, dataset: TokenDataset, split: int | None = None) -> SampleLabels:
-        from megatron.data.gpt import samples_needed
-
-        fingerprint, lengths = super().labels_of(dataset)
-        needed = len(lengths) if split is None else samples_needed(self.config)[split]
-        return SampleLabels(fingerprint, lengths[:needed])  # a dataset may be longer than a run
 
     def read(self, dataset: TokenDataset, key: range) -> Microbatch:
         return self.collate(dataset.get_batch(key))

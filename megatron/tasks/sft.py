@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.tasks.data import Microbatch
-from megatron.tasks.packed import PackedData, samples_of
+from megatron.tasks.packed import PackedData, PackedFacts, samples_of
 from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
     from megatron.tasks.packed import PackedDataset, Rows
 
 
+class ChatFacts(PackedFacts):
+    def describe(self) -> str:
+        chats: ChatDataset = self.samples
+        tokens, share = self.share_of_epoch(chats.loss_tokens)
+        rows = "" if chats is self.dataset else f" in {len(self.dataset):,} rows"
+        return (
+            f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {share:.1%} of them trained; "
+            f"{self.describe_packing()}"
+        )
+
+
 class ChatData(PackedData):
     """Chats, of which the answers are trained."""
 
+    Facts = ChatFacts
     sample_name = "chat"
     content = "chats"
     preprocessor = "preprocess_chat"
@@ -43,15 +55,6 @@ class ChatData(PackedData):
             mask[place] = trained[1:]
         targets = torch.from_numpy(rows.labels), torch.from_numpy(mask)
         return Microbatch(rows.inputs, targets, float(mask.sum()))
-
-    def describe(self, dataset: Any) -> str:
-        chats: ChatDataset = samples_of(dataset)
-        tokens, share = self.share_of_epoch(dataset, chats.loss_tokens)
-        rows = "" if chats is dataset else f" in {len(dataset):,} rows"
-        return (
-            f"sft: {len(chats):,} chats{rows}, {tokens:,} tokens an epoch, {share:.1%} of them trained; "
-            f"{self.describe_packing(dataset)}"
-        )
 
 
 class SFTTask(Task):

@@ -54,7 +54,7 @@ def label_jobs(task: Task, datasets: Sequence[Any], weights: str) -> list[LabelJ
     top_k = config.training.teacher_top_k or 0
     for split, words in enumerate(words for _, words in config.data.paths):
         for dataset in sets_of(datasets[split]):
-            labels = task.data.labels_of(dataset, split)
+            labels = task.data.labels.of(dataset, split)
             facts = {
                 "data": labels.fingerprint,
                 "samples": str(len(labels.lengths)),
@@ -84,33 +84,46 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
 
     Raises DataError for one that is missing, and for files of several teachers.
     """
-    objective, config = task.objective, task.config
+    objective = task.objective
     if not isinstance(objective, UserLoss) or not objective.needs_teacher:
         return
-    files, of_teacher = [_teacher_file(name) for name in config.training.teacher], dict[str, Path]()
-    for split, dataset in ((split, dataset) for split, each in enumerate(datasets) for dataset in sets_of(each)):
-        labels = task.data.labels_of(dataset, split)
-        fitting = [file for file in files if file.facts.get("data") == labels.fingerprint and file.ids is not None]
-        if not fitting:
-            known = ", ".join(f"{file.path} of {file.facts.get('data')}" for file in files)
-            raise DataError(
-                f"teacher has no file of the {SPLITS[split]} data {labels.fingerprint} ({known}); write it with the "
-                "data, split, seq_length, seed and number of samples of this run"
-            )
-        of_teacher |= {_facts_of_teacher(file): file.path for file in fitting}
-        if len(of_teacher) > 1:
-            paths = " and ".join(map(str, of_teacher.values()))
-            raise DataError(f"teacher has files of different teachers, {paths}; give those of one")
-        file = max(fitting, key=lambda file: len(file.done))
-        if (size := file.facts.get("vocab_size")) != str(config.model.vocab_size):
-            raise DataError(
-                f"{file.path} is of a teacher with vocab_size={size}, but this model has {config.model.vocab_size}; "
-                "teacher and student need the same tokenizer and vocab_size"
-            )
-        check_file(file, labels)
-        if missing := int((file.done[: len(labels.lengths)] == 0).sum()):
-            raise DataError(f"{file.path} lacks {missing} samples; let the run that writes it end")
-        objective.stored_teacher[labels.fingerprint] = StoredLabels(file, _firsts(labels))
+    files = [_teacher_file(name) for name in task.config.training.teacher]
+    path_of_teacher: dict[str, Path] = {}
+    for split, each in enumerate(datasets):
+        for dataset in sets_of(each):
+            labels = task.data.labels.of(dataset, split)
+            fitting = _files_of(labels, files, SPLITS[split])
+            path_of_teacher |= {_facts_of_teacher(file): file.path for file in fitting}
+            if len(path_of_teacher) > 1:
+                paths = " and ".join(map(str, path_of_teacher.values()))
+                raise DataError(f"teacher has files of different teachers, {paths}; give those of one")
+            fullest = max(fitting, key=lambda file: len(file.done))
+            _check_teacher(fullest, labels, task.config.model.vocab_size)
+            objective.stored_teacher[labels.fingerprint] = StoredLabels(fullest, _firsts(labels))
+
+
+def _files_of(labels: SampleLabels, files: Sequence[LabelFile], split: str) -> list[LabelFile]:
+    """Return the files of these labels. Raises DataError where there is none."""
+    fitting = [file for file in files if file.facts.get("data") == labels.fingerprint and file.ids is not None]
+    if not fitting:
+        known = ", ".join(f"{file.path} of {file.facts.get('data')}" for file in files)
+        raise DataError(
+            f"teacher has no file of the {split} data {labels.fingerprint} ({known}); write it with the data, split, "
+            "seq_length, seed and number of samples of this run"
+        )
+    return fitting
+
+
+def _check_teacher(file: LabelFile, labels: SampleLabels, vocab_size: int) -> None:
+    """Raise DataError for a file of another vocabulary, or one that lacks samples."""
+    if (size := file.facts.get("vocab_size")) != str(vocab_size):
+        raise DataError(
+            f"{file.path} is of a teacher with vocab_size={size}, but this model has {vocab_size}; teacher and student "
+            "need the same tokenizer and vocab_size"
+        )
+    check_file(file, labels)
+    if missing := int((file.done[: len(labels.lengths)] == 0).sum()):
+        raise DataError(f"{file.path} lacks {missing} samples; let the run that writes it end")
 
 
 def _teacher_file(name: str) -> LabelFile:
@@ -179,7 +192,7 @@ def _write(
 def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: ParallelContext) -> NDArray[np.float32]:
     """Return the numbers of these samples, one row a label, on every rank: see `LabelFile.write`."""
     task, width, lengths = job.task, 2 * job.top_k or 1, job.labels.lengths
-    keys = task.data.keys_of_samples(job.dataset, samples, ctx.num_batch_ranks)
+    keys = task.data.labels.keys(job.dataset, samples, ctx.num_batch_ranks)
     own = keys[ctx.batch_rank :: ctx.num_batch_ranks]
     reads = ctx.is_first_stage or ctx.is_last_stage
 
@@ -194,7 +207,7 @@ def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: P
     begins = dict(zip(samples.tolist(), np.cumsum([0, *lengths[samples]]).tolist(), strict=False))
     found = torch.zeros(int(lengths[samples].sum()), width, device=ctx.device)
     for number, key in enumerate(keys):
-        for sample, row, places in task.data.label_places(job.dataset, key):
+        for sample, row, places in task.data.labels.places(job.dataset, key):
             # a sample that comes twice, to fill a microbatch, is taken once
             begin = begins.pop(sample, None)
             owner, turn = number % ctx.num_batch_ranks, number // ctx.num_batch_ranks
@@ -217,6 +230,7 @@ def check_file(file: LabelFile, labels: SampleLabels) -> None:
 
 def on_rank_0(ctx: ParallelContext, work: Callable[[], None]) -> None:
     """Run on rank 0, and raise its error on every rank. Collective. Raises DataError."""
+    # raised on rank 0 alone it would leave the others waiting in the next collective
     error: str | None = None
     if ctx.rank == 0:
         try:

@@ -20,6 +20,7 @@ from megatron.tasks.data import Microbatch
 from megatron.tasks.objective import Forward, StartWeights
 from megatron.tasks.packed import PackedData
 from megatron.tasks.preference_losses import answer_logps
+from megatron.tasks.stored_labels import on_rank_0
 
 ANSWERS_AT_A_TIME = 512
 """Answers of each data-parallel rank between two writes."""
@@ -61,12 +62,14 @@ class StoredReference:
         }
         if config.preference.ld_alpha is not None:
             facts["ld_alpha"] = str(config.preference.ld_alpha)
-        return facts if self._mismatched is None else {**facts, "mismatched": self._mismatched}
+        if self._mismatched is not None:
+            facts["mismatched"] = self._mismatched
+        return facts
 
     def complete(self, forward: Forward) -> NDArray[np.float32]:
         """Compute what the files lack, and return the log-probabilities [pairs, 2]. Raises DataError."""
         values = np.full(self._lengths.shape, np.nan, np.float32)
-        self._on_rank_0(lambda: self._open(values))
+        on_rank_0(self._ctx, lambda: self._open(values))
         if self._ctx.world_size > 1:
             dist.broadcast(torch.from_numpy(values), src=0, group=self._ctx.control_group)
         missing = np.flatnonzero(np.isnan(values) & (self._lengths > 0))
@@ -81,7 +84,7 @@ class StoredReference:
             numbers = missing[begin : begin + step]
             found = self._compute(numbers, forward)
             values.reshape(-1)[numbers] = found
-            self._on_rank_0(partial(self._write, numbers, found))
+            on_rank_0(self._ctx, partial(self._write, numbers, found))
         what = "answers" if self._mismatched is None else "mismatched answers"
         is_new = np.bincount(missing // 2, minlength=len(values))
         self.lines = [
@@ -115,8 +118,9 @@ class StoredReference:
         ctx = self._ctx
         cells = self._data.packed_sequences(self._lengths.reshape(-1)[numbers], ctx.num_batch_ranks)
         cells = cells[ctx.batch_rank :: ctx.num_batch_ranks]
-        reads = ctx.is_first_stage or ctx.is_last_stage
-        microbatches = [self._read([numbers[row] for row in rows]) for rows in (cells if reads else [])]
+        microbatches = []
+        if ctx.is_first_stage or ctx.is_last_stage:  # inner stages read nothing
+            microbatches = [self._read([numbers[row] for row in rows]) for rows in cells]
         results = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False, num_microbatches=len(cells))
         found = torch.zeros(len(numbers), device=ctx.device)
         if ctx.is_last_stage and ctx.tensor_rank == 0:
@@ -125,14 +129,3 @@ class StoredReference:
         if ctx.world_size > 1:
             dist.all_reduce(found)
         return found.cpu().numpy()  # type: ignore[no-any-return]
-
-    def _on_rank_0(self, work: Callable[[], None]) -> None:
-        """Run on rank 0, and raise its error on every rank."""
-        error: str | None = None
-        if self._ctx.rank == 0:
-            try:
-                work()
-            except (DataError, OSError) as problem:
-                error = str(problem)
-        if (error := self._ctx.broadcast_object(error)) is not None:
-            raise DataError(error)

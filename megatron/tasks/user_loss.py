@@ -62,8 +62,10 @@ class UserLoss(Objective):
         """Numbers that are stored for the labels of each dataset, by its fingerprint."""
         self.stored_teacher: dict[str, StoredLabels] = {}
         self._sources = source_numbers(config)
-        count = 1 + max(self._sources.values(), default=0)
-        self._num_sources = count if count > 1 else 0
+        self._num_sources = 0
+        """Datasets of a mix; 0: there is one."""
+        if highest := max(self._sources.values(), default=0):
+            self._num_sources = 1 + highest
         self._own_metrics: tuple[str, ...] = ()
         """Mean of -log_probs over all labels, and over those of each dataset where there are several."""
         if self.function.takes != "hidden":
@@ -107,13 +109,13 @@ class UserLoss(Objective):
 
         labels, weights = batch.targets
         sources, begins = torch.zeros_like(labels), torch.arange(labels.shape[1]).repeat(len(labels), 1)
-        label_places = self.data.label_places(dataset, key)
+        label_places, facts = self.data.labels.places(dataset, key), self.data.facts(dataset)
         for sample, row, places in label_places:
-            documents = self.data.documents_of(dataset, sample)
+            documents = facts.documents_of(sample)
             if documents is not None:
                 sources[row, places] = self._sources.get(documents[0], 0)
             begins[row, places] = places.start or 0
-        stored = self.stored_at(self.data.labels_of(dataset).fingerprint, label_places, labels.shape)
+        stored = self.stored_at(self.data.labels.of(dataset).fingerprint, label_places, labels.shape)
         normaliser = batch.normaliser
         if self.takes_rows:
             normaliser = float(sum(bool(weights[row, places].any()) for _, row, places in label_places))
@@ -128,10 +130,7 @@ class UserLoss(Objective):
         references = forward(microbatches, partial(self.log_probs, ctx=ctx), adapters=False)
         if not ctx.is_last_stage:
             return list(microbatches)
-        return [
-            dataclasses.replace(batch, targets=(*batch.targets, reference))
-            for batch, reference in zip(microbatches, references, strict=True)
-        ]
+        return [batch.with_targets(reference) for batch, reference in zip(microbatches, references, strict=True)]
 
     # A microbatch
 
@@ -200,9 +199,14 @@ class UserLoss(Objective):
 
     def _targets(self, targets: Any) -> _Targets:
         labels, weights, sources, begins, *rest = targets
-        places = rest.pop(0) if self.takes_rows else None
-        teacher = (rest.pop(0), rest.pop(0)) if self.needs_teacher else None
-        return _Targets(labels, weights, sources, begins, places, teacher, rest[0] if rest else None)
+        named: dict[str, Any] = {}
+        if self.takes_rows:
+            named["places"] = rest.pop(0)
+        if self.needs_teacher:
+            named["teacher"] = rest.pop(0), rest.pop(0)
+        if rest:
+            named["reference"] = rest.pop(0)
+        return _Targets(labels, weights, sources, begins, **named)
 
     def _inputs(
         self, outputs: tuple[Tensor, Tensor], given: _Targets, ctx: ParallelContext
@@ -277,11 +281,13 @@ class UserLoss(Objective):
         """
         import torch
 
-        found = [row_places(places, shape)] if self.takes_rows else []
+        targets = []
+        if self.takes_rows:
+            targets.append(row_places(places, shape))
         for stored in (self.stored_teacher, self.stored_reference):
             if fingerprint in stored:
-                found += [torch.from_numpy(part) for part in stored[fingerprint].read(places, shape)]
-        return found
+                targets += map(torch.from_numpy, stored[fingerprint].read(places, shape))
+        return targets
 
     # What it returns
 
@@ -332,8 +338,11 @@ class UserLoss(Objective):
             elif shape == left_out.shape:
                 found[name] = reduced(value, (~left_out).float(), reduction)
             else:
-                shapes = f"{_shape(kept)}{f', or of each sample {_shape(left_out)}' if self.takes_rows else ''}"
-                what = type(value).__name__ if shape is None else f"tensor {list(shape)}"
+                shapes, what = _shape(kept), type(value).__name__
+                if self.takes_rows:
+                    shapes += f", or of each sample {_shape(left_out)}"
+                if shape is not None:
+                    what = f"tensor {list(shape)}"
                 raise LossError(
                     f"{self.function.label} returned a {what} as metric {name}; return its value of each label "
                     f"{shapes}, so that it does not depend on the microbatches"

@@ -52,7 +52,7 @@ def build_engine(
         if not will_restore:
             _start_parameters(model, config, ctx)
     if evaluates:
-        model.requires_grad_(False)
+        model.requires_grad_(False)  # so that no pass keeps what a backward pass needs
     else:
         add_placeholder(model, ctx)
     after_model()
@@ -63,7 +63,7 @@ def build_engine(
         fp8.set_up(ctx.state.fp8, config, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     built = cls(engine, config, ctx, task, losses, detector)
-    if not will_restore:
+    if not will_restore:  # a restored base brings them, or sets them once it is there
         start_from_base(built.module, built.state, config)
     return built
 

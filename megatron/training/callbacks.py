@@ -130,6 +130,7 @@ class CallbackThread:
         """The first error of a hook, with its name and step."""
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        # a daemon: a hook that never returns must not keep the process of a rank
         self._thread = threading.Thread(target=self._loop.run_forever, name="callbacks", daemon=True)
         self._thread.start()
 
@@ -137,6 +138,7 @@ class CallbackThread:
         """Have the hook called with a copy of the context."""
         for callback in self._callbacks:
             if getattr(type(callback), hook) is not getattr(TrainerCallback, hook):
+                # the training goes on meanwhile, and changes its own
                 seen = copy.copy(context)
                 seen.hook_name = hook
                 seen.batch_metrics, seen.val_metrics = dict(context.batch_metrics), dict(context.val_metrics)
@@ -192,7 +194,9 @@ class Events:
         self._progress, self._schedule, self._tokens = progress, schedule, tokens
         callbacks = raise_on_all_ranks(engine.ctx, lambda: [load_callback(name) for name in config.logging.callbacks])
         self._aborts = config.logging.callback_errors == "abort"
-        self._thread = CallbackThread(callbacks) if callbacks else None
+        self._thread: CallbackThread | None = None
+        if callbacks:
+            self._thread = CallbackThread(callbacks)
         self._epoch: int | None = None
         self._step_began_s = 0.0
         checkpoint = config.checkpoint
@@ -204,8 +208,9 @@ class Events:
             is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",
             is_world_process_zero=engine.ctx.rank == 0,
         )
-        exports = checkpoint.save_hf
-        self._export_folder = None if exports is None else Path(exports)
+        self._export_folder: Path | None = None
+        if checkpoint.save_hf is not None:
+            self._export_folder = Path(checkpoint.save_hf)
         exports_adapters = config.lora.lora_rank is not None and not checkpoint.save_hf_merged
         self._export_format = "peft" if exports_adapters else "huggingface"
         if self._thread is not None:
@@ -213,7 +218,9 @@ class Events:
 
     def error(self) -> str | None:
         """Return the error of a hook on this rank that is to end the run."""
-        return self._thread.error if self._thread is not None and self._aborts else None
+        if self._thread is None or not self._aborts:
+            return None
+        return self._thread.error
 
     def begin(self) -> None:
         """Call on_train_begin."""
@@ -224,7 +231,9 @@ class Events:
         """Call on_step_begin, before it on_epoch_begin where one begins."""
         self._context.step = self._progress.iteration + 1
         per_epoch = self._schedule.samples_per_epoch
-        epoch = self._progress.consumed_samples // per_epoch if per_epoch else 0
+        epoch = 0
+        if per_epoch:
+            epoch = self._progress.consumed_samples // per_epoch
         if epoch != self._epoch:
             self._epoch = self._context.epoch = epoch
             self._fire("on_epoch_begin")
@@ -239,7 +248,9 @@ class Events:
         tokens_before = self._tokens(self._progress.consumed_samples - size)
         self._count()
         context.loss = float(result.loss)  # waits for the device
-        context.grad_norm = None if result.grad_norm is None else float(result.grad_norm)
+        context.grad_norm = None
+        if result.grad_norm is not None:
+            context.grad_norm = float(result.grad_norm)
         context.learning_rate = lr
         context.elapsed_time = time.perf_counter() - self._step_began_s
         context.overall_throughput = size / context.elapsed_time
@@ -297,4 +308,6 @@ class Events:
 
 def _allocated_gib() -> float | None:
     device = current()
-    return None if device.is_host else device.memory().allocated / 2**30
+    if device.is_host:
+        return None
+    return device.memory().allocated / 2**30

@@ -136,7 +136,8 @@ class Checkpoints:
         """
         if engine.config.checkpoint.verify_checkpoint:
             ReplicaCheck(engine.ctx, engine.state.held()).check(progress.iteration)
-        with_optimizer = not engine.config.checkpoint.no_save_optim
+        options = engine.config.checkpoint
+        with_optimizer = not options.no_save_optim
         content = {
             "run": self.run.to_json(),
             "progress": dataclasses.asdict(progress),
@@ -159,7 +160,7 @@ class Checkpoints:
             f"{self._token}{self._count:06d}",
             engine.state.fragments(with_optimizer=with_optimizer),
             content,
-            keep=f"{TAG}{progress.best.iteration}" if engine.config.checkpoint.keep_best else "",
+            keep=f"{TAG}{progress.best.iteration}" if options.keep_best else "",
         )
 
     def report(self) -> list[str]:
@@ -169,18 +170,20 @@ class Checkpoints:
             self._last_error = outcome.error
             if outcome.error is not None:
                 self._failed_tags.add(outcome.tag)
-                lines.append(
-                    f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
-                )
+                line = f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
                 self._limit_failures()
                 if self.fault is not None:
-                    lines[-1] += f". The run ends: {self.fault}"
+                    line += f". The run ends: {self.fault}"
+                lines.append(line)
                 continue
-            again = f", at the second try: {outcome.retried}" if outcome.retried else ""
-            lines.append(f"saved {self._saver.folder / outcome.tag} in {outcome.seconds:.1f} s{again}")
+            folder = self._saver.folder / outcome.tag
+            line = f"saved {folder} in {outcome.seconds:.1f} s"
+            if outcome.retried:
+                line += f", at the second try: {outcome.retried}"
+            lines.append(line)
             self._failed_tags.discard(outcome.tag)
             self._failing_since_s = None
-            self.on_saved(self._saver.folder / outcome.tag)
+            self.on_saved(folder)
             self.on_complete(int(outcome.tag.removeprefix(TAG)))
         return lines
 
@@ -209,6 +212,7 @@ class Checkpoints:
         if self._exports is None or progress.iteration == 0:
             return True
         self._saver.join()
+        # rank 0's file system decides: another host may not see the commit yet
         return bool(self._ctx.broadcast_object((self._folder_of(progress) / MANIFEST).is_file()))
 
     def export(self, progress: Progress, say: Callable[[str], None], beat: Callable[[], None]) -> None:
@@ -228,7 +232,7 @@ class Checkpoints:
     def _export(
         self, checkpoint: Path, token: str | None, name: str, say: Callable[[str], None], beat: Callable[[], None]
     ) -> None:
-        if self._exports is None or checkpoint.name == f"{TAG}0":
+        if self._exports is None or checkpoint.name == f"{TAG}0":  # before the first step there is nothing of the run
             return
         self._saver.join()
         for line in self.report():

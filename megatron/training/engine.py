@@ -59,7 +59,9 @@ class StepResult:
     @property
     def layer_loss(self) -> float:
         """Sum of the layers' own loss terms, weighed: optimised with `loss`, and not in it."""
-        return 0.0 if self.observation is None else self.observation.layer_loss
+        if self.observation is None:
+            return 0.0
+        return self.observation.layer_loss
 
     @property
     def is_finite(self) -> bool:
@@ -112,7 +114,7 @@ class Engine(ABC):
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
-        if config.training.skip_train:
+        if config.training.skip_train:  # there is no optimizer
             return
         self.state.torch_optimizer.gate = self._gate
         if config.training.fp16:
@@ -134,7 +136,9 @@ class Engine(ABC):
 
     @property
     def loss_scale(self) -> float:
-        return float(getattr(self.deepspeed.optimizer, "cur_scale", 1.0)) if self.config.training.fp16 else 1.0
+        if not self.config.training.fp16:
+            return 1.0
+        return float(getattr(self.deepspeed.optimizer, "cur_scale", 1.0))
 
     def count_from(self, progress: Progress) -> None:
         """Set DeepSpeed's own counters."""
@@ -157,32 +161,38 @@ class Engine(ABC):
         the number. `consumed_samples` counts those before this step. `weight_decay`: None leaves it as it is.
         """
         ctx = self.ctx
-        self._set_num_microbatches(len(microbatches) if num_microbatches is None else num_microbatches)
-        self._passes = self._num_microbatches
+        if num_microbatches is None:
+            num_microbatches = len(microbatches)
+        self._set_num_microbatches(num_microbatches)
+        self._passes = num_microbatches
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
-        if self._draws:
+        if self._draws:  # it sets the device's generator, which takes time
             ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+        # before the step begins: its forward passes must not count as those of the step
         microbatches = self._task.objective.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
-        if (buffers := getattr(self.deepspeed.optimizer, "buffers", None)) is not None:
-            buffers.begin_step(self._num_microbatches)
-        skipped_before = self.deepspeed.skipped_steps
+        buffers = getattr(self.deepspeed.optimizer, "buffers", None)
+        if buffers is not None:
+            buffers.begin_step(num_microbatches)
+        skipped_before = self.deepspeed.skipped_steps  # of float16, which DeepSpeed refuses before it asks the gate
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
         terms = self._losses.layer_terms(self.loss_scale)
         with ctx.state.checks.step(), self._task.objective.naming_faults(), terms:
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
-        refused = observation is not None and not observation.is_applied
+        if observation is None:  # DeepSpeed refused the step, on all ranks alike, so the gate has not reduced the loss
+            loss, is_refused = float(self._mean_loss()), False
+        else:
+            loss, is_refused = observation.loss, not observation.is_applied
         return StepResult(
-            # the gate has reduced and read it; where DeepSpeed refused the step, on all ranks alike, it has not
-            observation.loss if observation is not None else float(self._mean_loss()),
+            loss,
             self.deepspeed.get_global_grad_norm(),
-            skipped=refused or self.deepspeed.skipped_steps > skipped_before,
+            skipped=is_refused or self.deepspeed.skipped_steps > skipped_before,
             normaliser=normaliser,
             observation=observation,
             microbatch_losses=self._losses.values,
@@ -207,7 +217,7 @@ class Engine(ABC):
             self._gate.refuses_all = False
         vars(engine).update(counted)
         scaler.update(scale)
-        self.timers.read(1, self.ctx)
+        self.timers.read(1, self.ctx)  # forget what the compilation took
 
     def evaluate(self, microbatches: Sequence[Microbatch], num_microbatches: int) -> Evaluation:
         """Return the loss over one global batch, of which `microbatches` are this rank's share. No update."""
@@ -241,11 +251,17 @@ class Engine(ABC):
     def watch(self, fire: Callable[[str, float | None], None]) -> None:
         """Call `fire` with the name of a hook and the loss, where it is known, at the events within training steps."""
         gate = self._gate
+
+        def before_forward() -> None:
+            if self.module.training and not gate.refuses_all:
+                fire("on_before_forward", None)
+
+        def after_backward() -> None:
+            if not gate.refuses_all:
+                fire("on_after_backward", None)
+
         gate.before_update = lambda seen: fire("on_pre_optimizer_step", seen.loss)
-        self._watch_microbatches(
-            lambda: fire("on_before_forward", None) if self.module.training and not gate.refuses_all else None,
-            lambda: None if gate.refuses_all else fire("on_after_backward", None),
-        )
+        self._watch_microbatches(before_forward, after_backward)
 
     @abstractmethod
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
@@ -285,11 +301,14 @@ class Engine(ABC):
         normaliser.
         """
         own = sum(batch.normaliser for batch in microbatches)
+        # the sum waits for the device, so it is left out where each rank knows the whole from its own share
         if self._task.data.varies_normaliser:
             total = self.ctx.sum_over_batch_ranks(own)
         else:
             total = own * self.ctx.num_batch_ranks
-        scale = len(microbatches) * self.ctx.grad_size / (total if total > 0 else 1.0)
+        scale = float(len(microbatches) * self.ctx.grad_size)
+        if total > 0:
+            scale /= total
         if self._losses.coefficients:
             self._losses.begin_step(scale, self._count_tokens(microbatches))
         else:
@@ -316,8 +335,9 @@ class Engine(ABC):
             if self.ctx.world_size > 1:
                 dist.all_reduce(numbers, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
 
-        own = table.nothing(self.ctx.device) if sums is None else sums
-        return dict(zip(table.names, table.over_ranks(own, reduce), strict=True))
+        if sums is None:
+            sums = table.nothing(self.ctx.device)
+        return dict(zip(table.names, table.over_ranks(sums, reduce), strict=True))
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
@@ -332,12 +352,15 @@ def pinned(batch: Microbatch, device: torch.device) -> Microbatch:
     if device_of(device.type).is_host:
         return batch
     pin = get_accelerator().pin_memory
-    inputs, targets = (
-        pin(part) if isinstance(part, Tensor) else tuple(pin(tensor) for tensor in part)
-        for part in (batch.inputs, batch.targets)
-    )
-    beside = None if batch.beside is None else pinned(batch.beside, device)
-    return replace(batch, inputs=inputs, targets=targets, beside=beside)
+
+    def pinned_part(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return pin(part)
+        return tuple(pin(tensor) for tensor in part)
+
+    if batch.beside is not None:
+        batch = replace(batch, beside=pinned(batch.beside, device))
+    return replace(batch, inputs=pinned_part(batch.inputs), targets=pinned_part(batch.targets))
 
 
 class SequentialEngine(Engine):

@@ -93,7 +93,10 @@ class Exports:
         assert options.save_hf is not None
         self._config, self._folder, self._keep_last = config, Path(options.save_hf), options.save_hf_keep_last
         self._holds_adapters = config.lora.lora_rank is not None and not options.save_hf_merged
-        self._whole = config if config.lora.lora_rank is None else merged_config(config)
+        self._whole = config
+        """Config of the model without adapters."""
+        if config.lora.lora_rank is not None:
+            self._whole = merged_config(config)
         self._run = run
         self._failed: dict[str, str] = {}
         self._lock: int | None = None
@@ -137,17 +140,24 @@ class Exports:
         while state != DONE:
             if thread is not None:
                 thread.join(POLL_S)
-                state = DONE if not thread.is_alive() else MOVED if work.parameters_done > seen else STILL
+                state = STILL
+                if not thread.is_alive():
+                    state = DONE
+                elif work.parameters_done > seen:
+                    state = MOVED
                 seen = work.parameters_done
             state = ctx.broadcast(state)
             if state != STILL:
                 beat()
         line, fault = ctx.broadcast_object((work.line, work.fault))
         self._failed.pop(name, None)
+        folder = self._folder / name
         if fault:
             self._failed[name] = fault
-            line = f"WARNING: {self._folder / name} was not exported, older exports are as they were: {fault}"
-        return str(line), self._folder / name if line and not fault else None
+            return f"WARNING: {folder} was not exported, older exports are as they were: {fault}", None
+        if not line:
+            return "", None
+        return str(line), folder
 
     def check(self) -> None:
         """Raise SaveError if exports are missing at the end of the run."""
@@ -201,9 +211,9 @@ class Exports:
         }
 
         def counted() -> Iterator[tuple[str, Tensor]]:
-            for found in content.tensors:
-                yield found
-                work.parameters_done += found[1].numel()
+            for parameter, tensor in content.tensors:
+                yield parameter, tensor
+                work.parameters_done += tensor.numel()
 
         with appearing(place, new, replaced=replaced):
             copied = content.write(new, tensors=counted())
@@ -223,7 +233,8 @@ class Exports:
                 tokenizer=tokenizer,
             )
             return _Content(count(adapter.shards) * ITEM_BYTES, adapter.tensors(), write)
-        model = whole_model(checkpoint) if config.lora.lora_rank is None else merged_model(checkpoint)
+        read_model = whole_model if config.lora.lora_rank is None else merged_model
+        model = read_model(checkpoint)
         precision = config.training.precision
         whole = partial(
             export_huggingface,
@@ -236,18 +247,19 @@ class Exports:
 
     def _exports(self) -> dict[Path, str]:
         """Return the folders of exports, and the identity of the run that made each."""
-        marks = [
-            path
-            for path in self._folder.glob(f"*/{EXPORT_RECORD}")
-            if not (path.parent.is_symlink() or path.parent.name[0] == ".")
-        ]
-        return {path.parent: str(read_json(path).get("run", UNRECORDED)) for path in marks}
+        exports = {}
+        for mark in self._folder.glob(f"*/{EXPORT_RECORD}"):
+            folder = mark.parent
+            if not (folder.is_symlink() or folder.name.startswith(".")):
+                exports[folder] = str(read_json(mark).get("run", UNRECORDED))
+        return exports
 
     def _check_unused(self) -> None:
-        found = self._exports()
-        if found and self._run.id not in found.values():
+        exports = self._exports()
+        if exports and self._run.id not in exports.values():
+            names = sorted(folder.name for folder in exports)
             raise CheckpointError(
-                f"save_hf={self._folder} holds exports of another run ({', '.join(sorted(p.name for p in found))}); "
+                f"save_hf={self._folder} holds exports of another run ({', '.join(names)}); "
                 "give another folder, or pass --allow-used-save"
             )
 
@@ -267,12 +279,12 @@ class Exports:
         """Remove all but the `save_hf_keep_last` exports after the most samples."""
         if self._keep_last is None:
             return
-        found: list[tuple[int, Path]] = []
+        own: list[tuple[int, Path]] = []
         for path, run in self._exports().items():
             samples = path.name.removeprefix(SAMPLES)
             if samples.isdigit() and run == self._run.id:
-                found.append((int(samples), path))
-        for _, path in sorted(found, reverse=True)[self._keep_last :]:
+                own.append((int(samples), path))
+        for _, path in sorted(own, reverse=True)[self._keep_last :]:
             remove_checkpoint(path, hidden_path(self._folder, path.name, "deleted", uuid.uuid4().hex[:12]))
 
     def _remove_leftovers(self) -> None:
@@ -289,7 +301,9 @@ class Exports:
 
 def export_name(config: Config, samples: int) -> str:
     """Return the name of the export after so many samples."""
-    return LAST if config.checkpoint.save_hf_last_only else f"{SAMPLES}{samples}"
+    if config.checkpoint.save_hf_last_only:
+        return LAST
+    return f"{SAMPLES}{samples}"
 
 
 def is_due(checkpoint: Path) -> bool:

@@ -69,15 +69,15 @@ class Guard:
         Return True if the run was rolled back: `progress` then is that of the checkpoint. Raises TrainingAborted.
         """
         scale, self._loss_scale = self._loss_scale, self._engine.loss_scale
-        spikes = () if result.observation is None else result.observation.spikes
+        spikes: tuple[str, ...] = ()
+        if result.observation is not None:
+            spikes = result.observation.spikes
         if not result.skipped and not spikes:
             self._progress.skipped_in_a_row = 0
             self._skipped.clear()
             return False
-        training = self._config.training
-        may_fall = training.fp16 and result.observation is None and scale > training.min_loss_scale
-        if may_fall and math.isfinite(result.loss):
-            return False  # too large a loss scale, which DeepSpeed has just lowered
+        if self._is_scale_too_large(result, scale):
+            return False
         suspect, origin = self._find_suspect(result, begin)
         reason = "; ".join(spikes) or _not_finite(result, origin)
         where = f"iteration {self._progress.iteration} (samples {begin} to {self._progress.consumed_samples - 1})"
@@ -104,12 +104,19 @@ class Guard:
             self._count_skipped(where, reason, warning, row)
         return False
 
+    def _is_scale_too_large(self, result: StepResult, scale: float) -> bool:
+        """Return True for a gradient beyond float16, after which DeepSpeed has just lowered the loss scale."""
+        training = self._config.training
+        may_fall = training.fp16 and scale > training.min_loss_scale
+        return may_fall and result.observation is None and math.isfinite(result.loss)
+
     def _count_skipped(self, where: str, reason: str, warning: str, row: dict[str, Any]) -> None:
         """Report a skipped step. Raises TrainingAborted after too many in a row, or among the last steps."""
         progress, options = self._progress, self._config.guard
         progress.skipped_in_a_row += 1
         first = progress.iteration - options.skipped_window
-        progress.recent_skips = [*(step for step in progress.recent_skips if step > first), progress.iteration]
+        progress.recent_skips = [step for step in progress.recent_skips if step > first]
+        progress.recent_skips.append(progress.iteration)
         in_a_row, most = progress.skipped_in_a_row, options.max_skipped_in_a_row
         self._report(
             f"{warning}The step was skipped ({in_a_row} in a row, of at most {most})", row | {"action": "skipped"}
@@ -118,9 +125,11 @@ class Guard:
         recent = len(progress.recent_skips)
         remedy = "Check the data and the learning rate, resume from an earlier checkpoint, or raise"
         if in_a_row >= most:
+            shown = self._skipped[-SHOWN_STEPS:]
+            if in_a_row > SHOWN_STEPS:
+                shown.insert(0, "...")
             raise TrainingAborted(
-                f"{in_a_row} steps in a row were skipped, max_skipped_in_a_row={most}: "
-                f"{'; '.join([*(['...'] if in_a_row > SHOWN_STEPS else []), *self._skipped[-SHOWN_STEPS:]])}. The "
+                f"{in_a_row} steps in a row were skipped, max_skipped_in_a_row={most}: {'; '.join(shown)}. The "
                 f"last one: {reason}. The weights are those of before these steps. {remedy} max_skipped_in_a_row"
             )
         if recent >= options.max_skipped_in_window:
@@ -135,13 +144,15 @@ class Guard:
 
         Collective. The microbatch is None where the gradient alone is not finite, the origin is None for a spike.
         """
-        ctx, losses = self._engine.ctx, result.microbatch_losses
-        keys = self._plan(begin)[1]
-        pairs = zip(keys if losses else [], losses, strict=True)
-        mine = [Suspect(self._task.data.samples_of(key), float(loss)) for key, loss in pairs]
-        worst, record = max(mine, key=_badness, default=None), None
+        ctx, record = self._engine.ctx, None
+        mine = []
+        if result.microbatch_losses:  # inner stages compute none
+            pairs = zip(self._plan(begin)[1], result.microbatch_losses, strict=True)
+            mine = [Suspect(self._task.data.samples_of(key), float(loss)) for key, loss in pairs]
+        worst = max(mine, key=_badness, default=None)
         if not result.is_finite:
             record = step_record(self._engine.module, ctx, self._place, self._task.objective.label)
+        # a bad step is rare, so it may send objects
         gathered = ctx.gather_objects((worst, record))
         suspect = max((suspect for suspect, _ in gathered if suspect is not None), key=_badness, default=None)
         if result.is_finite:
@@ -149,17 +160,21 @@ class Guard:
         origin = find_origin([record for _, record in gathered], ctx.num_stages)
         if ctx.rank in origin.ranks:
             self._note(f"in step {self._progress.iteration} {origin.what}")
-        return (None if suspect is None or math.isfinite(suspect.loss) else suspect), origin
+        if suspect is not None and math.isfinite(suspect.loss):
+            suspect = None
+        return suspect, origin
 
     def _documents_of(self, suspect: Suspect | None) -> list[dict[str, Any]]:
         """Return the documents in each sample of a microbatch, and their dataset; on rank 0 alone."""
         if suspect is None or self._engine.ctx.rank:
             return []
-        found = []
+        entries, facts = [], self._task.data.facts(self._dataset)
         for sample in suspect.samples:
-            if (source := self._task.data.documents_of(self._dataset, sample)) is not None:
-                found.append({"sample": sample, "prefix": source[0], "documents": source[1]})
-        return found
+            source = facts.documents_of(sample)
+            if source is not None:
+                prefix, numbers = source
+                entries.append({"sample": sample, "prefix": prefix, "documents": numbers})
+        return entries
 
     def _report(self, text: str, row: dict[str, Any]) -> None:
         self._log.message(text)
@@ -176,6 +191,7 @@ class Guard:
         assert self._checkpoints is not None, "the validation demands save"
         end = progress.consumed_samples
         first = max(0, end - options.rollback_skip_steps * (end - begin))
+        # the save under way may be the checkpoint to go back to, or be in its way
         for line in self._checkpoints.settle():
             self._log.message(line)
         checkpoint = checkpoint_before(first, engine.config, engine.ctx, self._checkpoints.run)
@@ -192,6 +208,7 @@ class Guard:
                 "check the data, or resume from an earlier checkpoint with a larger rollback_skip_steps"
             )
         restored = Progress.from_saved(checkpoint.metadata["progress"])
+        # what earlier rollbacks have left out is not in a checkpoint from before them
         for start, stop in progress.left_out:
             restored.leave_out(start, stop)
         restored.leave_out(first, end)
@@ -219,18 +236,21 @@ class Guard:
     def check_replicas(self, *, always: bool = False) -> None:
         """Compare the ranks' copies if that is due. Collective. Raises TrainingAborted."""
         iteration = self._progress.iteration
-        is_due = always or (self._replicas is not None and iteration % self._config.guard.check_replicas_interval == 0)
-        if self._replicas is not None and is_due and self._checked_at != iteration:
+        if self._replicas is None or self._checked_at == iteration:
+            return
+        if always or iteration % self._config.guard.check_replicas_interval == 0:
             self._replicas.check(iteration)
             self._checked_at = iteration
 
 
 def _badness(suspect: Suspect) -> float:
-    return suspect.loss if math.isfinite(suspect.loss) else math.inf
+    return suspect.loss if math.isfinite(suspect.loss) else math.inf  # no order has NaN
 
 
 def _not_finite(result: StepResult, origin: FaultOrigin | None) -> str:
-    norm = math.inf if result.observation is None else result.observation.grad_norm
+    norm = math.inf  # where DeepSpeed refused it
+    if result.observation is not None:
+        norm = result.observation.grad_norm
     of_layers = f", loss terms of layers {result.layer_loss:.4g}" if result.layer_loss else ""
     return f"loss {result.loss:.4g}{of_layers} or gradient (norm {norm:.4g}) is not finite; {origin}"
 
@@ -242,20 +262,27 @@ def _ranges(samples: list[tuple[int, int]]) -> str:
 def _suspect_text(suspect: Suspect | None, documents: list[dict[str, Any]]) -> str:
     if suspect is None:
         return ""
+    samples = "no samples"
+    if suspect.samples:
+        samples = f"samples {_numbers(suspect.samples)}"
     by_prefix: dict[str, list[int]] = {}
     for entry in documents:
         by_prefix.setdefault(entry["prefix"], []).extend(entry["documents"])
-    commands = [
-        f"{command_name('inspect_dataset')} {prefix} --documents {' '.join(map(str, numbers[:SHOWN_DOCUMENTS]))}"
-        + (" ..." if len(numbers) > SHOWN_DOCUMENTS else "")
-        for prefix, numbers in by_prefix.items()
-    ]
-    shown = f" ({'; '.join(commands)})" if commands else ""
-    samples = f"samples {_numbers(suspect.samples)}" if suspect.samples else "no samples"
-    return f"Highest loss of a microbatch: {suspect.loss:.4g}, {samples}{shown}. "
+    if by_prefix:
+        inspect = command_name("inspect_dataset")
+        commands = [f"{inspect} {prefix} --documents {_first(numbers, ' ')}" for prefix, numbers in by_prefix.items()]
+        samples += f" ({'; '.join(commands)})"
+    return f"Highest loss of a microbatch: {suspect.loss:.4g}, {samples}. "
 
 
 def _numbers(samples: list[int]) -> str:
     if samples == list(range(samples[0], samples[-1] + 1)):
         return f"{samples[0]} to {samples[-1]}"
-    return ", ".join(map(str, samples[:SHOWN_DOCUMENTS])) + (" ..." if len(samples) > SHOWN_DOCUMENTS else "")
+    return _first(samples, ", ")
+
+
+def _first(numbers: list[int], separator: str) -> str:
+    text = separator.join(map(str, numbers[:SHOWN_DOCUMENTS]))
+    if len(numbers) > SHOWN_DOCUMENTS:
+        text += " ..."
+    return text

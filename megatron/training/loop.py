@@ -31,15 +31,15 @@ from megatron.runtime import accelerator
 from megatron.tasks.data import Microbatch
 from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Task
-from megatron.training.best import BestTracker
 from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult, pinned
-from megatron.training.evaluation import Evaluator
 from megatron.training.guard import Guard
+from megatron.training.interludes.best import BestTracker
+from megatron.training.interludes.evaluation import Evaluator
 
 if TYPE_CHECKING:
-    from megatron.training.interludes import Interlude
+    from megatron.training.interludes.answers import Interlude
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +75,17 @@ class Interval:
 
     def read(self) -> tuple[float, int, float]:
         """Return mean loss of the finite steps, number of the others, seconds a step."""
-        num_finite = self.steps - self._nan_steps
-        loss = self._loss / num_finite if num_finite else math.nan
+        loss, num_finite = math.nan, self.steps - self._nan_steps
+        if num_finite:
+            loss = self._loss / num_finite
         return loss, self._nan_steps, (time.perf_counter() - self._began_s) / self.steps
 
 
 class SaveTimer:
-    """Timer of the minutes between two checkpoints, by the clock of rank 0."""
+    """Timer of the minutes between two checkpoints, by the clock of rank 0; None: never."""
 
     def __init__(self, minutes: float | None, ctx: ParallelContext) -> None:
-        self._interval_s = None if minutes is None else minutes * 60
-        self._ctx = ctx
+        self._minutes, self._ctx = minutes, ctx
         self.restart()
 
     def restart(self) -> None:
@@ -93,9 +93,10 @@ class SaveTimer:
 
     def is_due(self) -> bool:
         """Return True once the interval is over. Collective where there is one."""
-        if self._interval_s is None:
+        if self._minutes is None:
             return False
-        return bool(self._ctx.broadcast(int(time.monotonic() - self._began_s >= self._interval_s)))
+        is_over = time.monotonic() - self._began_s >= 60 * self._minutes
+        return bool(self._ctx.broadcast(int(is_over)))
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Loop:
             self._plan,
             self._read,
             consumed_samples=self.progress.consumed_samples,
-            num_workers=config.data.num_workers if self.engine.reads_data else 0,
+            num_workers=config.data.num_workers if self.engine.reads_data else 0,  # inner stages read nothing
         )
         self._interval = Interval(self.engine.metric_table)
         self._fallbacks: set[str] = set()
@@ -143,24 +144,31 @@ class Loop:
         self.shutdown.find_error = self._error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
-        self._interludes: list[Interlude] = []
-        parts = self.engine, self.progress, self.log, self.watchdog
-        if config.logging.generate_prompts is not None:
-            from megatron.training.interludes import Answers  # late: few runs generate
+        self._interludes = self._wanted_interludes()
+        self._straggler: Straggler | None = None
+        if config.logging.log_straggler:
+            num_trained = sum(p.numel() for _, p in named_parameters(self.engine.module) if p.requires_grad)
+            self._straggler = Straggler(ctx, config, num_trained)
 
-            self._interludes.append(Answers(*parts))
-        if config.logging.lm_eval_tasks:
-            from megatron.training.interludes import TaskEvaluation
+    def _wanted_interludes(self) -> list[Interlude]:
+        options, parts = self.engine.config.logging, (self.engine, self.progress, self.log, self.watchdog)
+        wanted: list[Interlude] = []
+        if options.generate_prompts is not None:
+            from megatron.training.interludes.answers import Answers  # late: few runs generate
 
-            self._interludes.append(TaskEvaluation(*parts))
-        self._straggler = Straggler(ctx, config, self._num_trained()) if config.logging.log_straggler else None
+            wanted.append(Answers(*parts))
+        if options.lm_eval_tasks:
+            from megatron.training.interludes.answers import TaskEvaluation
 
-    def _num_trained(self) -> int:
-        return sum(p.numel() for _, p in named_parameters(self.engine.module) if p.requires_grad)
+            wanted.append(TaskEvaluation(*parts))
+        return wanted
 
     def _error(self) -> str | None:
         """Return what on this rank is to end the run: the error of a callback, or saves that fail."""
-        return self._events.error() or (None if self.checkpoints is None else self.checkpoints.fault)
+        error = self._events.error()
+        if error is None and self.checkpoints is not None:
+            return self.checkpoints.fault
+        return error
 
     def _read(self, key: Any) -> Microbatch:
         """Read a microbatch, in a thread of its own."""
@@ -185,7 +193,7 @@ class Loop:
             self._validate()
             self._save_if_best()
         self._compile_ahead()
-        self._interval.restart()
+        self._interval.restart()  # start, validation and compilation are not part of the first step's time
         profile = Profile(
             config.logging,
             rank=self.engine.ctx.rank,
@@ -206,6 +214,7 @@ class Loop:
                 self._guard.check_replicas()
                 self.watchdog.started()
                 self.watchdog.phase("agreeing on whether to stop", progress.iteration)
+                # most steps have decided with their own reduction, so that this sends nothing
                 shutdown.decide(progress, is_reason_seen=self._is_stop_seen)
                 paused_s = time.perf_counter()
                 if progress.iteration % config.data.eval_interval == 0:
@@ -226,6 +235,7 @@ class Loop:
         """
         began_s, phase = time.perf_counter(), "compiling each shape of rows"
         self.watchdog.phase(phase, self.progress.iteration)
+        # met later, in one rank's step, a new shape would keep the others waiting for its compilation
         engine, dataset, begin = self.engine, self.datasets[0], self.progress.consumed_samples
         keys = self.task.data.keys_of_shapes(
             dataset, self.schedule.global_batch_size, begin, self.schedule.total_samples
@@ -242,11 +252,12 @@ class Loop:
             if self.shutdown.decide(self.progress):
                 break
         if done:
-            shapes = "shape" if done == 1 else "shapes"
-            self.log.message(f"compiled {done} {shapes} in {time.perf_counter() - began_s:.1f} s")
+            ending = "" if done == 1 else "s"
+            self.log.message(f"compiled {done} shape{ending} in {time.perf_counter() - began_s:.1f} s")
 
     def _validate(self) -> None:
-        if evaluated := self._evaluator.run("valid"):
+        evaluated = self._evaluator.run("valid")
+        if evaluated is not None:
             loss, count, metrics = evaluated
             self._best.evaluated(loss, metrics)
             self._events.evaluated(loss, count, metrics, self.task.objective.loss_unit)
@@ -266,38 +277,30 @@ class Loop:
     @property
     def _end_reason(self) -> str | None:
         """Reason of an end before the last sample; None: there is none."""
-        return self.shutdown.reason or (None if self._is_complete() else self._best.stop_reason)
+        if self.shutdown.reason is None and not self._is_complete():
+            return self._best.stop_reason
+        return self.shutdown.reason
 
     def _step(self) -> bool:
         """Train on the next global batch, unless a rollback leaves it out. Return True if the run was rolled back."""
-        engine, progress, interval = self.engine, self.progress, self._interval
-        begin, step, result = progress.consumed_samples, progress.iteration + 1, None
+        progress, interval = self.progress, self._interval
+        begin, step = progress.consumed_samples, progress.iteration + 1
         size, lr = self.schedule.global_batch_size(begin), self.schedule.learning_rate(begin)
         self.watchdog.phase("data", step)
+        result, num_microbatches = None, 0
         if progress.leaves_out(begin, begin + size):
+            # the step counts, so that the iterations after it have the samples that they would have had
             self._batches.seek(begin + size)
         else:
-            with engine.ctx.state.clock.step():
-                with engine.timers.on_host("batch-generator"), engine.ctx.state.clock.phase(DATA):
-                    microbatches = self._next_batch() if engine.reads_data else []
-                    num_microbatches = len(microbatches) if engine.reads_data else len(self._plan(begin)[1])
-                self.watchdog.phase("train", step)
-                result = engine.train_step(
-                    microbatches,
-                    num_microbatches=num_microbatches,
-                    consumed_samples=begin,
-                    lr=lr,
-                    weight_decay=self.schedule.weight_decay(begin),
-                )
-            accelerator.current().mark_step()
-            if self._straggler is not None:
-                self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
+            result, num_microbatches = self._train_step(begin, step, lr)
+        # before the guard acts, whose rollback replaces all of it
         progress.iteration = step
         progress.consumed_samples += size
         progress.skipped_iterations += result is None or result.skipped
-        observation = None if result is None else result.observation
-        self._is_stop_seen = None if observation is None else observation.is_stop_seen
-        self._events.step_done(result, lr, size, 0 if result is None else num_microbatches)
+        self._is_stop_seen = None
+        if result is not None and result.observation is not None:
+            self._is_stop_seen = result.observation.is_stop_seen
+        self._events.step_done(result, lr, size, num_microbatches)
         self.watchdog.phase("log", step)
         if result is not None:
             interval.add(result)
@@ -306,10 +309,33 @@ class Loop:
                 interval.restart()
                 self._saved_at = progress.iteration
                 return True
-        if step % engine.config.logging.log_interval == 0 and interval.steps:
+        if step % self.engine.config.logging.log_interval == 0 and interval.steps:
             self._log_step(result, lr, size)
             interval.restart()
         return False
+
+    def _train_step(self, begin: int, step: int, lr: float) -> tuple[StepResult, int]:
+        """Read and train a global batch that begins at sample `begin`; return its number of microbatches too."""
+        engine, clock, microbatches = self.engine, self.engine.ctx.state.clock, list[Microbatch]()
+        with clock.step():
+            with engine.timers.on_host("batch-generator"), clock.phase(DATA):
+                if engine.reads_data:
+                    microbatches = self._next_batch()
+                    num_microbatches = len(microbatches)
+                else:  # the plan has as many for every rank, and reads nothing
+                    num_microbatches = len(self._plan(begin)[1])
+            self.watchdog.phase("train", step)
+            result = engine.train_step(
+                microbatches,
+                num_microbatches=num_microbatches,
+                consumed_samples=begin,
+                lr=lr,
+                weight_decay=self.schedule.weight_decay(begin),
+            )
+        accelerator.current().mark_step()  # lazy modes compute when they are asked to
+        if self._straggler is not None:
+            self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
+        return result, num_microbatches
 
     def _next_batch(self) -> list[Microbatch]:
         """Return this rank's microbatches. Raises DataError where there are none: other ranks may have some."""
@@ -326,9 +352,14 @@ class Loop:
         engine, progress, interval = self.engine, self.progress, self._interval
         loss, nan_steps, elapsed_s = interval.read()
         progress.nan_iterations += nan_steps
-        times = None if self._straggler is None else self._straggler.read()
+        times = None
+        if self._straggler is not None:
+            times = self._straggler.read()
         if times is not None:
             self.watchdog.note_stragglers(times.stragglers and f"until step {progress.iteration}: {times.stragglers}")
+        grad_norm = None
+        if result is not None and result.grad_norm is not None:
+            grad_norm = float(result.grad_norm)
         self.log.log_step(
             StepMetrics(
                 iteration=progress.iteration,
@@ -341,7 +372,7 @@ class Loop:
                 lm_loss=loss,
                 metrics=engine.read_metrics(interval.metrics),
                 loss_scale=engine.loss_scale,
-                grad_norm=None if result is None or result.grad_norm is None else float(result.grad_norm),
+                grad_norm=grad_norm,
                 skipped_iterations=progress.skipped_iterations,
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
@@ -397,12 +428,13 @@ class Loop:
         """Return True if the last step reached or passed a multiple of save_samples, or ended an epoch."""
         options, consumed = self.engine.config.checkpoint, self.progress.consumed_samples
         every = options.save_samples
-        passed = every is not None and consumed // every > consumed_before // every
-        return passed or (options.save_at_epoch and self.schedule.ends_epoch(consumed))
+        if every is not None and consumed // every > consumed_before // every:
+            return True
+        return options.save_at_epoch and self.schedule.ends_epoch(consumed)
 
     def _save(self, *, and_export: bool) -> None:
         assert self.checkpoints is not None
-        self._guard.before_save()
+        self._guard.before_save()  # copies that differ must not be what a restart begins from
         self.progress.consumed_tokens = self.log.tokens_of(self.progress.consumed_samples)
         with self.engine.timers.on_host("save-checkpoint"):
             fingerprint = self.datasets[0].fingerprint
@@ -421,6 +453,7 @@ class Loop:
     def _end(self) -> None:
         """Log the reason, save and export what is not yet, and evaluate a run that is over."""
         progress = self.progress
+        # unless the last step was followed by one
         if self.shutdown.reason is None and progress.iteration % self.engine.config.data.eval_interval:
             self._validate()
         if self._end_reason is not None and not self.shutdown.is_error:
@@ -439,7 +472,7 @@ class Loop:
         if self.engine.config.logging.callbacks:  # the last hooks may have failed
             self.shutdown.decide_error()
         if self.checkpoints is not None:
-            self.checkpoints.finish_exports()
+            self.checkpoints.finish_exports()  # last: what it raises must not keep the rest from its end
         if self.shutdown.is_error:
             self._raise_error()
 

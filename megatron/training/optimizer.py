@@ -51,9 +51,11 @@ def parameter_groups(model: nn.Module, config: Config) -> Groups:
     by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
     kept: list[nn.Parameter] = []
     for parameter in trained:
-        rate = _lr_mult(parameter, config)
-        decayed = by_rate.setdefault(rate, [])
-        (decayed if _decays(parameter) else kept).append(parameter)
+        decayed = by_rate.setdefault(_lr_mult(parameter, config), [])
+        if _decays(parameter):
+            decayed.append(parameter)
+        else:
+            kept.append(parameter)
     groups: Groups = [
         {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0, "lr": lr * rate, "lr_mult": rate}
         for rate, decayed in by_rate.items()
@@ -70,7 +72,7 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
     parameters = list(model.parameters())
     if any(parameter.requires_grad for parameter in parameters):
         return
-    dtype = parameters[0].dtype if parameters else torch.float32
+    dtype = parameters[0].dtype if parameters else torch.float32  # a stage may have no layers at all
     placeholder: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=ctx.device))
     placeholder.shard, placeholder.is_placeholder = Shard((1,), used_on="stream"), True
     placeholder.tensor_model_parallel, placeholder.ds_pipe_replicated = False, True
@@ -85,7 +87,9 @@ def _lr_mult(parameter: Any, config: Config) -> float:
     name = parameter.full_name.rpartition(".")[2]
     if name in ("lora_embedding_A", "lora_embedding_B"):
         return config.lora.loraplus_lr_embedding / config.optimizer.lr
-    return ratio if name.startswith("lora_B") or len(shard.shape) == 1 else 1.0
+    if name.startswith("lora_B") or len(shard.shape) == 1:
+        return ratio
+    return 1.0
 
 
 def _decays(parameter: Tensor) -> bool:
@@ -209,14 +213,18 @@ class BareOptimizer(GatedOptimizer):
         for parameter in self._parameters():
             if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
                 continue
-            counts = self._ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
-            (counted if counts else uncounted).append(parameter.grad)
+            if self._ctx.tensor_rank == 0 or shard_of(parameter).dim is not None:
+                counted.append(parameter.grad)
+            else:
+                uncounted.append(parameter.grad)
         return counted, uncounted
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     """Return what gradients of this norm are divided by to be clipped, at least 1; None: `max_norm` 0 clips nothing."""
-    return ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0.0 else None
+    if max_norm <= 0.0:
+        return None
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 class _WithoutCompiler(torch.optim.Optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ def plan_restore(
     lines = [f"resumed {checkpoint.folder}: {', '.join(restored)}; {place}", *(f"WARNING: {text}" for text in lost)]
     # the config of converted weights describes their model alone: no run had its other options
     run = checkpoint.metadata.get("config") if "data_fingerprint" in checkpoint.metadata else None
-    if changed := _changed_options(run, config):
+    changed = _changed_options(run, config)
+    if changed:
         lines.append(f"changed since the checkpoint: {'; '.join(changed)}")
     return RestorePlan(optimizer, seed, lines)
 
@@ -116,9 +117,10 @@ def _saved_optimizer(
 def _saved_seed(content: Mapping[str, Any], config: Config, options: CheckpointConfig) -> tuple[int | None, list[str]]:
     """Return the seed of dropout to continue with, None for the run's own, and what is lost."""
     saved, own = (content.get("rng") or {}).get("seed"), config.training.seed
-    if options.no_load_rng or saved is None:
-        reason = "no_load_rng" if options.no_load_rng else "the checkpoint has no seed"
-        return None, [f"the random streams were not restored ({reason}); dropout uses seed={own}"]
+    if options.no_load_rng:
+        return None, [f"the random streams were not restored (no_load_rng); dropout uses seed={own}"]
+    if saved is None:
+        return None, [f"the random streams were not restored (the checkpoint has no seed); dropout uses seed={own}"]
     if saved != own:
         return saved, [
             f"seed={own} is not applied to dropout, which continues with the checkpoint's {saved}; pass --no-load-rng "
@@ -145,19 +147,23 @@ def _lost_position(checkpoint: WeightSource, progress: Progress) -> list[str]:
 
 def _changed_options(saved: Any, config: Config) -> list[str]:
     """Return the options that change the training and are not those of a checkpoint's config."""
-    now, found = config.to_dict(), []
+    now, changed = config.to_dict(), []
+    if not isinstance(saved, dict):
+        return []
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         now["optimizer"] = {name: value for name, value in now["optimizer"].items() if not name.startswith(SCHEDULE)}
     for section in ("model", "parallel", "training", "optimizer", "data", "sft", "preference", "lora", "fp8", "guard"):
-        before = saved.get(section) if isinstance(saved, dict) else None
-        if isinstance(before, dict):
+        before = saved.get(section)
+        if isinstance(before, dict):  # an older release may lack the section
             here = {name: value for name, value in now[section].items() if name not in NO_TRAINING}
-            found += differing(here, before)
-    return list(map(_shortened, found))
+            changed += differing(here, before)
+    return list(map(_shortened, changed))
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,7 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     CheckpointError, also if `save` is used by another run.
     """
     options = config.checkpoint
-    own = ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: None if ctx.rank else own_run(options)))
+    own = _of_rank_0(ctx, lambda: own_run(options))
     if own is not None:
         options = _resuming_options(options)
     found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
@@ -205,13 +211,16 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
         checkpoint = open_adapters(found, config, ctx)
         if not holds_adapters(found):  # a base model: its weights alone are taken
             options = dataclasses.replace(options, finetune=True)
-    run = ctx.broadcast_object(
-        raise_on_all_ranks(ctx, lambda: None if ctx.rank else _run_of_start(config.checkpoint, own, found, options))
-    )
+    run = _of_rank_0(ctx, lambda: _run_of_start(config.checkpoint, own, found, options))
     if checkpoint is None:
         return Start(options, None, Progress(), run)
     progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, options))
     return Start(options, checkpoint, progress, run, saved_data)
+
+
+def _of_rank_0(ctx: ParallelContext, read: Callable[[], Any]) -> Any:
+    """Return on every rank what rank 0 reads, or raise its error. Collective."""
+    return ctx.broadcast_object(raise_on_all_ranks(ctx, lambda: read() if ctx.rank == 0 else None))
 
 
 def restore_start(engine: Engine, start: Start) -> list[str]:
@@ -254,7 +263,9 @@ def _run_of_start(
         return own
     if isinstance(checkpoint, Checkpoint) and resumes_itself(options) and not effective.finetune:
         return Run.of(checkpoint.metadata)
-    parent = checkpoint if checkpoint is not None and checkpoint.holds_run else None
+    parent = checkpoint
+    if checkpoint is not None and not checkpoint.holds_run:
+        parent = None
     is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
@@ -269,7 +280,8 @@ def _check_unused(save: Path, run: Run) -> None:
     if not holds_checkpoints(save):
         return
     newest, started = checkpoint_folders(save)[0], ""
-    if (other := run_in(newest)) is not None:
+    other = run_in(newest)
+    if other is not None:
         started = f", started with {_said_start(other)}; this one starts with {_said_start(run)}"
     raise CheckpointError(
         f"save={save} holds checkpoints of another run (newest {newest.name}{started}). Give another folder, resume "
@@ -329,18 +341,30 @@ def checkpoint_before(sample: int, config: Config, ctx: ParallelContext, run: Ru
     """
     options = config.checkpoint
     folders = [options.save]
+    # what a start without the optimizer was given cannot be gone back to
     if options.load != options.save and not (options.universal_checkpoint or options.finetune or options.no_load_optim):
         folders.append(options.load)
 
     def choose(damaged: set[Path]) -> Path | None:
-        for folder in (Path(folder) for folder in folders if folder is not None):
-            steps = [(path, path.name.removeprefix(TAG)) for path in folder.glob(f"{TAG}*")]
-            for path, _ in sorted(((p, int(step)) for p, step in steps if step.isdigit()), key=lambda x: -x[1]):
+        for folder in folders:
+            for path in _newest_first(folder):
                 if path not in damaged and of_run(run, [path], with_ancestors=True) and _is_before(path, sample):
                     return path
         return None
 
     return first_whole(ctx, choose, load=None)
+
+
+def _newest_first(folder: str | None) -> list[Path]:
+    """Return the checkpoints in a folder by their iteration, from the highest on."""
+    if folder is None:
+        return []
+    by_step = {}
+    for path in Path(folder).glob(f"{TAG}*"):
+        step = path.name.removeprefix(TAG)
+        if step.isdigit():
+            by_step[int(step)] = path
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def _is_before(folder: Path, sample: int) -> bool:
@@ -383,14 +407,14 @@ def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -
         )
         remedy = "Keep the length of that run"
     else:
-        found = [
+        changed = [
             f"{name.partition('.')[2]}={_said(now[name])} here, {_said(before[name])} there"
             for name in names
             if now[name] != before[name]
         ]
         unchanged = f"data_path={_said(_value(here, 'data.data_path'))} holds other documents or tokens than it did"
         change = (
-            f"{saved.checkpoint} was trained on other data than this run finds: {'; '.join(found) or unchanged} "
+            f"{saved.checkpoint} was trained on other data than this run finds: {'; '.join(changed) or unchanged} "
             f"(fingerprint {content_of(fingerprint)[:12]} here, {content_of(saved.fingerprint)[:12]} there)"
         )
         remedy = "Give the data of that run"
@@ -408,7 +432,9 @@ def length_of(config: Mapping[str, Mapping[str, Any]]) -> str:
     size, epochs = config["training"]["global_batch_size"], config["training"].get("num_epochs")
     if epochs:
         return f"num_epochs={epochs}"
-    return f"train_samples={samples}" if samples else f"train_iters={iters} of global_batch_size={size}"
+    if samples:
+        return f"train_samples={samples}"
+    return f"train_iters={iters} of global_batch_size={size}"
 
 
 def _value(config: Mapping[str, Mapping[str, Any]], option: str) -> Any:
@@ -417,7 +443,9 @@ def _value(config: Mapping[str, Mapping[str, Any]], option: str) -> Any:
     if option == "data.data_path":
         return config["data"]["data_path"] or config["data"]["train_data_path"]
     value = config.get(section, {}).get(name, declared_options()[name][1].default)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):  # JSON has lists
+        return list(value)
+    return value
 
 
 def _said(value: Any) -> str:

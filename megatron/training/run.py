@@ -30,7 +30,7 @@ from megatron.tasks.task import Task
 from megatron.training.build import build_engine
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine
-from megatron.training.evaluation import Evaluator
+from megatron.training.interludes.evaluation import Evaluator
 from megatron.training.loop import Loop
 from megatron.training.losses import SpikeDetector
 from megatron.training.resume import Start, check_data, find_start, restore_start
@@ -45,13 +45,15 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     """
     watchdog = watchdog or Watchdog(config)  # one that was never started
     check_same_config(ctx, config)
+    job = evaluate if config.training.skip_train else train
     with Shutdown(config.training, ctx, signals) as shutdown:
-        (evaluate if config.training.skip_train else train)(config, ctx, shutdown, watchdog)
+        job(config, ctx, shutdown, watchdog)
 
 
 def train(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Watchdog) -> None:
     """Build all parts of a run, restore a saved state, and train. Collective."""
     begin = partial(_begin, shutdown, watchdog)
+    # the checkpoint before the data, and both before the model: what is refused is refused before minutes of building
     begin("reading the checkpoint")
     start = find_start(config, ctx)
     progress = start.progress
@@ -67,12 +69,12 @@ def train(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Wa
         memory.take("after_restore", progress.iteration)
     begin("computing before training")
     complete_data(engine, task, datasets, start, watchdog)
-    watchdog.open()
+    watchdog.open()  # from here on it expects steps
     # opened late: nothing is written before the data and the checkpoint were found good
     with (
         open_checkpoints(config, ctx, start, watchdog) as checkpoints,
         open_log(config, ctx, progress, schedule.total_iterations, task, datasets[0]) as log,
-        RunFolder(config, ctx, log, progress, partial(task.data.drawn, datasets[0])) as folder,
+        RunFolder(config, ctx, log, progress, task.data.facts(datasets[0]).drawn) as folder,
     ):
         memory.open(log)
         loop = Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog)
@@ -118,7 +120,7 @@ def open_data(config: Config, ctx: ParallelContext, start: Start) -> tuple[Task,
         change = raise_on_all_ranks(ctx, lambda: check_data(saved, config, task, fingerprint))
         if change:
             announce(ctx, f"WARNING: the data is not that of the checkpoint (allow_data_change): {change}")
-    if description := raise_on_all_ranks(ctx, lambda: task.data.describe(datasets[0])):
+    if description := raise_on_all_ranks(ctx, task.data.facts(datasets[0]).describe):
         announce(ctx, description)
     return task, datasets
 
@@ -149,8 +151,9 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
 
     Announce how much of each dataset of a mix the run reads.
     """
-    schedule = Schedule(config.training, config.optimizer, task.data.samples_per_epoch(dataset))
-    for each in raise_on_all_ranks(ctx, lambda: describe_mix(task.data.drawn(dataset, schedule.total_samples))):
+    facts = task.data.facts(dataset)
+    schedule = Schedule(config.training, config.optimizer, facts.samples_per_epoch)
+    for each in raise_on_all_ranks(ctx, lambda: describe_mix(facts.drawn(schedule.total_samples))):
         announce(ctx, f"mix: {each}")
     checkpoint = start.checkpoint
     if checkpoint is not None and start.progress.iteration and not start.options.no_load_optim:
@@ -208,7 +211,9 @@ def open_checkpoints(
     """Return the saves of the run; nothing where it saves none. Collective."""
     if config.checkpoint.save is None:
         return contextlib.nullcontext()
-    source = None if start.checkpoint is None else start.checkpoint.metadata.get("source")
+    source = None
+    if start.checkpoint is not None:
+        source = start.checkpoint.metadata.get("source")
     checkpoints = Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
     checkpoints.on_complete = watchdog.saved
     if start.checkpoint is not None:
@@ -220,7 +225,7 @@ def open_log(
     config: Config, ctx: ParallelContext, progress: Progress, total_iterations: int, task: Task, dataset: Any
 ) -> MetricsLog:
     """Return the log, which rank 0 writes. Collective."""
-    of_data = partial(task.data.consumed_tokens, dataset)
+    of_data = task.data.facts(dataset).consumed_tokens
     return raise_on_all_ranks(
         ctx,
         lambda: MetricsLog(

@@ -36,7 +36,9 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     dataset = next(dataset for dataset in datasets if dataset is not None)
     size = engine.config.training.global_batch_size
     _, keys = task.data.plan(dataset, lambda _: size, ctx.batch_rank, ctx.num_batch_ranks)(0)
-    microbatches = [task.read(dataset, key) for key in keys] if engine.reads_data else []
+    microbatches = []
+    if engine.reads_data:
+        microbatches = [task.read(dataset, key) for key in keys]
     forward = partial(engine.forward, num_microbatches=len(keys))
     microbatches = task.objective.before_step(microbatches, forward, ctx)
     errors: list[LossError] = []
@@ -173,9 +175,18 @@ def resumed_schedule(
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"{value[-1][0]:g}" + (f" in {len(value)} slopes" if len(value) > 1 else "") if value else "0"
-    return "unused" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "unused"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if not isinstance(value, tuple):
+        return str(value)
+    if not value:
+        return "0"
+    text = f"{value[-1][0]:g}"
+    if len(value) > 1:
+        text += f" in {len(value)} slopes"
+    return text
 
 
 def prepare_task(
@@ -204,11 +215,15 @@ def prepare_task(
     else:
         weights = start_weights(engine, start)
         engine.start_fingerprint = weights.fingerprint
-    lines = []
-    for job in label_jobs(task, datasets, weights.fingerprint) if stores else []:
+    lines, jobs = [], []
+    if stores:
+        jobs = label_jobs(task, datasets, weights.fingerprint)
+    for job in jobs:
         done = complete(job, forward, engine.ctx, may_compute=weights.are_loaded)
-        lines.append(f"{'teacher' if writes_teacher else 'reference'} of {done}")
-        if not writes_teacher:
+        if writes_teacher:
+            lines.append(f"teacher of {done}")
+        else:
+            lines.append(f"reference of {done}")
             raise_on_all_ranks(engine.ctx, partial(open_stored, job))
     return lines + task.objective.before_training(datasets, forward, weights, engine.ctx)
 
@@ -220,7 +235,9 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
     """
     if engine.base is not None:
         return StartWeights(_fingerprint(engine, _tensors_of(engine.base)), True)
-    saved = None if start.checkpoint is None else start.checkpoint.metadata.get("start_fingerprint")
+    saved = None
+    if start.checkpoint is not None:
+        saved = start.checkpoint.metadata.get("start_fingerprint")
     if saved is not None and start.progress.iteration:
         return StartWeights(str(saved), False)
     return StartWeights(fingerprint_of(engine), not start.progress.iteration)

@@ -72,35 +72,42 @@ class EngineState:
 
     def fragments(self, *, with_optimizer: bool) -> list[Fragment]:
         """Return what this rank saves: with adapters, what is trained."""
-        found = []
+        fragments = []
         dtype = str(compute_dtype(self._config)).removeprefix("torch.")
         for owned in self.owned():
             if not owned.is_saved_here:
                 continue
-            kinds = {"weight": owned.weight, **(owned.moments if with_optimizer else {})}
+            kinds = {"weight": owned.weight}
+            if with_optimizer:
+                kinds |= owned.moments
             rank, size = self.place(owned.shard)
             for kind, tensor in kinds.items():
                 flat = tensor.detach().view(-1)
-                found.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
-        return found
+                fragments.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
+        return fragments
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's step count and the loss scaler, one for the whole run. JSON values."""
         steps = [float(state["step"]) for state in self.torch_optimizer.state.values() if "step" in state]
-        scaler = getattr(self._optimizer, "loss_scaler", None) if self._config.training.fp16 else None
-        return {"step": max(steps, default=None), "loss_scaler": None if scaler is None else _numbers(scaler)}
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        numbers = None
+        if scaler is not None and self._config.training.fp16:  # in bf16 DeepSpeed has one too, which is always 1
+            numbers = _numbers(scaler)
+        return {"step": max(steps, default=None), "loss_scaler": numbers}
 
     def held(self) -> dict[Copy, Tensor]:
         """Return every tensor that this rank computes with, for the comparison of copies."""
         stretches = self._config.optimizer.zero_stage == 3
-        found: dict[Copy, Tensor] = {}
+        held: dict[Copy, Tensor] = {}
         for name, parameter in named_parameters(self._module):
-            tensor_rank = 0 if shard_of(parameter).dim is None else self._ctx.tensor_rank
-            tensor = parameter.ds_tensor if stretches else parameter  # type: ignore[attr-defined]
-            found[Copy(name, tensor_rank, self._ctx.grad_rank if stretches else 0)] = tensor
+            tensor_rank, _ = self.place(shard_of(parameter))
+            if stretches:
+                held[Copy(name, tensor_rank, self._ctx.grad_rank)] = parameter.ds_tensor  # type: ignore[attr-defined]
+            else:
+                held[Copy(name, tensor_rank, 0)] = parameter
         for name, weight in quantized_weights(self._module):
-            found[Copy(name, self.place(weight.shard)[0], 0)] = weight.packed
-        return found
+            held[Copy(name, self.place(weight.shard)[0], 0)] = weight.packed
+        return held
 
     # Restoring
 
@@ -152,33 +159,43 @@ class EngineState:
         `trained_only`: leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
         CheckpointError where the checkpoint is of another model. Not collective.
         """
-        moments = [kind for kind in STATES if kind in checkpoint.kinds] if saved is not None else []
-        if moments:
-            self._allocate_moments(moments, float(saved["step"] or 0.0))  # type: ignore[index]
+        moments: list[str] = []
+        if saved is not None:
+            moments = [kind for kind in STATES if kind in checkpoint.kinds]
+            if moments:  # first: the slices are views of them
+                self._allocate_moments(moments, float(saved["step"] or 0.0))
         slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
+        with torch.no_grad():
+            self._restore_weights(checkpoint, slices, with_frozen=not trained_only)
+            for owned in slices.values():
+                for kind in moments:
+                    self._restore_moment(checkpoint, owned, kind)
+        if saved is not None and self._config.training.fp16:
+            for name, value in (saved.get("loss_scaler") or {}).items():
+                setattr(self._optimizer.loss_scaler, name, value)
 
+    def _restore_weights(
+        self, checkpoint: WeightSource, slices: Mapping[str, OwnedSlice], *, with_frozen: bool
+    ) -> None:
         def read(name: str, shard: Shard, start: int, numel: int, is_counted: bool = False) -> Tensor:
             return checkpoint.read(Slice(name, shard, start, numel, *self.place(shard), is_counted))
 
-        with torch.no_grad():
-            for index, (name, parameter) in enumerate(named_parameters(self._module)):
-                shard = shard_of(parameter)
-                if parameter.requires_grad:
-                    self._set_trained(parameter, slices.get(name), partial(read, name, shard))
-                elif not trained_only:
-                    is_counted = self._is_saved_here(index, parameter)
-                    self._set_frozen(parameter, partial(read, name, shard, is_counted=is_counted))
-            for owned in slices.values():
-                for kind in moments:
-                    target = owned.moments[kind]
-                    at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self.place(owned.shard))
-                    target.copy_(checkpoint.read(at, kind))
-            for name, weight in () if trained_only else quantized_weights(self._module):
+        for index, (name, parameter) in enumerate(named_parameters(self._module)):
+            shard = shard_of(parameter)
+            if parameter.requires_grad:
+                self._set_trained(parameter, slices.get(name), partial(read, name, shard))
+            elif with_frozen:
+                is_counted = self._is_saved_here(index, parameter)
+                self._set_frozen(parameter, partial(read, name, shard, is_counted=is_counted))
+        if with_frozen:
+            for name, weight in quantized_weights(self._module):
                 is_first = self._ctx.grad_rank == 0 and (weight.shard.dim is not None or self._ctx.tensor_rank == 0)
                 weight.fill(partial(read, name, weight.shard, is_counted=is_first))
-        if saved is not None and saved.get("loss_scaler") and self._config.training.fp16:
-            for name, value in saved["loss_scaler"].items():
-                setattr(self._optimizer.loss_scaler, name, value)
+
+    def _restore_moment(self, checkpoint: WeightSource, owned: OwnedSlice, kind: str) -> None:
+        target = owned.moments[kind]
+        at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self.place(owned.shard))
+        target.copy_(checkpoint.read(at, kind))
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters, by name, to these local tensors, float32."""

@@ -87,7 +87,7 @@ class UpdateGate:
 
     def is_open(self) -> bool:
         """Return the decision. Collective over all ranks at the first call of a step without `find_norm`."""
-        if self.observation is None:
+        if self.observation is None:  # ZeRO-2 and 3 step once a parameter group
             self.observation = self._observe()
             if self.before_update is not None and self.observation.is_applied:
                 self.before_update(self.observation)
@@ -118,6 +118,7 @@ class UpdateGate:
         All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
         the sizes already.
         """
+        # in one all-reduce: at hundreds of ranks each further one would cost as much as this
         ctx, losses = self._ctx, self._losses
         # a fifth number for every model would let gloo add up the others in another order
         sums = torch.zeros(5 if losses.coefficients else 4, dtype=torch.float32)
@@ -127,7 +128,7 @@ class UpdateGate:
         if losses.values:
             loss = torch.stack(losses.values).float().mean()
             seen.append(loss.view(1))
-            if ctx.tensor_rank == 0:
+            if ctx.tensor_rank == 0:  # the others have the same loss
                 sums[0] = loss / ctx.grad_size
         if (of_layers := losses.layer_loss()) is not None:
             seen.append(of_layers.view(1))

@@ -80,13 +80,13 @@ def test_samples_are_mixed_by_weight_whatever_the_ranks(folder: Path, kind: type
     found = read_by(task, dataset, 1, epochs=3)
     assert found == read_by(task, dataset, 4, epochs=3)
     assert abs(found.count(names[0]) / len(found) - WEIGHTS[0]) < 0.01
-    drawn = task.data.drawn(dataset, len(found))
+    drawn = task.data.facts(dataset).drawn(len(found))
     assert [(Path(each.prefix).name, each.samples) for each in drawn] == [(name, found.count(name)) for name in names]
     assert [each.epochs for each in drawn] == [
         found.count(name) / (LARGE if name == "large" else SMALL if name == "small" else 20 if name == "pairs" else 5)
         for name in names
     ]
-    assert sum(each.tokens for each in drawn) == task.data.consumed_tokens(dataset, len(found))
+    assert sum(each.tokens for each in drawn) == task.data.facts(dataset).consumed_tokens(len(found))
 
 
 def test_rows_of_a_whole_dataset_are_mixed_by_weight(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_rows_of_a_whole_dataset_are_mixed_by_weight(folder: Path) -> None:
     assert abs(share - 0.75) <= 1 / per_epoch
     lengths = dataset.samples.lengths
     assert all(lengths[row].sum() <= 32 for row in rows)
-    tokens = [task.data.consumed_tokens(dataset, count) for count in range(len(rows) + 1)]
+    tokens = [task.data.facts(dataset).consumed_tokens(count) for count in range(len(rows) + 1)]
     assert np.diff(tokens).tolist() == [lengths[row].sum() for row in rows]
     of_large = [row for row, each in zip(rows, names, strict=True) if each == {"large"}]
     first_pass = np.concatenate(of_large)[:LARGE]

@@ -18,7 +18,7 @@ from megatron.tasks.loss_batch import LossBatch, Teacher, row_places
 from megatron.tasks.loss_result import LossError, MetricTable
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
-from megatron.training.evaluation import Evaluated, mean_of
+from megatron.training.interludes.evaluation import Evaluated, mean_of
 from tests import runs
 from tests.models.outputs import build_model
 from tests.ranks import RankPools

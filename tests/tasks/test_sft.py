@@ -237,7 +237,7 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
     task = task_of(data, packing=packing, micro_batch_size=1 if packing == "step" else 2)
     dataset: Any = open_data(task)[0]
     per_epoch = len(dataset)
-    assert task.data.samples_per_epoch(dataset) == per_epoch
+    assert task.data.facts(dataset).samples_per_epoch == per_epoch
 
     def size_at(consumed: int) -> int:
         return min(13, per_epoch - consumed % per_epoch)
@@ -254,7 +254,7 @@ def test_every_chat_is_read_once_an_epoch(data: Path, packing: str, size: int) -
                 assert all(batch.targets[0].shape[1] <= task.data.row_length for batch in batches)
                 epoch += [chat for key in keys for chat in task.data.samples_of(key)]
             consumed += steps[0][0]
-            tokens.append(task.data.consumed_tokens(dataset, consumed))
+            tokens.append(task.data.facts(dataset).consumed_tokens(consumed))
         assert sorted(epoch) == list(range(41))
     lengths = getattr(dataset, "samples", dataset).lengths
     assert tokens[-1] == 2 * lengths.sum()
@@ -335,7 +335,7 @@ def test_held_out_chats_do_not_hang_on_the_seed_and_are_never_trained_on(data: P
 def test_the_run_says_what_its_rows_are_like(data: Path) -> None:
     task = task_of(data, packing="none", micro_batch_size=4)
     dataset: Any = open_data(task)[0]
-    description = task.data.describe(dataset)
+    description = task.data.facts(dataset).describe() or ""
     assert description.startswith(f"sft: 41 chats, {dataset.lengths.sum():,} tokens an epoch, ")
     assert "packing=none fills " in description
     assert "(of the first 4 steps)" in description

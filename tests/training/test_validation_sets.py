@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.data.blend import names_of
 from megatron.settings.command_line import load_config
 from megatron.settings.validation import idle
-from megatron.training.evaluation import Evaluated, mean_of
+from megatron.training.interludes.evaluation import Evaluated, mean_of
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats, pairs

@@ -135,6 +135,8 @@ def merge(made: dict[str, Any], config: Config, layout: Layout) -> dict[str, Any
     settings = read_settings(path)
     agreed = {name: Agreed((value,)) for name, value in _leaves(made) if name not in FREE}
     agreed |= _options(config, layout)
+    if config.training.fp16:
+        agreed |= _loss_scaling(config.training)
     faults = [*_unknown(settings, ""), *_contradictions(settings, agreed)]
     if faults:
         raise ConfigError([f"{path}: {fault}" for fault in faults])
@@ -170,7 +172,6 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
         "bf16.bf16_optimizer_states": off,
         "fp16.enabled": Agreed((training.fp16,), "fp16"),
         "fp16.fp16_master_weights_and_grads": off,
-        **(_loss_scaling(training) if training.fp16 else {}),
         "data_types.grad_accum_dtype": Agreed((training.grad_accum_dtype,), "grad_accum_dtype"),
         "data_types.param_dtype": Agreed((training.precision,), "bf16"),
         "communication_data_type": Agreed(
@@ -231,8 +232,10 @@ def _contradictions(settings: Mapping[str, Any], agreed: Mapping[str, Agreed]) -
         allowed = agreed.get(name)
         if allowed is None or value in allowed.values:
             continue
-        change = f", or change --{allowed.option.replace('_', '-')}" if allowed.option else ""
-        yield f"{name}={value!r} contradicts this run, which has {allowed.values[0]!r}; remove it{change}"
+        fault = f"{name}={value!r} contradicts this run, which has {allowed.values[0]!r}; remove it"
+        if allowed.option:
+            fault += f", or change --{allowed.option.replace('_', '-')}"
+        yield fault
 
 
 def _unknown(settings: Mapping[str, Any], section: str) -> Iterator[str]:
@@ -268,14 +271,18 @@ def _remedy(name: str, known: list[str], section: str) -> str:
     if homes and name != "enabled":
         return f" there; put it into {homes[0] or 'the top level'}"
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else "; remove it"
+    if near:
+        return f"; did you mean {near[0]}?"
+    return "; remove it"
 
 
 def _is_off(value: Any) -> bool:
     """Return True for a value that requests nothing."""
-    if isinstance(value, dict):
-        return not value["enabled"] if "enabled" in value else all(map(_is_off, value.values()))
-    return not value or (value == 1 and value is not True)
+    if not isinstance(value, dict):
+        return not value or (value == 1 and value is not True)  # a size of 1 is no parallelism
+    if "enabled" in value:
+        return not value["enabled"]
+    return all(map(_is_off, value.values()))
 
 
 def check_values(settings: Mapping[str, Any], where: str) -> None:
@@ -305,20 +312,8 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     object, or contradicts this config.
     """
     training, optimizer = config.training, config.optimizer
-    micro = training.micro_batch_size
-    stage = config.effective_zero_stage
-    if training.skip_train and stage < 3:
-        stage = 0  # without an optimizer there is nothing else to shard
-    zero: dict[str, Any] = {"stage": stage}
-    if stage >= 1 and "reduce_bucket_size" not in zero_settings(config):
-        zero["reduce_bucket_size"] = reduce_bucket_size(config)
-    if stage >= 1 and has_gradient_buffers(config):
-        zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
-    pins = config.parallel.device != "auto" and not find_device(config.parallel.device).is_host
-    if optimizer.offload_optimizer and not training.skip_train:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pins}
-    if optimizer.offload_param:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": pins}
+    micro, zero = training.micro_batch_size, _zero_section(config)
+    stage = zero["stage"]
     made: dict[str, Any] = {
         "train_batch_size": micro * layout.grad_size,
         "train_micro_batch_size_per_gpu": micro,
@@ -347,6 +342,25 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
             "hysteresis": training.hysteresis,
         }
     return merge(made, config, layout)
+
+
+def _zero_section(config: Config) -> dict[str, Any]:
+    """Return `zero_optimization`."""
+    optimizer, evaluates = config.optimizer, config.training.skip_train
+    stage = config.effective_zero_stage
+    if evaluates and stage < 3:
+        stage = 0  # without an optimizer there is nothing else to shard
+    zero: dict[str, Any] = {"stage": stage}
+    if stage >= 1 and "reduce_bucket_size" not in zero_settings(config):
+        zero["reduce_bucket_size"] = reduce_bucket_size(config)
+    if stage >= 1 and has_gradient_buffers(config):
+        zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
+    pins = config.parallel.device != "auto" and not find_device(config.parallel.device).is_host
+    if optimizer.offload_optimizer and not evaluates:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pins}
+    if optimizer.offload_param:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pins}
+    return zero
 
 
 def check_deepspeed(config: Config, world_size: int) -> Sequence[str]:

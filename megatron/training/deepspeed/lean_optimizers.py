@@ -49,8 +49,9 @@ class UpdateFromBuffers:
     def step(self, closure: Any = None) -> None:
         """Update the float32 weights through the gate, and round them to those of the model."""
         wrapper, gated = self._optimizer, self._optimizer.optimizer
-        scaler = getattr(wrapper, "loss_scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.cur_scale)
+        scaler, scale = getattr(wrapper, "loss_scaler", None), 1.0
+        if scaler is not None:
+            scale = float(scaler.cur_scale)
         norm = gated.gate.find_norm(self._buffers.counted, self._buffers.uncounted, scale)
         wrapper._global_grad_norm = norm
         wrapper.overflow = scaler is not None and scaler.dynamic and not gated.gate.is_norm_finite()
@@ -119,10 +120,11 @@ def _wrapped_groups(optimizer: Any, dtype: torch.dtype) -> list[Group]:
     else:
         parameters, weights = optimizer.bit16_groups, optimizer.bit16_groups_flat
         buffers = [torch.zeros_like(flat, dtype=dtype) for flat in weights]
-    return [
-        (buffer, [(p, (p.data_ptr() - flat.data_ptr()) // flat.element_size()) for p in group])
-        for buffer, group, flat in zip(buffers, parameters, weights, strict=True)
-    ]
+    groups = []
+    for buffer, group, flat in zip(buffers, parameters, weights, strict=True):
+        starts = [(parameter.data_ptr() - flat.data_ptr()) // flat.element_size() for parameter in group]
+        groups.append((buffer, list(zip(group, starts, strict=True))))
+    return groups
 
 
 def _update_through(optimizer: Any, buffers: GradientBuffers) -> None:
@@ -141,10 +143,15 @@ def _update_through(optimizer: Any, buffers: GradientBuffers) -> None:
 
 def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOptions:
     training, user, zero = config.training, zero_settings(config), engine._config.zero_config
-    divisor = engine.gradient_predivide_factor() if engine.postscale_gradients() else ctx.grad_size
+    divisor = ctx.grad_size
+    if engine.postscale_gradients():
+        divisor = engine.gradient_predivide_factor()
+    bucket_numel = reduce_bucket_size(config)
+    if "reduce_bucket_size" in user:
+        bucket_numel = zero.reduce_bucket_size
     return ReductionOptions(
         DTYPES[training.grad_reduce_dtype or training.grad_accum_dtype],
-        zero.reduce_bucket_size if "reduce_bucket_size" in user else reduce_bucket_size(config),
+        bucket_numel,
         overlaps="overlap_comm" not in user or zero.overlap_comm,
         is_sharded=config.effective_zero_stage == 1 and zero.reduce_scatter,
         scale_before=1 / divisor,
@@ -168,17 +175,21 @@ def _reduce_through(engine: Any, buffers: GradientBuffers | None, finish: Callab
 
 def _check_before_reduction(optimizer: Any, ctx: ParallelContext) -> None:
     """Check this rank's own gradients before DeepSpeed sums them, and count the sum as a wait for other ranks."""
-    name = ZERO_3_REDUCTION if hasattr(optimizer, ZERO_3_REDUCTION) else "average_tensor"
+    is_zero_3 = hasattr(optimizer, ZERO_3_REDUCTION)
+    name = ZERO_3_REDUCTION if is_zero_3 else "average_tensor"
     reduce = getattr(optimizer, name)
 
+    def own_gradients(*arguments: Any) -> list[Tensor]:
+        if not is_zero_3:
+            return [arguments[0]]
+        if arguments:
+            bucket = optimizer.ipg_buckets[arguments[0]].params
+        else:  # the fork has one for all dtypes
+            bucket = optimizer.params_in_ipg_bucket
+        return [parameter.grad for parameter in bucket]
+
     def call(*arguments: Any) -> None:
-        if name == ZERO_3_REDUCTION:
-            # by dtype, which the fork does not distinguish
-            bucket = optimizer.ipg_buckets[arguments[0]].params if arguments else optimizer.params_in_ipg_bucket
-            own = [parameter.grad for parameter in bucket]
-        else:
-            own = [arguments[0]]
-        for gradients in own:
+        for gradients in own_gradients(*arguments):
             ctx.state.checks.whole(gradients, GRADIENT, PassPlace(UPDATE))
         with ctx.state.clock.phase(WAIT):
             reduce(*arguments)
@@ -199,8 +210,11 @@ def _grow_scale_after_update(optimizer: Any) -> None:
         if not optimizer.overflow:
             update_scale(False)
 
-    optimizer._update_scale = lambda has_overflow: update_scale(True) if has_overflow else None
-    optimizer.step = step_then_grow
+    def fall_at_once(has_overflow: bool) -> None:
+        if has_overflow:
+            update_scale(True)
+
+    optimizer._update_scale, optimizer.step = fall_at_once, step_then_grow
 
 
 def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor) -> None:
@@ -211,12 +225,16 @@ def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor)
     flat = optimizer.fp32_partitioned_groups_flat[gradients] if isinstance(gradients, int) else gradients[0]
     scale = float(optimizer.loss_scale)
     divisor = _divisor(norm / scale, optimizer.clip_grad, scale)
-    optimizer.optimizer.divisor = None if divisor is None else divisor.to(flat.device, torch.float32)
+    if divisor is not None:  # offloaded gradients are on the host
+        divisor = divisor.to(flat.device, torch.float32)
+    optimizer.optimizer.divisor = divisor
 
 
 def _divisor(norm: Tensor, max_norm: float, scale: float) -> Tensor | None:
     """Return what the update divides gradients by that carry a loss scale, and have this norm without it."""
     divisor = clip_divisor(norm, max_norm)
-    if scale != 1.0:
-        divisor = torch.full_like(norm, scale) if divisor is None else divisor * scale
-    return divisor
+    if scale == 1.0:
+        return divisor
+    if divisor is None:
+        return torch.full_like(norm, scale)
+    return divisor * scale

@@ -77,7 +77,9 @@ class EvaluationGraphs:
         outputs, rows = self._graphs.run(key, forward, tensors)
         if rows is not None:
             self._losses.join_of_layers(rows.clone())
-        return self._taken(outputs) if isinstance(outputs, Tensor) else tuple(map(self._taken, outputs))
+        if isinstance(outputs, Tensor):
+            return self._taken(outputs)
+        return tuple(map(self._taken, outputs))
 
     def _taken(self, output: Tensor) -> Tensor:
         """Return an output; a copy where it is yet to be sent when a graph overwrites it.
@@ -106,7 +108,9 @@ class PipelineEngine(Engine):
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
-        self._graphs = EvaluationGraphs(self.module, self.ctx, self._losses) if self.config.data.eval_graphs else None
+        self._graphs: EvaluationGraphs | None = None
+        if self.config.data.eval_graphs:
+            self._graphs = EvaluationGraphs(self.module, self.ctx, self._losses)
         self.passes.watch_pipeline(engine)
         self.timers.watch_pipeline(engine)
         if self.trace.wanted:
@@ -116,7 +120,9 @@ class PipelineEngine(Engine):
 
     @property
     def num_graphs(self) -> int:
-        return 0 if self._graphs is None else self._graphs.count
+        if self._graphs is None:
+            return 0
+        return self._graphs.count
 
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
@@ -133,7 +139,8 @@ class PipelineEngine(Engine):
         return self._aggregate()
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
-        with contextlib.nullcontext() if self._graphs is None else self._graphs.on():
+        replayed = contextlib.nullcontext() if self._graphs is None else self._graphs.on()
+        with replayed:
             loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
         self.module.train()
         return loss
@@ -148,10 +155,11 @@ class PipelineEngine(Engine):
         """Copy what this stage uses of each microbatch when DeepSpeed takes it, whose own copies wait."""
         ctx = self.ctx
         for inputs, targets in batches:
-            yield (
-                to_device(inputs, ctx.device) if ctx.is_first_stage else inputs,
-                to_device(targets, ctx.device) if ctx.is_last_stage else targets,
-            )
+            if ctx.is_first_stage:
+                inputs = to_device(inputs, ctx.device)
+            if ctx.is_last_stage:
+                targets = to_device(targets, ctx.device)
+            yield inputs, targets
 
 
 def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
@@ -159,9 +167,8 @@ def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(backward)
     def run(engine: Any, buffer_id: int) -> None:
-        outputs = engine.pipe_buffers["outputs"][buffer_id]
-        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        if engine.is_last_stage() or any(tensor.requires_grad for tensor in tensors):
+        outputs = tensors_of(engine.pipe_buffers["outputs"][buffer_id])
+        if engine.is_last_stage() or any(tensor.requires_grad for tensor in outputs):
             backward(engine, buffer_id)
         else:
             engine.pipe_buffers["outputs"][buffer_id] = None
@@ -227,8 +234,10 @@ def _of_first_chunk(function: Callable[..., Any], **calls: Callable[[], None]) -
     watched = around(function, **calls)
 
     def call(engine: Any, buffer_id: int, chunk: int = 0) -> None:
-        chunks = {"chunk": chunk} if chunk else {}
-        (function if chunk else watched)(engine, buffer_id, **chunks)
+        if chunk:
+            function(engine, buffer_id, chunk=chunk)
+        else:  # DeepSpeed's own instructions know no chunks
+            watched(engine, buffer_id)
 
     return call
 

@@ -154,7 +154,8 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def _forward(self, buffer_id: int, chunk: int = 0) -> None:
         key, trains = (chunk, buffer_id), torch.is_grad_enabled()
         self.module.choose(chunk)
-        outputs = self.module(self._inputs[key] if trains else self._inputs.pop(key))
+        inputs = self._inputs[key] if trains else self._inputs.pop(key)
+        outputs = self.module(inputs)
         if self._computes_loss(chunk):
             outputs = self.module.loss_fn(outputs, self._labels.pop(buffer_id))
             loss = outputs.detach()

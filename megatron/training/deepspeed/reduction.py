@@ -113,21 +113,10 @@ class GradientBuffers:
         The length of a buffer is a multiple of the number of data-parallel ranks; equal stretches are their shards.
         """
         self._options, self._ctx = options, ctx
-        order = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self.flats = [flat for flat, _ in groups]
-        self.shards = [
-            flat.narrow(0, ctx.grad_rank * (flat.numel() // ctx.grad_size), flat.numel() // ctx.grad_size)
-            for flat in self.flats
-        ]
+        self.shards = [flat.chunk(ctx.grad_size)[ctx.grad_rank] for flat in self.flats]
         """This rank's shard of each buffer."""
-        tied = dict(_tied_weights(module))
-        by_group = [
-            [
-                _Slot(p, start, flat.narrow(0, start, p.numel()).view(p.shape), order[id(p)], tied.get(id(p)))
-                for p, start in sorted(places, key=lambda place: place[1])
-            ]
-            for flat, places in groups
-        ]
+        by_group = _slots_of(module, groups)
         self._slots = [slot for slots in by_group for slot in slots]
         self.counted, self.uncounted = self._parts(by_group)
         """Gradients in this rank's shards that the norm of the whole model counts here, and those that another
@@ -139,13 +128,17 @@ class GradientBuffers:
         # a bucket is complete with the gradient of the parameter that the forward pass uses first
         self._buckets.sort(key=lambda bucket: min(slot.order for slot in bucket.slots), reverse=True)
         self._next, self._num_microbatches = 0, 1
+        self._attach()
+        self.begin_step(1)
+
+    def _attach(self) -> None:
+        """Have the gradients of the parameters come here."""
         itself = weakref.ref(self)
         for index, slot in enumerate(self._slots):
             slot.parameter.register_post_accumulate_grad_hook(partial(_add, itself, index))
             is_wider = (slot.parameter.dtype, slot.view.dtype) == (torch.bfloat16, torch.float32)
             if is_wider and slot.parameter.dim() == 2:
                 slot.parameter.gradient_sum = BufferedSum(itself, index)
-        self.begin_step(1)
 
     def begin_step(self, num_microbatches: int) -> None:
         """Expect the gradients of so many microbatches."""
@@ -156,7 +149,9 @@ class GradientBuffers:
             bucket.waits_for = len(bucket.slots) + sum(slot.tied_group is not None for slot in bucket.slots)
         for slot in self._slots:
             slot.added, slot.is_reducing = 0, False
-            slot.expected = num_microbatches * slot.per_microbatch if self._options.overlaps else 0
+            slot.expected = 0
+            if self._options.overlaps:
+                slot.expected = num_microbatches * slot.per_microbatch
             if (own_sum := getattr(slot.parameter, "gradient_sum", None)) is not None:
                 own_sum.loss_gradient = 1.0 / num_microbatches  # DeepSpeed takes the mean over the microbatches
 
@@ -168,11 +163,15 @@ class GradientBuffers:
     @torch.no_grad()
     def add(self, index: int, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient to its place. Raises RuntimeError if its sum over ranks has begun."""
-        if parameter.grad is not None:
-            total, has_gradient = self.open(index)
-            (total.add_ if has_gradient else total.copy_)(parameter.grad)
-            parameter.grad = None
-            self.close(index)
+        if parameter.grad is None:
+            return
+        total, has_gradient = self.open(index)
+        if has_gradient:
+            total.add_(parameter.grad)
+        else:  # what the memory holds is of an earlier step
+            total.copy_(parameter.grad)
+        parameter.grad = None
+        self.close(index)
 
     def open(self, index: int) -> tuple[Tensor, bool]:
         """Return the place of a gradient, and True if it holds gradients of this step already.
@@ -222,7 +221,8 @@ class GradientBuffers:
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
         if self._buckets and self._options.scale_after != 1.0:
-            torch._foreach_mul_(self.shards if self._options.is_sharded else self.flats, self._options.scale_after)
+            summed = self.shards if self._options.is_sharded else self.flats
+            torch._foreach_mul_(summed, self._options.scale_after)
 
     def assign(self) -> None:
         """Let each parameter's `.grad` be its sum."""
@@ -270,8 +270,11 @@ class GradientBuffers:
                 start, stop = max(slot.start, first), min(slot.stop, first + shard.numel())
                 if start >= stop or getattr(slot.parameter, "ds_pipe_replicated", False):
                     continue
-                is_counted = self._ctx.tensor_rank == 0 or shard_of(slot.parameter).dim is not None
-                (counted if is_counted else uncounted).append(flat.narrow(0, start, stop - start))
+                own = flat.narrow(0, start, stop - start)
+                if self._ctx.tensor_rank == 0 or shard_of(slot.parameter).dim is not None:
+                    counted.append(own)
+                else:
+                    uncounted.append(own)
         return counted, uncounted
 
     def _cut(self, flat: Tensor, slots: list[_Slot]) -> Iterator[_Bucket]:
@@ -280,21 +283,43 @@ class GradientBuffers:
         for slot in reversed(slots):
             taken.append(slot)
             if slot is slots[0] or sum(slot.view.numel() for slot in taken) >= self._options.bucket_numel:
-                start, stop = taken[-1].start, taken[0].stop
-                width = flat.numel() // self._ctx.grad_size if self._options.is_sharded else flat.numel()
-                for owner in range(start // width, -(-stop // width)):
-                    low, high = max(start, owner * width), min(stop, (owner + 1) * width)
-                    inside = [slot for slot in taken if slot.start < high and slot.stop > low]
-                    made = _Bucket(
-                        flat.narrow(0, low, high - low),
-                        inside,
-                        owner if self._options.is_sharded else None,
-                        list(_untied(flat, inside, low, high)),
-                    )
-                    for slot_inside in inside:
-                        slot_inside.buckets.append(made)
-                    yield made
+                yield from self._buckets_of(flat, taken)
                 taken = []
+
+    def _buckets_of(self, flat: Tensor, slots: list[_Slot]) -> Iterator[_Bucket]:
+        """Yield the bucket of neighbouring slots, the last of them first, cut where a shard ends."""
+        start, stop = slots[-1].start, slots[0].stop
+        width = flat.numel()
+        if self._options.is_sharded:
+            width //= self._ctx.grad_size
+        for owner in range(start // width, -(-stop // width)):
+            low, high = max(start, owner * width), min(stop, (owner + 1) * width)
+            inside = [slot for slot in slots if slot.start < high and slot.stop > low]
+            bucket = _Bucket(
+                flat.narrow(0, low, high - low),
+                inside,
+                owner if self._options.is_sharded else None,
+                list(_untied(flat, inside, low, high)),
+            )
+            for slot in inside:
+                slot.buckets.append(bucket)
+            yield bucket
+
+
+def _slots_of(
+    module: nn.Module, groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, int]]]]
+) -> list[list[_Slot]]:
+    """Return the slots of each buffer, in the order of their numbers."""
+    order = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    tied = dict(_tied_weights(module))
+    by_group = []
+    for flat, starts in groups:
+        slots = []
+        for parameter, start in sorted(starts, key=lambda pair: pair[1]):
+            view = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+            slots.append(_Slot(parameter, start, view, order[id(parameter)], tied.get(id(parameter))))
+        by_group.append(slots)
+    return by_group
 
 
 def _untied(flat: Tensor, slots: list[_Slot], low: int, high: int) -> Iterator[Tensor]:

@@ -45,24 +45,36 @@ class BestTracker:
         self.save_is_due = False
         """The model of now is the best so far, and its checkpoint is to be kept."""
         self.is_on = config.compares_validations
-        if not self.is_on:
-            return
+        if self.is_on:
+            self._check_data(dataset)
+            self._continue(self._measure(config, dataset))
+
+    def _check_data(self, dataset: Any) -> None:
         if dataset is None:
             wanted = "keep_best" if self._keeps else f"early_stopping_patience={self._patience}"
             raise DataError(f"{wanted} compares validations, but there is no validation data; raise its share in split")
-        sets = dataset.names if isinstance(dataset, SeparateSets) else []
-        if self._metric.startswith("lm_loss/") and self._metric not in (losses := [f"lm_loss/{name}" for name in sets]):
+        losses = []
+        if isinstance(dataset, SeparateSets):
+            losses = [f"lm_loss/{name}" for name in dataset.names]
+        if self._metric.startswith("lm_loss/") and self._metric not in losses:
             raise DataError(
                 f"best_metric={self._metric} names no loss of the validation; give one of loss, {', '.join(losses)}"
             )
-        direction = "max" if self._sign < 0 else "min"
+
+    def _measure(self, config: Config, dataset: Any) -> str:
+        """Return all that must be equal for two validations to be compared."""
         identity = content_of(getattr(dataset, "fingerprint", ""))[:12]
-        measure = f"{self._metric} ({direction}) of {config.data.eval_iters} batches of data {identity}"
-        saved = progress.best
-        if saved.value is not None and saved.measure != measure:
-            say(f"WARNING: earlier validations were by {saved.measure}, now by {measure}; only later ones count")
-        if saved.measure != measure:
-            progress.best = BestEvaluation(measure)
+        mode = config.training.best_metric_mode
+        return f"{self._metric} ({mode}) of {config.data.eval_iters} batches of data {identity}"
+
+    def _continue(self, measure: str) -> None:
+        """Continue the counts of a resumed run, unless it measured otherwise."""
+        saved = self._progress.best
+        if saved.measure == measure:
+            return
+        if saved.value is not None:
+            self._say(f"WARNING: earlier validations were by {saved.measure}, now by {measure}; only later ones count")
+        self._progress.best = BestEvaluation(measure)
 
     @property
     def is_evaluation_missing(self) -> bool:
@@ -77,19 +89,21 @@ class BestTracker:
         if self._patience is None or best.not_improved < self._patience:
             return None
         least = f" by more than {self._min_delta:g}" if self._min_delta else ""
-        where = "" if best.value is None else f"; best: {best.value:.6g} at iteration {best.iteration}"
-        return (
+        reason = (
             f"Stopped early: {self._metric} has not improved{least} in {best.not_improved} validations, "
-            f"early_stopping_patience={self._patience}{where}"
+            f"early_stopping_patience={self._patience}"
         )
+        if best.value is not None:
+            reason += f"; best: {best.value:.6g} at iteration {best.iteration}"
+        return reason
 
     def evaluated(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Count a validation of the model of now. A value that is not finite does not improve it."""
         iteration = self._progress.iteration
         if not self.is_on or iteration == 0 or self._progress.best.evaluated_at == iteration:
             return  # the untrained model has no checkpoint; a finished run that is started again is validated again
-        value = loss if self._metric == "loss" else metrics[self._metric]
-        found = None if self._ctx.rank else asdict(self._after(value))
+        value = {"loss": loss, **metrics}[self._metric]
+        found = asdict(self._after(value)) if self._ctx.rank == 0 else None
         best = BestEvaluation(**self._ctx.broadcast_object(found))
         self._say(self._line(value, best))
         self._progress.best = best
@@ -112,11 +126,11 @@ class BestTracker:
         return best
 
     def _line(self, value: float, best: BestEvaluation) -> str:
+        text = f"{self._metric} {value:.6g} at iteration {best.evaluated_at}"
         if best.iteration == best.evaluated_at:
-            text = f"{self._metric} {value:.6g} at iteration {best.iteration} is the best so far"
-        else:
-            known = "" if best.value is None else f" is not better than {best.value:.6g} at iteration {best.iteration}"
-            text = f"{self._metric} {value:.6g} at iteration {best.evaluated_at}{known}"
+            text += " is the best so far"
+        elif best.value is not None:
+            text += f" is not better than {best.value:.6g} at iteration {best.iteration}"
         if self._patience is not None and best.not_improved:
             text += f"; {best.not_improved} of {self._patience} validations without an improvement"
         return text

@@ -59,7 +59,8 @@ class Evaluator:
 
         self.watchdog.phase("evaluation", self.progress.iteration)
         graphs_before = self.engine.num_graphs
-        sets = dataset if isinstance(dataset, SeparateSets) else SeparateSets([""], [dataset], None)
+        is_mix = isinstance(dataset, SeparateSets)
+        sets = dataset if is_mix else SeparateSets([""], [dataset], None)
         evaluations = dict[str, Evaluated]()
         with self.engine.timers.on_host("evaluate"):
             for name, each in zip(sets.names, sets.datasets, strict=True):
@@ -69,12 +70,12 @@ class Evaluator:
                 evaluations[name] = evaluated
         whole = mean_of(list(evaluations.values()), sets.weights, self.engine.metric_table)
         losses = {}
-        if sets is dataset:
+        if is_mix:
             for name, each in evaluations.items():
                 losses[f"lm_loss/{name}"] = each.loss
                 self._log(split, each, name)
         self._log(split, whole)
-        if (count := self.engine.num_graphs) > graphs_before:
+        if (count := self.engine.num_graphs) > graphs_before:  # a new shape: captures take time and memory
             self.log.message(f"{count} HPU graphs captured for evaluations, one a shape")
         return whole.loss, int(whole.normaliser), {**whole.metrics, **losses}
 
@@ -98,33 +99,35 @@ def mean_of(
     shares = [each.normaliser for each in evaluations]
     if weights is not None:
         shares = [weight * (each.normaliser > 0) for weight, each in zip(weights, evaluations, strict=True)]
-    reductions = {} if table is None else dict(zip(table.names, table.reductions, strict=True))
+    reductions = {}
+    if table is not None:
+        reductions = dict(zip(table.names, table.reductions, strict=True))
     metrics = {}
     for name in evaluations[0].metrics:
-        values = [_counted(each, name) for each in evaluations]
-        counted = [value for value in values if value is not None]
-        reduction = reductions.get(name)
-        if reduction == "sum":
-            metrics[name] = sum(counted)
-        elif reduction == "max":
-            metrics[name] = max(counted, default=math.nan)
-        else:
-            metrics[name] = _mean(shares, values)
-    return Evaluated(_mean(shares, [each.loss for each in evaluations]), normaliser, metrics)
+        weighed = [
+            (share, each.metrics[name]) for share, each in zip(shares, evaluations, strict=True) if _counts(each, name)
+        ]
+        metrics[name] = _joined(weighed, reductions.get(name, "mean"))
+    losses = [each.loss for each in evaluations]
+    return Evaluated(_joined(list(zip(shares, losses, strict=True)), "mean"), normaliser, metrics)
 
 
-def _mean(shares: Sequence[float], values: Sequence[float | None]) -> float:
-    """Return the mean of the values that there are; NaN without one."""
-    kept = [(share, value) for share, value in zip(shares, values, strict=True) if share and value is not None]
+def _counts(evaluation: Evaluated, name: str) -> bool:
+    """Return False for a metric that has nothing to count: it is NaN though the loss is finite."""
+    return not math.isnan(evaluation.metrics[name]) or not math.isfinite(evaluation.loss)
+
+
+def _joined(weighed: Sequence[tuple[float, float]], reduction: str) -> float:
+    """Return one value of (share, value) pairs. A mean without any is NaN, as is the largest of none."""
+    if reduction == "sum":
+        return sum(value for _, value in weighed)
+    if reduction == "max":
+        return max((value for _, value in weighed), default=math.nan)
+    # 0 times a value that is not finite would be NaN
+    kept = [(share, value) for share, value in weighed if share]
     if not kept:
         return math.nan
     return sum(share * value for share, value in kept) / sum(share for share, _ in kept)
-
-
-def _counted(evaluation: Evaluated, name: str) -> float | None:
-    """Return a metric, or None if it has nothing to count: it is NaN though the loss is finite."""
-    value = evaluation.metrics[name]
-    return None if math.isnan(value) and math.isfinite(evaluation.loss) else value
 
 
 def evaluate(
@@ -135,7 +138,7 @@ def evaluate(
     None if `stops`, which returns the same on all ranks, is true before one of the batches.
     """
     training, ctx = engine.config.training, engine.ctx
-    per_epoch = task.data.samples_per_epoch(dataset)
+    per_epoch = task.data.facts(dataset).samples_per_epoch
 
     def size_at(consumed_samples: int) -> int:
         """Return 0 once the dataset was read through."""
@@ -143,6 +146,7 @@ def evaluate(
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
     plan = task.data.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
+    # losses stay on the device until all batches are through
     losses: list[Tensor] = []
     normalisers: list[float] = []
     consumed_samples = 0

@@ -87,8 +87,9 @@ def origin_of_run(folder: Path | None) -> ModelOrigin | None:
     """Return the files beside the tokenizer of a run. `folder`: `tokenizer_of(config)`."""
     if folder is None:
         return None
-    path = folder / GENERATION_CONFIG
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    path, content = folder / GENERATION_CONFIG, None
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
     return ModelOrigin(folder, tokenizer=folder, generation_config=content)
 
 
