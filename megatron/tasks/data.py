@@ -77,7 +77,7 @@ class SampleLabels(NamedTuple):
 
 
 class DatasetFacts:
-    """What a run reads of one dataset: epochs, tokens, documents, and shares of a mix.
+    """Facts of one dataset that a run reads: epochs, tokens, documents, and shares of a mix.
 
     The default is that of a stream of samples of seq_length + 1 tokens.
     """

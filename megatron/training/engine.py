@@ -178,7 +178,7 @@ class Engine(ABC):
         buffers = getattr(self.deepspeed.optimizer, "buffers", None)
         if buffers is not None:
             buffers.begin_step(num_microbatches)
-        skipped_before = self.deepspeed.skipped_steps  # of float16, which DeepSpeed refuses before it asks the gate
+        skipped_before = self.deepspeed.skipped_steps  # in float16 DeepSpeed refuses steps by itself
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
         terms = self._losses.layer_terms(self.loss_scale)

@@ -332,7 +332,7 @@ class Loop:
                 lr=lr,
                 weight_decay=self.schedule.weight_decay(begin),
             )
-        accelerator.current().mark_step()  # lazy modes compute when they are asked to
+        accelerator.current().mark_step()  # where the device is lazy, it computes now
         if self._straggler is not None:
             self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
         return result, num_microbatches

@@ -279,7 +279,7 @@ def _remedy(name: str, known: list[str], section: str) -> str:
 def _is_off(value: Any) -> bool:
     """Return True for a value that requests nothing."""
     if not isinstance(value, dict):
-        return not value or (value == 1 and value is not True)  # a size of 1 is no parallelism
+        return not value or (value == 1 and value is not True)  # as a size of 1 does
     if "enabled" in value:
         return not value["enabled"]
     return all(map(_is_off, value.values()))
