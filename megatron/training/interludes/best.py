@@ -64,7 +64,7 @@ class BestTracker:
     def _measure(self, config: Config, dataset: Any) -> str:
         """Return all that must be equal for two validations to be compared."""
         identity = content_of(getattr(dataset, "fingerprint", ""))[:12]
-        mode = config.training.best_metric_mode
+        mode = "max" if self._sign < 0 else "min"
         return f"{self._metric} ({mode}) of {config.data.eval_iters} batches of data {identity}"
 
     def _continue(self, measure: str) -> None:
