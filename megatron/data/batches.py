@@ -82,7 +82,10 @@ class Batches(Generic[K, T]):
         self._pool = None
         if num_workers:
             self._pool = ThreadPoolExecutor(
-                num_workers, "batches", initializer=lambda: self._threads.append(threading.current_thread())
+                # the executor does not say whether its threads are alive
+                num_workers,
+                "batches",
+                initializer=lambda: self._threads.append(threading.current_thread()),
             )
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -109,13 +112,16 @@ class Batches(Generic[K, T]):
 
     def _read(self) -> tuple[int, list[T]] | None:
         size, keys = self._plan(self.consumed_samples)
-        return (size, [self._read_one(key) for key in keys]) if size else None
+        if size == 0:
+            return None
+        return size, [self._read_one(key) for key in keys]
 
     def _take(self, pool: ThreadPoolExecutor) -> tuple[int, list[T]] | None:
         self._read_ahead(pool)
         if not self._ahead:
             return None
         size, futures = self._ahead.popleft()
+        # before waiting, so that threads have work while this step is computed
         self._read_ahead(pool)
         return size, [self._wait_for(future) for future in futures]
 

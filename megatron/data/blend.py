@@ -62,13 +62,16 @@ SHOWN_DATASETS = 40
 
 def describe_mix(mix: Sequence[Drawn]) -> list[str]:
     """Return a line on each dataset of a mix, and one on those that are too many to show."""
-    samples, tokens = (max(1, sum(getattr(each, name) for each in mix)) for name in ("samples", "tokens"))
+    samples = max(1, sum(each.samples for each in mix))
+    tokens = max(1, sum(each.tokens for each in mix))
     lines = [
         f"{each.prefix}: {each.samples:,} samples ({each.samples / samples:.1%}), {each.tokens:,} tokens "
         f"({each.tokens / tokens:.1%}), {each.epochs:.2f} epochs"
         for each in mix[:SHOWN_DATASETS]
     ]
-    return lines + [f"and {len(mix) - SHOWN_DATASETS} datasets more"] * (len(mix) > SHOWN_DATASETS)
+    if len(mix) > SHOWN_DATASETS:
+        lines.append(f"and {len(mix) - SHOWN_DATASETS} datasets more")
+    return lines
 
 
 def digest(*described: Any) -> str:
@@ -89,6 +92,7 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 
 def shares(weights: Sequence[float], num_samples: int) -> list[int]:
     """Return the samples due from each dataset, rounded up: at least num_samples in all."""
+    # rounded up one by one, as in megatron-core, so that the sum may exceed num_samples
     return [math.ceil(num_samples * weight) for weight in normalize(weights).tolist()]
 
 
@@ -112,6 +116,7 @@ class BlendedDataset:
         self.cache_paths = cache_paths
         """Files of the blend's own arrays; none without a cache."""
         self._index_files = mapped_files(cache_paths, arrays)
+        # without the numbers of epochs, which a longer run changes
         content = digest("blend", 2, mixture, [content_of(dataset.fingerprint) for dataset in self.datasets])
         self.fingerprint = content + "-" + digest([dataset.fingerprint for dataset in self.datasets])
         """Equal for blends with equal samples up to the end of the shorter one."""
@@ -128,10 +133,11 @@ class BlendedDataset:
     def get_batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """Return several samples: [len(indices), seq_length + 1]. Raises as the datasets do."""
         chosen = np.asarray(indices, dtype=np.int64)
-        for index in (chosen.min(initial=0), chosen.max(initial=0)):
-            if len(chosen) and not 0 <= index < len(self):
-                raise self._outside(int(index))
+        outside = chosen[(chosen < 0) | (chosen >= len(self))]
+        if len(outside):
+            raise self._outside(int(outside[0]))
         self._index_files.check(always=True)
+        # by dataset, not by sample: each call of the C++ reader checks its files once
         sources, numbers = self.dataset_index[chosen], self.dataset_sample_index[chosen]
         samples = np.empty((len(chosen), self.datasets[0].seq_length + 1), dtype=np.int64)
         for source in np.unique(sources).tolist():
@@ -181,8 +187,10 @@ def blend_by_weight(
     datasets: list[BlendMember] = []
     for d, share in enumerate(due):
         dataset = build(d, with_surplus(share))
-        # Many small weights can exceed the surplus; megatron-core then fails at that sample, hours later.
-        datasets.append(dataset if drawn[d] <= len(dataset) else build(d, drawn[d]))
+        if drawn[d] > len(dataset):
+            # many small weights can exceed the surplus; megatron-core then fails at that sample, hours later
+            dataset = build(d, drawn[d])
+        datasets.append(dataset)
     return BlendedDataset(datasets, arrays, paths, "weights", normalized.tolist())
 
 
@@ -194,7 +202,9 @@ def blend_by_size(
     num_samples truncates the blend, which never exceeds the sum of its datasets.
     """
     sizes = np.array([len(dataset) for dataset in datasets], dtype=np.int64)
-    size = min(int(sizes.sum()), int(sizes.sum()) if num_samples is None else num_samples)
+    size = int(sizes.sum())
+    if num_samples is not None:
+        size = min(size, num_samples)
 
     def build_index() -> Arrays:
         return _named(helpers.build_exhaustive_blend_index(sizes, size))
@@ -226,14 +236,11 @@ def _count_drawn(arrays: Arrays, num_datasets: int, paths: list[Path]) -> list[i
     return drawn
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Held-out data of several datasets that are evaluated one by one (`multiple_validation_sets`).
-
-
 class SeparateSets:
-    """Datasets of one split, by name, with the weight of each in their mean; None: by what their losses count.
+    """Datasets of one split that are evaluated one by one, by name, with the weight of each in their mean.
 
-    A task's `open_data` may return one in place of a validation or test dataset.
+    `weights` None: by what their losses count. A task's `open_data` may return one in place of a validation or test
+    dataset.
     """
 
     def __init__(self, prefixes: Sequence[str], datasets: Sequence[Any], weights: Sequence[float] | None):
@@ -255,12 +262,15 @@ def sets_of(dataset: Any) -> list[Any]:
     """Return the datasets that are evaluated one by one, or the dataset itself; none for None."""
     if dataset is None:
         return []
-    return dataset.datasets if isinstance(dataset, SeparateSets) else [dataset]
+    if isinstance(dataset, SeparateSets):
+        return dataset.datasets
+    return [dataset]
 
 
 def names_of(prefixes: Sequence[str]) -> list[str]:
     """Return the shortest ends of paths, of whole parts, that differ from each other."""
     parts = [PurePath(prefix).parts for prefix in prefixes]
+    # names of folders are often the only difference: en/dev and de/dev
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
         if len(set(names)) == len(names):

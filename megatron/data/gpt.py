@@ -22,7 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.data.blend import SeparateSets, TokenDataset, blend_by_size, blend_by_weight, digest, sets_of
+from megatron.data.blend import (
+    BlendedDataset,
+    SeparateSets,
+    TokenDataset,
+    blend_by_size,
+    blend_by_weight,
+    digest,
+    sets_of,
+)
 from megatron.data.extension import helpers
 from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
 from megatron.data.index.indexed import DataError, IndexedDataset, check_vocabulary
@@ -64,9 +72,11 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Epo
     if num_epochs == 1:
         return EpochPlan(1, built, built)
     before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length
+    # the rule of megatron-core, which decides the order of all samples: change it, and no run can be compared with it
     per_epoch = (tokens_per_epoch - 1) // seq_length
-    separate = num_samples - before_last < int(SEPARATE_BELOW * per_epoch)
-    return EpochPlan(num_epochs, built, before_last if separate else built)
+    if num_samples - before_last < int(SEPARATE_BELOW * per_epoch):
+        return EpochPlan(num_epochs, built, before_last)
+    return EpochPlan(num_epochs, built, built)
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
@@ -105,14 +115,17 @@ class GPTDataset:
                 f"documents {documents.start} to {documents.stop} of {data.prefix} hold no tokens; "
                 "enlarge their part of split, or give more text"
             )
+        # the last token is a label only
         if num_samples is None:
             num_samples = (self.tokens_per_epoch - 1) // seq_length
         self._plan = plan_epochs(self.tokens_per_epoch, num_samples, seq_length)
+        # in two parts: a longer run over the same data continues an earlier one
         content = digest("gpt", 2, data.fingerprint, documents.start, documents.stop, seq_length, seed)
         self.fingerprint = content + "-" + digest(self._plan.num_epochs, self._plan.num_samples_before_last)
         """Equal if all samples are: a digest of the data's content, not its path, and of all that orders the samples;
         then one of the number of epochs."""
         num_positions = self._plan.num_epochs * len(documents)
+        # the types of megatron-core
         offsets = np.dtype(np.int32 if num_positions < 2**31 else np.int64)
         sample_ids = np.dtype(np.uint32 if self._plan.num_samples < UINT32_MAX - 1 else np.int64)
         self._specs = {
@@ -128,6 +141,7 @@ class GPTDataset:
         self.document_index: NDArray[np.int32] = arrays["document_index"]
         self.sample_index: NDArray[np.signedinteger] = arrays["sample_index"]
         self.shuffle_index: NDArray[np.integer] = arrays["shuffle_index"]
+        # reads in C++, without the interpreter's lock, and checks each id, pointer and offset
         self._reader = helpers.SampleReader(
             data.tokens,
             data.lengths,
@@ -145,7 +159,9 @@ class GPTDataset:
         # one generator for all four shuffles: their order is part of the format
         one_epoch = np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
         document_index = np.tile(one_epoch, plan.num_epochs)
-        boundary = len(document_index) - (len(one_epoch) if plan.separate_last_epoch else 0)
+        boundary = len(document_index)
+        if plan.separate_last_epoch:
+            boundary -= len(one_epoch)
         shuffler.shuffle(document_index[:boundary])
         shuffler.shuffle(document_index[boundary:])
         sample_index = helpers.build_sample_index(self._data.lengths, document_index, self.seq_length, plan.num_samples)
@@ -188,8 +204,8 @@ class GPTDataset:
 
     def documents_of(self, index: int) -> tuple[str, list[int]]:
         """Return the dataset's prefix, and the documents from which sample `index` is cut."""
-        place = int(self.shuffle_index[index])
-        first, last = int(self.sample_index[place, 0]), int(self.sample_index[place + 1, 0])
+        number = int(self.shuffle_index[index])
+        first, last = int(self.sample_index[number, 0]), int(self.sample_index[number + 1, 0])
         return str(self._data.prefix), [int(document) for document in self.document_index[first : last + 1]]
 
     def _check_files(self, *, always: bool) -> None:
@@ -243,7 +259,10 @@ def open_datasets(config: Config) -> Datasets:
                 f"{option}={' '.join(words)!r} has no weights, so it is read once: {len(dataset)} samples, but "
                 f"{count} are needed; give weights, which repeat the data as needed, or lower {length}"
             )
-    for dataset in datasets[:1] if datasets[0] is not None else datasets[1:]:
+    read_first: Sequence[HeldOut] = datasets[:1]
+    if datasets[0] is None:
+        read_first = datasets[1:]
+    for dataset in read_first:
         for each in sets_of(dataset):
             each[0]  # ids of another tokenizer fail here, before anything is built or written
     return datasets
@@ -266,49 +285,74 @@ def build_datasets(
     with multiple_validation_sets, which keeps all datasets of a split apart. A split is None if num_samples is 0,
     or without documents for validation or test. Training documents must hold at least one sample. Raises DataError.
     """
-    opened: dict[str, IndexedDataset] = {}
+    builder = _Builder(data, seq_length, seed, num_samples, vocab_size)
+    return builder.split(0), builder.split(1), builder.split(2)
 
-    def open_dataset(prefix: str) -> IndexedDataset:
-        if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix)
-            check_vocabulary(opened[prefix], vocab_size)
-            warn_of_sentences(opened[prefix])
-        return opened[prefix]
 
-    def build_split(split: int) -> Any:
-        members, blended = split_members(data, split, open_dataset)
-        if num_samples[split] == 0 or not members:
+class _Builder:
+    """Builder of the splits of a run, which opens each dataset once."""
+
+    def __init__(
+        self, data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int], vocab_size: int
+    ):
+        self._data, self._seq_length, self._seed = data, seq_length, seed
+        self._num_samples, self._vocab_size = num_samples, vocab_size
+        self._opened: dict[str, IndexedDataset] = {}
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        if prefix not in self._opened:
+            dataset = IndexedDataset(prefix)
+            check_vocabulary(dataset, self._vocab_size)
+            warn_of_sentences(dataset)
+            self._opened[prefix] = dataset
+        return self._opened[prefix]
+
+    def split(self, split: int) -> Any:
+        """Return the samples of a split; None without any."""
+        members, blended = split_members(self._data, split, self._open)
+        num_samples = self._num_samples[split]
+        if num_samples == 0 or not members:
             return None
         if split == 0:
-            check_training_size(members, data, seq_length)
+            check_training_size(members, self._data, self._seq_length)
         by_size = blended and members[0].weight is None
-        kept = _members_with_samples(members, split, data, seq_length if by_size else 0)
+        kept = _members_with_samples(members, split, self._data, self._seq_length if by_size else 0)
         if not kept:
             return None
-
-        def build(member: int, count: int | None) -> GPTDataset:
-            return GPTDataset(
-                kept[member].data,
-                kept[member].documents,
-                num_samples=count,
-                seq_length=seq_length,
-                seed=seed,
-                vocab_size=vocab_size,
-                cache_dir=cache_folder(data, kept[member].data.prefix),
-            )
-
         if not blended:
-            return build(0, num_samples[split])
-        weights = [member.weight for member in kept if member.weight is not None]
-        if split > 0 and data.multiple_validation_sets and len(kept) > 1:
-            datasets = [build(i, num_samples[split]) for i in range(len(kept))]
-            return SeparateSets([member.data.prefix for member in kept], datasets, weights or None)
-        cache_dir = cache_folder(data, members[0].data.prefix)
-        if by_size:
-            return blend_by_size([build(i, None) for i in range(len(kept))], num_samples[split], cache_dir)
-        return blend_by_weight(weights, num_samples[split], build, cache_dir)
+            return self._dataset(kept[0], num_samples)
+        if split > 0 and self._data.multiple_validation_sets and len(kept) > 1:
+            return self._apart(kept, num_samples)
+        return self._blend(kept, num_samples, cache_folder(self._data, members[0].data.prefix))
 
-    return build_split(0), build_split(1), build_split(2)
+    def _apart(self, members: Sequence[Member], num_samples: int) -> SeparateSets:
+        datasets = [self._dataset(member, num_samples) for member in members]
+        return SeparateSets([member.data.prefix for member in members], datasets, _weights_of(members) or None)
+
+    def _blend(self, members: Sequence[Member], num_samples: int, cache_dir: Path) -> BlendedDataset:
+        weights = _weights_of(members)
+        if weights:
+            return blend_by_weight(
+                weights, num_samples, lambda number, count: self._dataset(members[number], count), cache_dir
+            )
+        # one epoch of each: nothing is repeated that the user gave no weight
+        return blend_by_size([self._dataset(member, None) for member in members], num_samples, cache_dir)
+
+    def _dataset(self, member: Member, num_samples: int | None) -> GPTDataset:
+        return GPTDataset(
+            member.data,
+            member.documents,
+            num_samples=num_samples,
+            seq_length=self._seq_length,
+            seed=self._seed,
+            vocab_size=self._vocab_size,
+            cache_dir=cache_folder(self._data, member.data.prefix),
+        )
+
+
+def _weights_of(members: Sequence[Member]) -> list[float]:
+    """Return the weights of a blend; none for one by size."""
+    return [member.weight for member in members if member.weight is not None]
 
 
 def _members_with_samples(members: Sequence[Member], split: int, data: DataConfig, least: int) -> list[Member]:
@@ -317,7 +361,9 @@ def _members_with_samples(members: Sequence[Member], split: int, data: DataConfi
     if len(kept) < len(members):
         absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))
         what = "samples" if least else "documents"
-        effect = "left out" if kept else f"the run has no {SPLIT_WORDS[split]} loss"
+        effect = f"the run has no {SPLIT_WORDS[split]} loss"
+        if kept:
+            effect = "left out"
         logger.warning("no %s %s in %s%s; %s", SPLIT_WORDS[split], what, absent, said_split(data), effect)
     return kept
 
@@ -338,8 +384,9 @@ def split_members(
     members = []
     for prefix, weight in zip_longest(prefixes, weights or []):
         dataset = open_dataset(prefix)
-        whole = range(len(dataset))
-        documents = whole if data.per_split else split_documents(len(dataset), data.split)[split]
+        documents = range(len(dataset))
+        if not data.per_split:
+            documents = split_documents(len(dataset), data.split)[split]
         members.append(Member(dataset, documents, weight))
     # one dataset with a weight is a blend of one, except in the path of a single split: as in megatron-core
     return members, len(members) > 1 or (weights is not None and not data.per_split)
@@ -358,11 +405,15 @@ def check_training_size(members: Sequence[Member], data: DataConfig, seq_length:
 
 def said_split(data: DataConfig) -> str:
     """Return the split for a message; empty without one."""
-    return "" if data.per_split else f" (split={data.split})"
+    if data.per_split:
+        return ""
+    return f" (split={data.split})"
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
-    return Path(data.data_cache_path) if data.data_cache_path else Path(prefix).parent / "cache"
+    if data.data_cache_path:
+        return Path(data.data_cache_path)
+    return Path(prefix).parent / "cache"
 
 
 def warn_of_sentences(data: IndexedDataset) -> None:

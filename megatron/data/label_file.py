@@ -1,4 +1,4 @@
-"""Log-probabilities of a dataset's labels under a model, in a file beside the dataset.
+"""Log-probabilities of a dataset's labels, or of its answers, under a model, in a file beside the dataset.
 
 PREFIX.KIND-KEY.safetensors holds, for all labels of one sample after the other:
 
@@ -6,18 +6,22 @@ PREFIX.KIND-KEY.safetensors holds, for all labels of one sample after the other:
     ids        [labels, K]  uint16 or uint32: these tokens; absent for the labels themselves
     done       [samples]    uint8: 1 once the sample is written
 
-The file has its final size from the start, and samples are written in place, so a computation that is stopped goes on
-where it was. Its metadata has the facts that the numbers depend on, of which KEY is a digest.
+PREFIX.reference-KEY.safetensors holds one tensor, `log_probs`, float32 [rows, 2]: the sum over the tokens of the chosen
+and of the rejected answer of each row of pairs, NaN where it is not computed yet.
+
+A file has its final size from the start, and what is computed is written in place, so a computation that is stopped
+goes on where it was. Its metadata has the facts that the numbers depend on, of which KEY is a digest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,33 +46,39 @@ def create_label_file(path: Path, facts: Facts, num_samples: int, num_labels: in
 
     `top_k`: 0 for the labels themselves. `num_tokens`: size of the vocabulary. Raises OSError, also for a full disk.
     """
-    kinds: dict[str, tuple[str, list[int]]] = {"log_probs": ("F16" if top_k else "F32", [num_labels, top_k or 1])}
+    kinds: dict[str, tuple[str, list[int]]] = {"log_probs": ("F32", [num_labels, 1])}
     if top_k:
-        kinds["ids"] = ("U16" if num_tokens <= 1 << 16 else "U32", [num_labels, top_k])
-    kinds["done"] = ("U8", [num_samples])
+        kinds["log_probs"] = "F16", [num_labels, top_k]
+        kinds["ids"] = "U16" if num_tokens <= 1 << 16 else "U32", [num_labels, top_k]
+    kinds["done"] = "U8", [num_samples]
     header: dict[str, Any] = {"__metadata__": dict(facts)}
     size = 0
     for name, (kind, shape) in kinds.items():
         end = size + np.dtype(NUMPY_TYPES[kind]).itemsize * int(np.prod(shape))
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [size, end]}
         size = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        begin = file.write(_header_bytes(header))
         file.flush()
         # a mapped page that the disk has no place for would end the process by a signal
-        os.posix_fallocate(file.fileno(), 8 + len(text), size)
+        os.posix_fallocate(file.fileno(), begin, size)
+
+
+def _header_bytes(header: dict[str, Any]) -> bytes:
+    """Return the beginning of a safetensors file; spaces align the numbers after it."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and where its numbers begin. Raises DataError."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(size)) if size <= LARGEST_HEADER_BYTES else None
-        except (ValueError, RecursionError):
-            header = None
+        header = None
+        if size <= LARGEST_HEADER_BYTES:
+            with contextlib.suppress(ValueError, RecursionError):
+                header = json.loads(file.read(size))
     if not isinstance(header, dict):
         raise DataError(f"{path} has no header of safetensors; remove it, and it is computed again")
     return header, 8 + size
@@ -82,26 +92,27 @@ class LabelFile:
         header, begin = read_header(path)
         self.facts: dict[str, Any] = header.pop("__metadata__", {})
         tensors = dict[str, NDArray[Any]]()
+        mode: Literal["r", "r+"] = "r+" if writes else "r"
         try:
             for name, entry in header.items():
                 kind, shape, (first, end) = np.dtype(NUMPY_TYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+                # a shape of another size would read the next tensor
                 if end - first != kind.itemsize * int(np.prod(shape)):
                     raise ValueError(name)
-                tensors[name] = np.memmap(path, kind, "r+" if writes else "r", begin + first, tuple(shape))
+                tensors[name] = np.memmap(path, kind, mode, begin + first, tuple(shape))
             self.log_probs, self.done = tensors["log_probs"], tensors["done"]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is a damaged file of log-probabilities; remove it, and write it again") from error
         self.ids: NDArray[Any] | None = tensors.get("ids")
 
-    def write(self, samples: NDArray[np.int64], labels: NDArray[np.int64], found: NDArray[np.float32]) -> None:
+    def write(self, samples: NDArray[np.int64], labels: NDArray[np.int64], numbers: NDArray[np.float32]) -> None:
         """Write the rows `labels` [n], which are those of `samples`: log-probabilities [n, K], then ids [n, K]."""
         width = self.log_probs.shape[1]
-        self.log_probs[labels] = found[:, :width]
+        self.log_probs[labels] = numbers[:, :width]
+        self.log_probs.flush()  # type: ignore[attr-defined]
         if self.ids is not None:
-            self.ids[labels] = found[:, width:]
-        for tensor in (self.log_probs, self.ids):
-            if tensor is not None:
-                tensor.flush()  # type: ignore[attr-defined]
+            self.ids[labels] = numbers[:, width:]
+            self.ids.flush()  # type: ignore[attr-defined]
         self.done[samples] = 1  # after what it stands for
         self.done.flush()  # type: ignore[attr-defined]
 
@@ -118,25 +129,19 @@ class StoredLabels:
 
         `places`: sample, row and places in the row of all labels. Others have 0.
         """
-        tensors = [tensor for tensor in (self.file.log_probs, self.file.ids) if tensor is not None]
-        found = [
-            np.zeros((*shape, tensor.shape[1]), np.float32 if tensor.dtype.kind == "f" else np.int64)
-            for tensor in tensors
-        ]
+        stored = [self.file.log_probs]
+        numbers = [np.zeros((*shape, self.file.log_probs.shape[1]), np.float32)]
+        if self.file.ids is not None:
+            stored.append(self.file.ids)
+            numbers.append(np.zeros((*shape, self.file.ids.shape[1]), np.int64))
         for sample, row, place in places:
             labels = slice(int(self.firsts[sample]), int(self.firsts[sample + 1]))
-            for part, tensor in zip(found, tensors, strict=True):
+            for part, tensor in zip(numbers, stored, strict=True):
                 part[row, place] = tensor[labels]
-        return found if self.file.ids is not None else [found[0][..., 0]]
+        if self.file.ids is None:
+            return [numbers[0][..., 0]]
+        return numbers
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities of a dataset's answers under a reference, in a file beside the dataset.
-#
-# PREFIX.reference-KEY.safetensors holds one tensor, `log_probs`, float32 [rows, 2]: the sum over the tokens of the
-# chosen and of the rejected answer of each row, NaN where it is not computed yet. Rows are written in place as they
-# are computed, so a computation that is stopped goes on where it was. Its metadata has the facts that the numbers
-# depend on, of which KEY is a digest.
 
 TENSOR = "log_probs"
 
@@ -156,11 +161,12 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
     if not path.exists():
         _create(path, num_rows, facts)
     header, begin = read_header(path)
-    if (found := header.get("__metadata__")) != dict(facts):
+    stored = header.get("__metadata__", {})
+    if stored != dict(facts):
         differing = [
-            f"{name}={(found or {}).get(name)} there, {value} here"
+            f"{name}={stored.get(name)} there, {value} here"
             for name, value in facts.items()
-            if (found or {}).get(name) != value
+            if stored.get(name) != value
         ]
         raise DataError(
             f"{path} is another reference's: {'; '.join(differing) or 'it has more facts'}; remove it, and "
@@ -172,6 +178,7 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
             "and it is computed again"
         )
     values: Values = np.memmap(path, np.dtype("<f4"), "r+", begin, (num_rows, 2))
+    # no probability is above 1: the bytes are of something else
     if (values > 0).any():
         raise DataError(f"{path} holds log-probabilities above 0: it is damaged; remove it, and it is computed again")
     return values
@@ -179,8 +186,6 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
 
 def _create(path: Path, num_rows: int, facts: Mapping[str, str]) -> None:
     tensor = {"dtype": "F32", "shape": [num_rows, 2], "data_offsets": [0, 8 * num_rows]}
-    header = json.dumps({"__metadata__": dict(facts), TENSOR: tensor}).encode()
-    header += b" " * (-len(header) % 8)
     with replacing(path) as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(_header_bytes({"__metadata__": dict(facts), TENSOR: tensor}))
         file.write(np.full((num_rows, 2), np.nan, "<f4").tobytes())

@@ -131,27 +131,34 @@ def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
 def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
     """Return values as flat, contiguous, aligned int64. Raises DataError."""
     try:
+        # without a dtype: floats and bools would be rounded in silence
         array: NDArray[Any] = np.asarray(values)
     except ValueError:  # lists of several lengths
         raise DataError(f"{name} are not numbers; give a flat array") from None
     if array.ndim != 1:
         raise DataError(f"{name} has the shape {array.shape}; give a flat array")
-    if array.size and array.dtype.kind not in "iu":
+    if not array.size:  # NumPy makes an empty list one of floats
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
         raise DataError(f"{name} has the type {array.dtype}; give integers")
-    if array.dtype.kind == "u" and array.size and array.max() > LARGEST:
+    if array.dtype.kind == "u" and array.max() > LARGEST:
         raise DataError(f"{name} has {array.max()} in it, which is beyond 64 bits")
+    # C++ reads it by its address
     return np.require(array, np.int64, ["C", "A"])
+
+
+def _check_limit(name: str, limit: Any) -> None:
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
+        raise DataError(f"{name}={limit!r} is not an integer; give a number of tokens, ranks or buckets as one")
+    if abs(int(limit)) > LARGEST:
+        raise DataError(f"{name}={limit} is beyond 64 bits; give a smaller number")
 
 
 def _checked(function: Any, lengths: ArrayLike, **limits: int | None) -> Any:
     """Call a function of the extension, with its ValueError as a DataError, as for a limit that is not an integer."""
     for name, limit in limits.items():
-        if limit is None and name == "seed":
-            continue
-        if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
-            raise DataError(f"{name}={limit!r} is not an integer; give a number of tokens, ranks or buckets as one")
-        if abs(int(limit)) > LARGEST:
-            raise DataError(f"{name}={limit} is beyond 64 bits; give a smaller number")
+        if limit is not None or name != "seed":
+            _check_limit(name, limit)
     try:
         return function(_integers(lengths, "lengths"), *limits.values())
     except DataError:

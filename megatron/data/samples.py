@@ -12,18 +12,18 @@ import logging
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blend import Drawn, SeparateSets, digest, normalize
+from megatron.data.blend import Drawn, digest, normalize
 from megatron.data.extension import helpers
-from megatron.data.gpt import SPLIT_WORDS, SPLITS
+from megatron.data.gpt import SPLITS
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.packing import Packs, pack_dataset
-from megatron.options.config import Config
-from megatron.options.data import parse_data_path, parse_split
+
+logger = logging.getLogger(__name__)
 
 
 class EpochOrder:
@@ -40,10 +40,12 @@ class EpochOrder:
         seed: int,
         lengths_of: Callable[[int, int], NDArray[np.int64]],
     ):
-        self.sizes = list(sizes) if weights is not None else [sum(sizes)]
+        self.sizes = [sum(sizes)] if weights is None else list(sizes)
         self._seed, self._lengths_of = seed, lengths_of
+        # reading ahead crosses into the next epoch
         self.epoch = lru_cache(maxsize=4)(self._epoch)
         """Returns the samples of an epoch in their order, and of each the pass through its set."""
+        # pass 0 of each set, for its sum, and the pass in which it is
         self._ends = lru_cache(maxsize=2 * len(self.sizes) + 2)(self._ends_of)
         """Returns the tokens up to and with each sample of a pass."""
         self.firsts = np.cumsum([0, *self.sizes])
@@ -61,17 +63,20 @@ class EpochOrder:
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if self._set_of is None:
+            # one set is read whole in each epoch, so that its pass is the epoch
             return shuffled(len(self), self._seed, epoch), np.broadcast_to(np.int64(epoch), len(self))
         numbers, passes = np.empty(len(self), np.int64), np.empty(len(self), np.int64)
         for number, (size, count) in enumerate(zip(self.sizes, self.counts.tolist(), strict=True)):
             if not count:
                 continue
-            places = self._set_of == number
+            is_of_set = self._set_of == number
+            # passes run on from one epoch to the next: this one reads [begin, end) of all passes end to end
             begin, end = epoch * count, (epoch + 1) * count
             each = range(begin // size, -(-end // size))
             drawn = slice(begin - each.start * size, end - each.start * size)
-            numbers[places] = self.firsts[number] + np.concatenate([self._shuffle(number, p) for p in each])[drawn]
-            passes[places] = np.repeat(each, size)[drawn]
+            order = np.concatenate([self._shuffle(number, one) for one in each])
+            numbers[is_of_set] = self.firsts[number] + order[drawn]
+            passes[is_of_set] = np.repeat(each, size)[drawn]
         return numbers, passes
 
     def drawn(self, consumed_samples: int) -> NDArray[np.int64]:
@@ -83,16 +88,20 @@ class EpochOrder:
 
     def tokens(self, consumed_samples: int) -> NDArray[np.int64]:
         """Return how many tokens of each set are in the first `consumed_samples` samples of a run."""
-        found = []
+        tokens = []
         for number, drawn in enumerate(self.drawn(consumed_samples).tolist()):
             passes, rest = divmod(drawn, self.sizes[number])
-            total = int(self._ends(number, 0)[-1])
-            found.append(passes * total + (int(self._ends(number, passes)[rest - 1]) if rest else 0))
-        return np.array(found, np.int64)
+            of_set = passes * int(self._ends(number, 0)[-1])
+            if rest:
+                of_set += int(self._ends(number, passes)[rest - 1])
+            tokens.append(of_set)
+        return np.array(tokens, np.int64)
 
     def _shuffle(self, number: int, each: int) -> NDArray[np.int64]:
-        # sets of one size may hold translations of each other: they are not to be read side by side
-        seed = self._seed if self._set_of is None else seed_of(self._seed, -1 - number)
+        seed = self._seed
+        if self._set_of is not None:
+            # sets of one size may hold translations of each other: they are not to be read side by side
+            seed = seed_of(self._seed, -1 - number)
         return shuffled(self.sizes[number], seed, each)
 
     def _ends_of(self, number: int, each: int) -> NDArray[np.int64]:
@@ -101,6 +110,7 @@ class EpochOrder:
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return 0 to count - 1 in the order of a seed and epoch, the same with every version of NumPy."""
+    # not NumPy's generator, whose shuffles may change with its version
     order = np.arange(count, dtype=np.int64)
     helpers.Shuffler(seed_of(seed, epoch)).shuffle(order)
     return order
@@ -109,14 +119,6 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def seed_of(seed: int, epoch: int) -> int:
     """Return a 32-bit seed for an epoch."""
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Held-out samples that are in other data too, token for token, so that their loss is not one of unseen data.
-
-LOOKED_AT = 8
-"""Tokens of a sample that are compared before all of them are."""
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Documents(Protocol):
@@ -132,58 +134,6 @@ class Documents(Protocol):
         """Return the tokens of each sequence, [rows, sequences]."""
 
 
-# What is repeated leaves the validation, not the training, whose data and fingerprint so stay what they are.
-def repeats(held_out: Documents, others: Sequence[Documents]) -> NDArray[np.bool_]:
-    """Return which of the documents [rows] are also in one of the other files."""
-    signs, count = _signs(held_out), held_out.lengths().shape[1]
-    is_candidate = np.zeros(len(signs), np.bool_)
-    contents: set[bytes] = set()
-    for other in others:
-        theirs = _signs(other)
-        is_candidate |= np.isin(signs, theirs)
-        contents |= {_content(other, int(number), count) for number in np.flatnonzero(np.isin(theirs, signs))}
-    found = np.zeros(len(signs), np.bool_)
-    for number in np.flatnonzero(is_candidate).tolist():
-        found[number] = _content(held_out, number, count) in contents
-    return found
-
-
-def _signs(file: Documents) -> NDArray[np.uint64]:
-    """Return a number for each document, equal for equal ones, from its lengths and a few of its tokens."""
-    file.tokens.files.check(always=True)
-    lengths = file.lengths()
-    starts = np.asarray(file.tokens.pointers[file.rows * lengths.shape[1]]) // file.tokens.dtype.itemsize
-    totals = lengths.sum(axis=1)
-    parts = [*lengths.T]
-    for part in range(LOOKED_AT):
-        # from both ends: chats often begin alike
-        places = starts + (totals - 1) * part // (LOOKED_AT - 1)
-        parts.append(np.take(file.tokens.tokens, places, mode="clip"))
-    found = np.zeros(len(totals), np.uint64)
-    for each in parts:
-        found = (found ^ each.astype(np.int64).astype(np.uint64)) * FACTOR
-        found ^= found >> np.uint64(29)
-    return found
-
-
-def _content(file: Documents, number: int, count: int) -> bytes:
-    first = count * int(file.rows[number])
-    digest = hashlib.blake2b(digest_size=16)
-    for sequence in range(first, first + count):
-        ids = file.tokens.read(sequence).astype(np.int64)
-        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-    return digest.digest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Samples of several files that are read in epochs: the base of the datasets of chats and pairs, and rows of them.
-
-logger = logging.getLogger(__name__)
-
-SPLIT_SEED = 0
-"""Seed of the split, which depends on the data and `split` only, not on the run."""
-
-
 S = TypeVar("S")
 
 
@@ -195,9 +145,6 @@ class SampleFile(Documents, Protocol):
 
 
 F = TypeVar("F", bound=SampleFile)
-D = TypeVar("D")
-Splits = tuple[D, D | SeparateSets | None, D | SeparateSets | None]
-"""Training, validation and test samples."""
 
 
 class SampleDataset(ABC, Generic[F]):
@@ -209,6 +156,7 @@ class SampleDataset(ABC, Generic[F]):
 
     def __init__(self, files: Sequence[F], lengths: NDArray[np.int64], weights: Sequence[float] | None, seed: int):
         self.files, self.lengths, self.weights, self.seed = files, lengths, weights, seed
+        # the sets of `epochs` may be one for all files; a sample is found in its file by these
         self._firsts = np.cumsum([0, *(len(file.rows) for file in files)])
         self.epochs = EpochOrder(
             np.diff(self._firsts).tolist(),
@@ -225,7 +173,9 @@ class SampleDataset(ABC, Generic[F]):
 
     def identity(self, *described: object) -> str:
         """Return the fingerprint of what is described and of the weights."""
-        return digest(*described, *([] if self.weights is None else ["weights", normalize(self.weights).tolist()]))
+        if self.weights is None:
+            return digest(*described)
+        return digest(*described, "weights", normalize(self.weights).tolist())
 
     def __len__(self) -> int:
         """Return the number of samples, of which an epoch reads as many."""
@@ -261,10 +211,12 @@ class PackedSamples:
 
     def __init__(self, samples: SampleDataset[SampleFile], capacity: int):
         self.samples, self._capacity = samples, capacity
+        self.files, self.weights = samples.files, samples.weights
         # of one set, or of each file by itself
         count = len(samples.epochs.sizes)
         self._packs = lru_cache(maxsize=3 * count + 2)(self._pack)
         """Returns the rows of a pass."""
+        # every pass has as many rows as the first: the seed changes neighbours, not the lengths in a row
         sizes = [len(self._packs(number, 0)) for number in range(count)]
         self.epochs = EpochOrder(sizes, samples.weights, samples.seed, self._row_lengths)
         self.fingerprint = digest("packed", 1, samples.fingerprint, capacity)
@@ -277,6 +229,7 @@ class PackedSamples:
         return self.samples.lengths[first:end]
 
     def _row_lengths(self, number: int, each: int) -> NDArray[np.int64]:
+        # no row is empty, which reduceat would take for one of the next
         packs = self._packs(number, each)
         return np.add.reduceat(self._lengths_of(number)[packs.order], packs.starts[:-1])
 
@@ -302,11 +255,10 @@ class PackedSamples:
 
 def check_weights(dataset: SampleDataset[SampleFile] | PackedSamples, split: int) -> None:
     """Raise DataError for a file whose weight is too small for one training sample; warn of a held-out one."""
-    samples = dataset.samples if isinstance(dataset, PackedSamples) else dataset
+    weights = dataset.weights or []
     for number in np.flatnonzero(dataset.epochs.counts == 0).tolist():
-        weights = samples.weights or []
         fault = (
-            f"{samples.files[number].tokens.prefix} has the weight {weights[number]:g} of {sum(weights):g}, less than "
+            f"{dataset.files[number].tokens.prefix} has the weight {weights[number]:g} of {sum(weights):g}, less than "
             f"one of the {len(dataset)} samples of an epoch"
         )
         if split == 0:
@@ -316,105 +268,11 @@ def check_weights(dataset: SampleDataset[SampleFile] | PackedSamples, split: int
 
 def drawn_of(dataset: SampleDataset[SampleFile] | PackedSamples, consumed_samples: int) -> list[Drawn]:
     """Return what the first `consumed_samples` samples of a run are of each file; nothing without weights."""
-    samples = dataset.samples if isinstance(dataset, PackedSamples) else dataset
-    if samples.weights is None:
+    if dataset.weights is None:
         return []
-    order = dataset.epochs
+    samples = dataset.epochs.drawn(consumed_samples).tolist()
+    tokens = dataset.epochs.tokens(consumed_samples).tolist()
     return [
-        Drawn(file.tokens.prefix, drawn, tokens, drawn / size)
-        for file, drawn, tokens, size in zip(
-            samples.files,
-            order.drawn(consumed_samples).tolist(),
-            order.tokens(consumed_samples).tolist(),
-            order.sizes,
-            strict=True,
-        )
+        Drawn(file.tokens.prefix, samples[number], tokens[number], samples[number] / dataset.epochs.sizes[number])
+        for number, file in enumerate(dataset.files)
     ]
-
-
-# Opening
-
-
-def rows_of_split(count: int, config: Config, split: int | None) -> NDArray[np.int64]:
-    """Return the rows of a file of `count` that a split has (None: all), in the order of the file."""
-    if split is None:
-        return np.arange(count, dtype=np.int64)
-    bounds = np.rint(np.cumsum((0.0, *parse_split(config.data.split))) * count).astype(np.int64)
-    return np.sort(shuffled(count, SPLIT_SEED, 0)[bounds[split] : bounds[split + 1]])
-
-
-def open_splits(
-    config: Config,
-    noun: str,
-    open_file: Callable[[str, int], F],
-    build: Callable[[Sequence[F], Sequence[float] | None, str], D],
-) -> Splits[D]:
-    """Return the datasets for training, validation and test; the last two None if the config leaves none.
-
-    With multiple_validation_sets the held-out files are kept apart. `open_file(prefix, split)` returns a file with its
-    samples of a split, `build(files, weights, said)` the dataset of several; `said` names them in an error. `noun`: the
-    word for several samples. Raises DataError.
-    """
-    parsed: list[tuple[Sequence[str], Sequence[float] | None]] = []
-    for _, words in config.data.paths:
-        parsed.append(parse_data_path(words) if words else ([], None))
-    files = [[open_file(prefix, split) for prefix in prefixes] for split, (prefixes, _) in enumerate(parsed)]
-    for split in (1, 2):
-        earlier = [file for before in files[:split] for file in before]
-        files[split] = [_without_repeats(file, earlier, config, split, noun) for file in files[split]]
-
-    def dataset_of(split: int) -> Any:
-        option, words = config.data.paths[split]
-        said = f"{option}={' '.join(words)}"
-        if not config.data.per_split:
-            said += f", split={config.data.split}"
-        kept = [number for number, file in enumerate(files[split]) if len(file.rows)]
-        if len(kept) < len(files[split]) or (not kept and split == 0):
-            _report_empty(config, split, noun, said, files[split])
-        if not kept:
-            return None
-        weights = parsed[split][1]
-        shares = None if weights is None else [weights[number] for number in kept]
-        chosen = [files[split][number] for number in kept]
-        if split == 0 or not config.data.multiple_validation_sets or len(kept) == 1:
-            return build(chosen, shares, said)
-        names = [file.tokens.prefix for file in chosen]
-        apart = [build([file], None, f"{said}: {file.tokens.prefix}") for file in chosen]
-        return SeparateSets(names, apart, shares)
-
-    return dataset_of(0), dataset_of(1), dataset_of(2)
-
-
-def _report_empty(config: Config, split: int, noun: str, said: str, files: Sequence[SampleFile]) -> None:
-    """Raise DataError for files without training samples; warn of files without held-out ones, if there should be."""
-    empty = [file.tokens.prefix for file in files if not len(file.rows)]
-    if split == 0:
-        what = f"{said}: {empty[0]}" if 0 < len(empty) < len(files) else said
-        raise DataError(f"{what} leaves no {noun} to train on; give more {noun}, or raise the first share of split")
-    if config.data.per_split or parse_split(config.data.split)[split]:
-        effect = "left out" if len(empty) < len(files) else f"the run has no {SPLIT_WORDS[split]} loss"
-        logger.warning("no %s %s in %s; %s", SPLIT_WORDS[split], noun, ", ".join(empty), effect)
-
-
-def _without_repeats(file: F, earlier: Sequence[F], config: Config, split: int, noun: str) -> F:
-    """Leave out held-out samples that are in the data before them, and count them in a warning.
-
-    Files that the user gave as validation or test data are left as they are.
-    """
-    if not len(file.rows):
-        return file
-    repeated = repeats(file, earlier)
-    if not repeated.any():
-        return file
-    where = "training" if split == 1 else "training or validation"
-    logger.warning(
-        "%s: %d of %d %s of %s are in the %s data too; %s",
-        SPLITS[split],
-        int(repeated.sum()),
-        len(repeated),
-        noun,
-        file.tokens.prefix,
-        where,
-        "the loss over them is not one of unseen data" if config.data.per_split else "left out",
-    )
-    return file if config.data.per_split else file.keep(~repeated)

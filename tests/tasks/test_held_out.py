@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.data.samples import rows_of_split
+from megatron.data.splits import rows_of_split
 from megatron.options.dependents import idle_without
 from megatron.options.stored import from_dict
 from megatron.parallel.context import ParallelContext

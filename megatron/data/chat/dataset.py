@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from megatron.data.gpt import SPLITS
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens, check_vocabulary
-from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split
+from megatron.data.samples import SampleDataset
+from megatron.data.splits import Splits, open_splits, rows_of_split
 from megatron.options.config import Config
 from megatron.runtime.commands import command_name
 

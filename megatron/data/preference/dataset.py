@@ -18,7 +18,8 @@ from megatron.data.blend import SeparateSets, digest, sets_of
 from megatron.data.gpt import SPLITS
 from megatron.data.index.indexed import DataError, IndexedDataset, Tokens, check_vocabulary
 from megatron.data.preference.preprocessing import SEQUENCES
-from megatron.data.samples import SampleDataset, Splits, open_splits, rows_of_split, shuffled
+from megatron.data.samples import SampleDataset, shuffled
+from megatron.data.splits import Splits, open_splits, rows_of_split
 from megatron.options.config import Config
 from megatron.runtime.commands import command_name
 
