@@ -32,7 +32,8 @@ from megatron.data.index.verification import Findings, verify_manifest
 from megatron.data.prepare.manifest import read_manifest
 from megatron.data.read import archives as source_reader
 from megatron.data.read.input_shards import InputShard, shard_of
-from megatron.data.read.sources import InputListing, SourceFile, find_sources
+from megatron.data.read.search import find_sources
+from megatron.data.read.sources import InputListing, SourceFile
 from tests.data.chat.test_preprocessing import chat, rows_of
 from tests.data.chat.test_preprocessing import tokenizer as tokenizer  # the fixture
 

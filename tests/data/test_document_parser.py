@@ -11,7 +11,7 @@ import pytest
 from megatron.data.index.indexed import DataError
 from megatron.data.read.document_blocks import Block, Position
 from megatron.data.read.document_parser import Parsed, object_of_line, parse
-from megatron.data.read.sources import find_sources
+from megatron.data.read.search import find_sources
 
 
 @pytest.fixture

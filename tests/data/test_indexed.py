@@ -20,7 +20,8 @@ import pytest
 from megatron.data.index import checksums, indexed_builder
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DTYPES, DataError, IndexedDataset, best_dtype
-from megatron.data.index.indexed_builder import BuilderState, IndexedDatasetBuilder, is_sealed, publish
+from megatron.data.index.indexed_builder import BuilderState, IndexedDatasetBuilder
+from megatron.data.index.work_folder import is_sealed, publish
 from tests.data.datasets import open_dataset, write_dataset
 
 

@@ -22,7 +22,7 @@ from megatron.data.read import contents, document_blocks
 from megatron.data.read.archives import read_blocks
 from megatron.data.read.document_blocks import Block, Position, ReadingRules
 from megatron.data.read.document_parser import parse
-from megatron.data.read.sources import find_sources
+from megatron.data.read.search import find_sources
 from megatron.data.read.tables import check_columns
 
 KEY = ("text",)
@@ -141,7 +141,7 @@ def test_a_nested_column_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("in.arrow", "meta.a", "has several columns 'a'; one of them would be lost"),
     ]:
         with pytest.raises(DataError, match=reason):
-            check_columns(find_sources([str(tmp_path / name)]).sources, (key,))
+            check_columns(find_sources([str(tmp_path / name)]).sources, ReadingRules((key,)))
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst", ".xz", ".bz2"])
@@ -436,7 +436,7 @@ def test_parquet_columns_are_checked_before_anything_is_read(
 
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     with pytest.raises(DataError, match=reason):
-        check_columns(find_sources([str(tmp_path)]).sources, KEY)
+        check_columns(find_sources([str(tmp_path)]).sources, ReadingRules(KEY))
 
 
 def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_damaged_parquet_is_refused_or_a_fault(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        check_columns(find_sources([str(path)]).sources, KEY)
+        check_columns(find_sources([str(path)]).sources, ReadingRules(KEY))
     damaged = bytearray(whole)
     damaged[len(whole) // 3 : len(whole) // 3 + 200] = b"\0" * 200
     path.write_bytes(damaged)

@@ -321,10 +321,11 @@ def _read_shard(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 def separator_of(arguments: argparse.Namespace) -> str | None:
     """Return --document-separator, with \\n and other escapes replaced."""
-    from megatron.options.flags import unescaped
+    if arguments.document_separator is None:
+        return None
+    from megatron.options.flags import unescaped  # pydantic, which takes its time
 
-    text: str | None = arguments.document_separator
-    return None if text is None else unescaped(text)
+    return unescaped(arguments.document_separator)
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:

@@ -40,11 +40,11 @@ class Checksums:
     notes: dict[str, Any]
     """Notes of the builder about the data, such as its tokenizer."""
 
-    def compare(self, prefix: str, suffix: str, found: str) -> None:
-        """Raise DataError unless the SHA-256 found for that file is the recorded one."""
-        if found != self.sha256[suffix]:
+    def compare(self, prefix: str, suffix: str, sha256: str) -> None:
+        """Raise DataError unless the SHA-256 of that file is the recorded one."""
+        if sha256 != self.sha256[suffix]:
             raise DataError(
-                f"{prefix}{suffix} has the SHA-256 {found[:12]}…, not {self.sha256[suffix][:12]}… as {prefix}.sha256 "
+                f"{prefix}{suffix} has the SHA-256 {sha256[:12]}…, not {self.sha256[suffix][:12]}… as {prefix}.sha256 "
                 "says: it was changed, or belongs to another dataset; copy all three files again"
             )
 
@@ -59,6 +59,7 @@ def file_sha256(path: str | Path, progress: ReportBytes | None = None) -> str:
     return digest.hexdigest()
 
 
+REMEDY = "delete it, or copy it again"
 _CHECKSUM_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *].*(\.bin|\.idx)")
 _NOTE_LINE = re.compile(r"# ([A-Za-z_][A-Za-z0-9_]*): (.*)")
 
@@ -70,46 +71,51 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
     """
     path = Path(f"{prefix}.sha256")
     try:
+        # names need not be UTF-8: sha256sum writes a file's name as it is
         text = os.fsdecode(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    remedy = "delete it, or copy it again"
     digests: dict[str, str] = {}
     notes: dict[str, Any] = {}
+    # not splitlines, which also cuts at characters that a name may hold
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         place = f"{path}:{number}"
         if line.startswith("#"):
             note = _NOTE_LINE.fullmatch(line)
-            if note:  # other comments are not ours
-                try:
-                    notes[note[1]] = json.loads(note[2])
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{place}: the note {note[1]!r} is not JSON ({error}); {remedy}") from None
+            if note is None:  # a comment of the user's
+                continue
+            try:
+                notes[note[1]] = json.loads(note[2])
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: the note {note[1]!r} is not JSON ({error}); {REMEDY}") from None
             continue
-        entry = _CHECKSUM_LINE.fullmatch(line)
-        if not entry or entry[2] in digests:
-            problem = (
-                "is not a line of sha256sum for a .bin or .idx" if not entry else f"is a second one for {entry[2]}"
-            )
-            raise DataError(f"{place}: {line[:80]!r} {problem}; {remedy}")
-        digests[entry[2]] = entry[1]
+        checksum = _CHECKSUM_LINE.fullmatch(line)
+        if checksum is None:
+            raise DataError(f"{place}: {line[:80]!r} is not a line of sha256sum for a .bin or .idx; {REMEDY}")
+        # of two lines for one file, one would count by chance
+        if checksum[2] in digests:
+            raise DataError(f"{place}: {line[:80]!r} is a second one for {checksum[2]}; {REMEDY}")
+        digests[checksum[2]] = checksum[1]
     for suffix in (".bin", ".idx"):
         if suffix not in digests:
-            raise DataError(f"{path} has no line for the {suffix}; {remedy}")
+            raise DataError(f"{path} has no line for the {suffix}; {REMEDY}")
     return Checksums(digests, notes)
 
 
 def note_lines(notes: Mapping[str, Any]) -> bytes:
-    lines = [f"# {name}: {json.dumps(value)}\n" for name, value in notes.items()]
-    wrong = [name for name, line in zip(notes, lines, strict=True) if not _NOTE_LINE.fullmatch(line.rstrip("\n"))]
-    if wrong:
-        raise ValueError(f"note {wrong[0]!r} cannot be written; its name must be letters, digits and underscores")
-    return "".join(lines).encode()
+    text = ""
+    for name, value in notes.items():
+        line = f"# {name}: {json.dumps(value)}"
+        if not _NOTE_LINE.fullmatch(line):
+            raise ValueError(f"note {name!r} cannot be written; its name must be letters, digits and underscores")
+        text += line + "\n"
+    return text.encode()
 
 
 def checksum_line(digest: str, name: str) -> bytes:
     """Return the line that sha256sum writes: special characters are escaped, marked by a leading backslash."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    return os.fsencode(f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n")
+    mark = "" if escaped == name else "\\"
+    return os.fsencode(f"{mark}{digest}  {escaped}\n")

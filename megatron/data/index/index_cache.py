@@ -48,13 +48,15 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
         return arrays
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # ranks of a host come here at once: one builds, the others wait and map
         with _lock(folder):
             arrays = _load(paths, specs)  # another process may have built them in the meantime
             if arrays is not None:
                 return arrays
             arrays = build()
             for name, path in paths.items():
-                _store(path, arrays[name])
+                with replacing(path) as file:
+                    np.save(file, arrays[name], allow_pickle=False)
     except OSError as error:
         logger.warning(
             "cannot write the index cache in %s (%s); every process builds its own in memory. Pass --data-cache-path "
@@ -63,18 +65,22 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
             error.strerror or error,
         )
         return arrays or build()
+    # maps even for the builder, so that all ranks of a host share one copy in memory
     return _load(paths, specs) or arrays
 
 
 def cached_paths(folder: Path | None, key: str, specs: Mapping[str, ArraySpec]) -> list[Path]:
     """Return the files in which cached_arrays stores the arrays."""
-    return [] if folder is None else [folder / f"{key}-{name}.npy" for name in specs]
+    if folder is None:
+        return []
+    return [folder / f"{key}-{name}.npy" for name in specs]
 
 
 def mapped_files(paths: Sequence[Path], arrays: Arrays) -> MappedFiles:
     """Return the files among `paths`, those of cached_arrays in its order, that the arrays are maps of."""
     maps: dict[Path, mmap.mmap] = {}
     for path, array in zip(paths, arrays.values(), strict=False):
+        # an array built in memory has no file that could be truncated
         base: Any = array.base
         if isinstance(base, np.memmap) and isinstance(base.base, mmap.mmap):
             maps[path] = base.base
@@ -85,6 +91,7 @@ def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays |
     arrays: Arrays = {}
     for name, path in paths.items():
         try:
+            # a pickle would run what somebody put into a shared folder
             mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -92,6 +99,7 @@ def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays |
             logger.warning("%s cannot be used (%s); it is rebuilt", path, error)
             return None
         spec = specs[name]
+        # the key covers the content; this finds a file of another version of the program
         if mapped.shape != spec.shape or mapped.dtype != spec.dtype:
             logger.warning(
                 "%s holds %s %s, not %s %s; it is rebuilt", path, mapped.dtype, mapped.shape, spec.dtype, spec.shape
@@ -101,14 +109,10 @@ def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays |
     return arrays
 
 
-def _store(path: Path, content: NDArray[Any]) -> None:
-    with replacing(path) as file:
-        np.save(file, content, allow_pickle=False)
-
-
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Lock a folder for one builder at a time. The kernel releases the lock of a process that dies."""
+    # a file of its own: the arrays do not exist yet, and replacing them would take the lock with them
     with (folder / ".lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

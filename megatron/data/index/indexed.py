@@ -115,6 +115,7 @@ class IndexedDataset:
         self.files = MappedFiles({self._idx_path: self._idx, self._bin_path: self._bin}, "copy it again")
         """Checked by `read`; whoever reads `tokens` or the tables checks them before."""
         self.dtype, num_sequences, num_document_entries = self._read_header(idx)
+        # read, so that a multimodal file is named where it is of no use, rather than called damaged
         self.has_modes = len(idx) > HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
         """True for a multimodal index, which has a mode for each sequence."""
         at = HEADER_BYTES
@@ -146,6 +147,7 @@ class IndexedDataset:
             raise DataError(
                 f"{path} has {size} bytes, less than its header of {HEADER_BYTES}; it was cut off, copy it again"
             )
+        # compared one by one, so that each fault has its own remedy
         version = int.from_bytes(idx[9:17], "little")
         if version != VERSION:
             raise DataError(f"{path} has version {version}; only version {VERSION} is known, the file may be damaged")
@@ -154,6 +156,7 @@ class IndexedDataset:
         num_sequences = int.from_bytes(idx[18:26], "little")
         num_document_entries = int.from_bytes(idx[26:34], "little")
         expected = HEADER_BYTES + 12 * num_sequences + 8 * num_document_entries
+        # a multimodal index has a mode of one byte for each sequence at the end
         if size not in (expected, expected + num_sequences):
             raise DataError(
                 f"{path} has {size} bytes, but {num_sequences} sequences and {num_document_entries} document entries "
@@ -165,6 +168,7 @@ class IndexedDataset:
 
     def _check_tables(self) -> None:
         num_sequences, bin_bytes = len(self.lengths), len(self._bin)
+        # only the ends of the tables: opening takes as long for 100 million documents as for one
         first, last = int(self.document_index[0]), int(self.document_index[-1])
         if first != 0 or last != num_sequences:
             raise DataError(
@@ -207,6 +211,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """Digest of all lengths and a sample of the tokens: identifies the content, independent of the path."""
         digest = hashlib.sha256(f"{self.dtype.str} {len(self.lengths)} {len(self._bin)} ".encode())
+        # all lengths decide the samples; of the tokens a sample shows another tokenizer or text
         digest.update(self.lengths.data)
         last = max(0, len(self._bin) - FINGERPRINT_BLOCK_BYTES)
         for start in sorted({last * block // FINGERPRINT_BLOCKS for block in range(FINGERPRINT_BLOCKS + 1)}):
@@ -217,6 +222,7 @@ class IndexedDataset:
         """Return the tokens in a contiguous range of sequences. Raises DataError if lengths and pointers disagree."""
         if len(sequences) == 0:
             return 0
+        # the sum of lengths against the span of pointers: a cheap look at all of both
         begin, last = int(self.pointers[sequences.start]), int(self.pointers[sequences.stop - 1])
         lengths = self.lengths[sequences.start : sequences.stop]
         num_tokens = int(lengths.sum(dtype=np.int64))
@@ -238,7 +244,9 @@ class IndexedDataset:
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} is outside the {len(self.lengths)} of {self.prefix}")
         whole = int(self.lengths[sequence])
-        count = whole - offset if length is None else length
+        count = length
+        if count is None:
+            count = whole - offset
         if offset < 0 or count < 0 or offset + count > whole:
             raise IndexError(
                 f"tokens {offset} to {offset + count} are outside the {whole} of sequence {sequence} of {self.prefix}"
@@ -269,11 +277,12 @@ def check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:
     count = len(data.tokens)
     for begin in np.unique(np.linspace(0, max(0, count - VOCABULARY_PART), VOCABULARY_PARTS, dtype=np.int64)):
         part = data.tokens[begin : begin + VOCABULARY_PART]
+        # the extremes first: twice as fast as a comparison of each
         if len(part) and (int(part.max()) >= vocab_size or int(part.min()) < 0):
-            place = int(begin) + int(((part >= vocab_size) | (part < 0)).argmax())
+            number = int(begin) + int(((part >= vocab_size) | (part < 0)).argmax())
             raise DataError(
-                f"{data.prefix}: token {place} is {data.tokens[place]}, outside vocab_size={vocab_size}; preprocess it "
-                "with this model's tokenizer, or set vocab_size to the data's"
+                f"{data.prefix}: token {number} is {data.tokens[number]}, outside vocab_size={vocab_size}; preprocess "
+                "it with this model's tokenizer, or set vocab_size to the data's"
             )
 
 
@@ -290,6 +299,7 @@ def _map(path: Path, prefix: str) -> mmap.mmap:
 
 
 def _missing_hint(path: Path, prefix: str) -> str:
+    # the commonest mistake: the name of a file in place of the prefix
     stem, suffix = os.path.splitext(prefix)
     if suffix in (".bin", ".idx"):
         return f"give the prefix without {suffix}: {stem}"
@@ -298,7 +308,7 @@ def _missing_hint(path: Path, prefix: str) -> str:
         return f"{other} does: a dataset is both files, copy them together"
     if os.path.isdir(prefix):
         names = sorted(file.stem for file in Path(prefix).glob("*.idx"))
-        return f"{prefix} is a folder, " + (
-            f"give a dataset in it, such as {Path(prefix, names[0])}" if names else "without datasets"
-        )
+        if not names:
+            return f"{prefix} is a folder, without datasets"
+        return f"{prefix} is a folder, give a dataset in it, such as {Path(prefix, names[0])}"
     return "give PREFIX for PREFIX.bin and PREFIX.idx, as the command that tokenized it printed them"

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megatron.data.index.checksums import (
+    Checksums,
     ReportBytes,
     checksum_line,
     file_blocks,
@@ -32,6 +33,19 @@ from megatron.data.index.indexed import (
     DataError,
     IndexedDataset,
     Tokens,
+)
+from megatron.data.index.work_folder import (
+    BIN,
+    DOCUMENT_ENDS,
+    IDX,
+    LENGTHS,
+    MANIFEST,
+    SHA256,
+    UNSEALED_IDX,
+    WORK_FILES,
+    is_sealed,
+    publish,
+    remove_work_files,
 )
 from megatron.runtime.commands import command_name
 from megatron.runtime.files import sync_file, sync_folder
@@ -59,14 +73,6 @@ class BuilderState:
         return cls(**content)
 
 
-SEALED_NAME = "dataset"
-"""Name of the dataset in a sealed work folder, where it can be read before it is published."""
-# The .idx is renamed last in `seal` and moved last in `publish`: a folder that holds it is sealed.
-_BIN, _SHA256, _MANIFEST, _IDX = (SEALED_NAME + suffix for suffix in (".bin", ".sha256", ".manifest.json", ".idx"))
-_LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX = "lengths.int32", "document_ends.int64", "idx.unsealed"
-_WORK_FILES = (_BIN, _SHA256, _MANIFEST, _IDX, _LENGTHS, _DOCUMENT_ENDS, _UNSEALED_IDX)
-
-
 class IndexedDatasetBuilder:
     """Writer of PREFIX.bin, PREFIX.idx and PREFIX.sha256, which get these names only when whole, in `finalize`.
 
@@ -88,18 +94,20 @@ class IndexedDatasetBuilder:
         self._set_up(prefix, dtype, notes, work_dir)
         self.work_dir.mkdir(parents=not self._removed_on_exit, exist_ok=not self._removed_on_exit)
         self._check_file_system()
-        present = [name for name in _WORK_FILES if (self.work_dir / name).exists()]
+        # two builders in one folder would write into each other's files
+        present = [name for name in WORK_FILES if (self.work_dir / name).exists()]
         if present:
             raise DataError(
                 f"{self.work_dir} already holds an unfinished dataset ({', '.join(present)}); resume it, or remove it"
             )
-        self._bin = _HashedFile((self.work_dir / _BIN).open("xb"))
-        self._lengths: IO[bytes] = (self.work_dir / _LENGTHS).open("xb")
+        self._bin = _HashedFile((self.work_dir / BIN).open("xb"))
+        self._lengths: IO[bytes] = (self.work_dir / LENGTHS).open("xb")
 
     def _set_up(
         self, prefix: str | Path, dtype: DTypeLike, notes: Mapping[str, Any] | None, work_dir: str | Path | None
     ) -> None:
         self.prefix = str(prefix)
+        # the format is little-endian on every machine
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if known == self.dtype]
         if not codes:
@@ -120,6 +128,7 @@ class IndexedDatasetBuilder:
 
     def _check_file_system(self) -> None:
         target = Path(self.prefix).parent
+        # a rename between file systems is a copy, which a kill may cut
         if self.work_dir.stat().st_dev != target.stat().st_dev:
             raise DataError(
                 f"{self.work_dir} and {target} lie on different file systems, so finished files could not be renamed "
@@ -146,22 +155,24 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{work_dir} holds a sealed dataset, to which nothing can be added; publish it, or remove it"
             )
-        sizes = {_BIN: state.num_tokens * builder.dtype.itemsize, _LENGTHS: 4 * state.num_sequences}
+        sizes = {BIN: state.num_tokens * builder.dtype.itemsize, LENGTHS: 4 * state.num_sequences}
         if state.num_listed_documents:
-            sizes[_DOCUMENT_ENDS] = 8 * state.num_listed_documents
+            sizes[DOCUMENT_ENDS] = 8 * state.num_listed_documents
         for name, size in sizes.items():
             path = builder.work_dir / name
-            found = path.stat().st_size if path.exists() else 0
-            if found < size:
-                raise DataError(f"{path} has {found} bytes, less than the {size} that were saved; start over")
+            on_disk = path.stat().st_size if path.exists() else 0
+            if on_disk < size:
+                raise DataError(f"{path} has {on_disk} bytes, less than the {size} that were saved; start over")
         builder.work_dir.mkdir(parents=True, exist_ok=True)
         builder._check_file_system()
-        for name in set(_WORK_FILES) - sizes.keys():
+        # left by a run that was killed after its last save
+        for name in set(WORK_FILES) - sizes.keys():
             (builder.work_dir / name).unlink(missing_ok=True)
         opened = {name: _open_cut(builder.work_dir / name, size) for name, size in sizes.items()}
-        builder._bin, builder._lengths = _HashedFile(opened[_BIN]), opened[_LENGTHS]
-        builder._document_ends = opened.get(_DOCUMENT_ENDS)
-        for block in file_blocks(builder.work_dir / _BIN, sizes[_BIN]):
+        builder._bin, builder._lengths = _HashedFile(opened[BIN]), opened[LENGTHS]
+        builder._document_ends = opened.get(DOCUMENT_ENDS)
+        for block in file_blocks(builder.work_dir / BIN, sizes[BIN]):
+            # a digest cannot be saved, so the tokens are read once more
             builder._bin.digest.update(block)
         builder.num_tokens, builder.num_sequences = state.num_tokens, state.num_sequences
         builder.num_documents = state.num_documents
@@ -178,6 +189,7 @@ class IndexedDatasetBuilder:
         """Add a document of one sequence, or of sequences with these lengths. Adds nothing if it raises DataError."""
         flat = np.asarray(tokens)
         self._write(flat, [len(flat)] if lengths is None else lengths)
+        # the usual document of one sequence costs no array
         if self._document_ends is None and self.num_sequences == self.num_documents + 1:
             self.num_documents += 1
         else:
@@ -197,7 +209,9 @@ class IndexedDatasetBuilder:
         sequence of length 0 is left out, as Megatron writes a document without text.
         """
         counts = np.asarray(lengths)
-        filled = counts > 0 if not keeps_empty_sequences else np.ones(len(counts), np.bool_)
+        filled = np.ones(len(counts), np.bool_)
+        if not keeps_empty_sequences:
+            filled = counts > 0
         before = self.num_sequences
         self._write(np.asarray(tokens), counts[filled])
         self._end_documents(before + np.cumsum(filled)[sequences_per_document - 1 :: sequences_per_document])
@@ -213,13 +227,21 @@ class IndexedDatasetBuilder:
             raise DataError(f"{dataset.prefix}.idx has modes: multimodal datasets are read, but not written")
         checksums = read_checksums(dataset.prefix)
         if checksums:
+            # the index first: it is small, and decides what is read of the .bin
             checksums.compare(dataset.prefix, ".idx", file_sha256(dataset.prefix + ".idx"))
-        before, end = self.num_sequences, 0
+        before = self.num_sequences
+        self._append_lengths(dataset)
+        self._append_tokens(dataset, checksums, progress)
+        self._append_document_ends(dataset, before)
+
+    def _append_lengths(self, dataset: IndexedDataset) -> None:
+        end = 0
         for start in range(0, len(dataset), BLOCK_ENTRIES):
             lengths = dataset.lengths[start : start + BLOCK_ENTRIES]
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-            wrong = np.flatnonzero(dataset.pointers[start + 1 : start + len(ends)] != ends[:-1])
-            if dataset.pointers[start] != end or len(wrong) or lengths.min() < 0:
+            # the pointers are not copied: those of the result follow from its lengths
+            disagrees = (dataset.pointers[start + 1 : start + len(ends)] != ends[:-1]).any()
+            if dataset.pointers[start] != end or disagrees or lengths.min() < 0:
                 raise DataError(
                     f"{dataset.prefix}.idx: lengths and pointers disagree within its sequences {start} to "
                     f"{start + len(lengths)}; the file is damaged; copy it again "
@@ -228,16 +250,23 @@ class IndexedDatasetBuilder:
             self._write_lengths(lengths)
             end = int(ends[-1])
             dataset.release_memory()
-        digest = hashlib.sha256() if checksums else None
+
+    def _append_tokens(
+        self, dataset: IndexedDataset, checksums: Checksums | None, progress: ReportBytes | None
+    ) -> None:
+        digest = hashlib.sha256()
         for block in file_blocks(Path(dataset.prefix + ".bin"), dataset.num_tokens * self.dtype.itemsize):
             self._bin.write(block)
-            if digest:
+            if checksums:
                 digest.update(block)
             if progress:
                 progress(len(block))
         self.num_tokens += dataset.num_tokens
-        if checksums and digest:
+        if checksums:
             checksums.compare(dataset.prefix, ".bin", digest.hexdigest())
+
+    def _append_document_ends(self, dataset: IndexedDataset, before: int) -> None:
+        """Add the ends of documents whose first sequence is number `before`."""
         for start in range(0, dataset.num_documents, BLOCK_ENTRIES):
             bounds = dataset.document_index[start : start + BLOCK_ENTRIES + 1]
             if (np.diff(bounds) < 0).any():
@@ -254,10 +283,11 @@ class IndexedDatasetBuilder:
         other._check_open()
         self._check_joins(other.prefix, other.dtype)
         other._flush()
+        # by files, not in memory: a partition may be as large as the dataset
         before = self.num_sequences
-        for lengths in file_blocks(other.work_dir / _LENGTHS, 4 * other.num_sequences):
+        for lengths in file_blocks(other.work_dir / LENGTHS, 4 * other.num_sequences):
             self._write_lengths(np.frombuffer(lengths, "<i4"))
-        for block in file_blocks(other.work_dir / _BIN, other.num_tokens * self.dtype.itemsize):
+        for block in file_blocks(other.work_dir / BIN, other.num_tokens * self.dtype.itemsize):
             self._bin.write(block)
         self.num_tokens += other.num_tokens
         for ends in other._document_end_blocks():
@@ -274,19 +304,25 @@ class IndexedDatasetBuilder:
             raise DataError(f"{self.prefix}: lengths add up to {counts.sum()}, but {len(tokens)} tokens are given")
         if counts.size and counts.max() > LARGEST_LENGTH:
             raise DataError(f"{self.prefix}: a sequence of {counts.max()} tokens; the format ends at {LARGEST_LENGTH}")
-        if tokens.dtype != self.dtype and len(tokens) and self.dtype.kind in "iu":
-            if tokens.dtype.kind not in "iu":
-                raise DataError(f"{self.prefix}: tokens are {tokens.dtype}, not integers; give token ids")
-            smallest, largest, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
-            if smallest < limits.min or largest > limits.max:
-                wrong = smallest if smallest < limits.min else largest
-                raise DataError(
-                    f"{self.prefix}: token id {wrong} does not fit {self.dtype} ({limits.min} to {limits.max}); "
-                    "choose the dtype by best_dtype(vocab_size)"
-                )
+        self._check_ids(tokens)
+        # nothing is written before everything is checked: a refused batch leaves the files as they were
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self.num_tokens += len(tokens)
         self._write_lengths(counts)
+
+    def _check_ids(self, tokens: Tokens) -> None:
+        """Raise DataError for token ids that the conversion to the file's type would change."""
+        if tokens.dtype == self.dtype or not len(tokens) or self.dtype.kind not in "iu":
+            return
+        if tokens.dtype.kind not in "iu":
+            raise DataError(f"{self.prefix}: tokens are {tokens.dtype}, not integers; give token ids")
+        limits = np.iinfo(self.dtype)
+        for extreme in (tokens.min(), tokens.max()):
+            if not limits.min <= extreme <= limits.max:
+                raise DataError(
+                    f"{self.prefix}: token id {extreme} does not fit {self.dtype} ({limits.min} to {limits.max}); "
+                    "choose the dtype by best_dtype(vocab_size)"
+                )
 
     def _write_lengths(self, lengths: Tokens) -> None:
         self._lengths.write(lengths.astype("<i4").data)
@@ -299,7 +335,8 @@ class IndexedDatasetBuilder:
             if np.array_equal(ends, np.arange(before + 1, before + 1 + len(ends))):
                 self.num_documents += len(ends)
                 return
-            self._document_ends = (self.work_dir / _DOCUMENT_ENDS).open("xb")
+            self._document_ends = (self.work_dir / DOCUMENT_ENDS).open("xb")
+            # until now every document had one sequence; these ends were implied
             for block in _count_to(before):
                 self._document_ends.write(block)
         self._document_ends.write(ends.astype("<i8").data)
@@ -315,28 +352,29 @@ class IndexedDatasetBuilder:
         if self.num_tokens == 0:
             raise DataError(f"{self.prefix}: no tokens to write; give text that is not empty")
         self._sync()
-        with (self.work_dir / _UNSEALED_IDX).open("wb") as file:
+        with (self.work_dir / UNSEALED_IDX).open("wb") as file:
             idx = _HashedFile(file)
             self._write_index(idx)
             idx.sync()
         name = Path(self.prefix).name
-        with (self.work_dir / _SHA256).open("wb") as file:
+        with (self.work_dir / SHA256).open("wb") as file:
             file.write(note_lines(self._notes))
             file.write(checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
             file.write(checksum_line(idx.digest.hexdigest(), name + ".idx"))
             sync_file(file)
         if write_manifest:
-            with (self.work_dir / _MANIFEST).open("wb") as file:
-                write_manifest(
-                    file, self._facts({".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()})
-                )
+            with (self.work_dir / MANIFEST).open("wb") as file:
+                sha256 = {".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()}
+                write_manifest(file, self._facts(sha256))
                 sync_file(file)
-        os.replace(self.work_dir / _UNSEALED_IDX, self.work_dir / _IDX)
+        # last, after all else is on disk: a folder with this name in it is whole
+        os.replace(self.work_dir / UNSEALED_IDX, self.work_dir / IDX)
         sync_folder(self.work_dir)
         self._close_files()
         self._state = "sealed"
-        (self.work_dir / _LENGTHS).unlink()
-        (self.work_dir / _DOCUMENT_ENDS).unlink(missing_ok=True)
+        # the .idx holds them now
+        (self.work_dir / LENGTHS).unlink()
+        (self.work_dir / DOCUMENT_ENDS).unlink(missing_ok=True)
 
     def _facts(self, sha256: dict[str, str]) -> dict[str, Any]:
         counts = {"documents": self.num_documents, "sequences": self.num_sequences, "tokens": self.num_tokens}
@@ -347,6 +385,7 @@ class IndexedDatasetBuilder:
         idx.write(self.num_sequences.to_bytes(8, "little") + (self.num_documents + 1).to_bytes(8, "little"))
         for block in self._length_blocks():
             idx.write(block)
+        # the lengths twice, the second time as positions: a list of positions would not fit the memory
         position = 0
         for block in self._length_blocks():
             sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
@@ -358,12 +397,12 @@ class IndexedDatasetBuilder:
             idx.write(block)
 
     def _length_blocks(self) -> Iterator[memoryview]:
-        return file_blocks(self.work_dir / _LENGTHS, 4 * self.num_sequences)
+        return file_blocks(self.work_dir / LENGTHS, 4 * self.num_sequences)
 
     def _document_end_blocks(self) -> Iterator[memoryview]:
         if self._document_ends is None:
             return _count_to(self.num_documents)
-        return file_blocks(self.work_dir / _DOCUMENT_ENDS, 8 * self.num_documents)
+        return file_blocks(self.work_dir / DOCUMENT_ENDS, 8 * self.num_documents)
 
     def finalize(self) -> None:
         """Rename the files to their final names, after sealing them if necessary. Raises as `seal` does."""
@@ -384,7 +423,7 @@ class IndexedDatasetBuilder:
         """Remove the unfinished files. Does nothing after `finalize`."""
         if self._state != "published":
             self.close()
-            _remove_work_files(self.work_dir)
+            remove_work_files(self.work_dir)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -416,57 +455,6 @@ class IndexedDatasetBuilder:
         with contextlib.ExitStack() as stack:  # close all, even if one fails to flush
             for file in self._open_files():
                 stack.callback(file.close)
-
-
-def is_sealed(work_dir: str | Path) -> bool:
-    """Return true if a builder's work folder holds a whole dataset that is not published yet."""
-    return (Path(work_dir) / _IDX).exists()
-
-
-def is_open(work_dir: str | Path) -> bool:
-    """Return true if a builder's work folder holds a dataset that is neither sealed nor published."""
-    return (Path(work_dir) / _BIN).exists() and not is_sealed(work_dir)
-
-
-def publish(work_dir: str | Path, prefix: str | Path) -> None:
-    """Move a sealed dataset to its names, .idx last, replacing an older one, and remove its work folder.
-
-    At every moment the pair is whole, or the .idx is missing. If the process is killed in here, another can call this
-    again. Raises DataError if the folder is not sealed, or if there is neither a folder nor a dataset.
-    """
-    work, base = Path(work_dir), str(prefix)
-    targets = {name: Path(base + name.removeprefix(SEALED_NAME)) for name in (_BIN, _SHA256, _MANIFEST, _IDX)}
-    if not is_sealed(work):
-        if (work / _BIN).exists() or not targets[_IDX].exists():
-            raise DataError(f"{work} holds no finished dataset to publish as {base}; finish it first, or start over")
-    elif (work / _BIN).exists():
-        # an old index, checksum or manifest would be read with the new .bin
-        for name in (_IDX, _SHA256, _MANIFEST):
-            targets[name].unlink(missing_ok=True)
-        sync_folder(targets[_IDX].parent)
-    for name, target in targets.items():
-        if (work / name).exists():
-            os.replace(work / name, target)
-            sync_folder(target.parent)  # keeps this order through a power failure
-    _remove_work_files(work)
-
-
-def check_absent(prefixes: Sequence[str], overwrite: bool) -> None:
-    """Raise DataError if a dataset would be replaced without `overwrite`."""
-    for prefix in () if overwrite else prefixes:
-        for suffix in (".idx", ".bin"):
-            if os.path.lexists(prefix + suffix):
-                raise DataError(
-                    f"{prefix}{suffix} exists already; pass --overwrite to replace that dataset, or give another "
-                    "--output-prefix"
-                )
-
-
-def _remove_work_files(work_dir: Path) -> None:
-    for name in _WORK_FILES:
-        (work_dir / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # removed already, or it holds other files of the caller
-        work_dir.rmdir()
 
 
 class _HashedFile:

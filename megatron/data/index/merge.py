@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.data.index.checksums import ReportBytes, file_sha256, read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.data.index.indexed_builder import SEALED_NAME, IndexedDatasetBuilder, check_absent
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.work_folder import SEALED_NAME, check_absent
 from megatron.data.prepare.manifest import check_shards, merged_writer, read_manifest
 from megatron.runtime.files import disk_shortage
 
@@ -31,24 +32,31 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     prefixes: list[str] = []
     for given in inputs:
         prefix = given.removesuffix(".idx")
+        # a dataset may have the name of a folder beside it
         if os.path.isdir(given) and not os.path.exists(prefix + ".idx"):
             prefixes += datasets_in(Path(given))
         else:
             prefixes.append(prefix)
-    seen: dict[str, str] = {}
-    for prefix in prefixes:
-        place = os.path.realpath(prefix + ".bin")
-        if place in seen:
-            raise DataError(
-                f"{prefix} is named twice{'' if seen[place] == prefix else f', as {seen[place]} too'}; to train on it "
-                "more often give it more weight in --data-path"
-            )
-        seen[place] = prefix
+    _check_named_once(prefixes)
     return prefixes
 
 
+def _check_named_once(prefixes: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for prefix in prefixes:
+        # by its file, since links give one dataset several names
+        file = os.path.realpath(prefix + ".bin")
+        if file in seen:
+            other = "" if seen[file] == prefix else f", as {seen[file]} too"
+            raise DataError(
+                f"{prefix} is named twice{other}; to train on it more often give it more weight in --data-path"
+            )
+        seen[file] = prefix
+
+
 def datasets_in(folder: Path) -> list[str]:
-    files = {path.name for path in folder.iterdir() if path.suffix in (".bin", ".idx") and not path.is_dir()}
+    paths = [*folder.glob("*.bin"), *folder.glob("*.idx")]
+    files = {path.name for path in paths if not path.is_dir()}
     stems = sorted({os.path.splitext(name)[0] for name in files}, key=natural_order)
     if not stems:
         raise DataError(f"{folder} holds no datasets; give a folder of PREFIX.bin and PREFIX.idx")
@@ -67,12 +75,10 @@ def common_notes(inputs: Sequence[IndexedDataset], output_prefix: str) -> dict[s
 
     Raises DataError if they do not fit together, or would be overwritten.
     """
-    written = {os.path.realpath(output_prefix + suffix) for suffix in (".bin", ".idx")}
     first = inputs[0]
-    notes: list[dict[str, Any]] = []
-    tokenizers: list[tuple[str, Any]] = []
+    all_notes: list[dict[str, Any]] = []
     for data in inputs:
-        if written & {os.path.realpath(data.prefix + suffix) for suffix in (".bin", ".idx")}:
+        if _files_of(data.prefix) & _files_of(output_prefix):
             raise DataError(
                 f"--output-prefix {output_prefix} is one of the inputs; give another, or, if it is left from an "
                 "earlier merge, delete it first"
@@ -83,24 +89,40 @@ def common_notes(inputs: Sequence[IndexedDataset], output_prefix: str) -> dict[s
                 "vocabularies; preprocess both with one tokenizer"
             )
         checksums = read_checksums(data.prefix)
-        notes.append(checksums.notes if checksums else {})
-        if "tokenizer" in notes[-1]:
-            tokenizers.append((data.prefix, notes[-1]["tokenizer"]))
-            if tokenizers[-1][1] != tokenizers[0][1]:
-                (one, one_note), (other, other_note) = tokenizers[0], tokenizers[-1]
-                raise DataError(
-                    f"{one} was made with the tokenizer {json.dumps(one_note)}, {other} with {json.dumps(other_note)}; "
-                    "preprocess both with one tokenizer (or, if the notes are wrong, delete the .sha256 of one)"
-                )
-    return {name: note for name, note in notes[0].items() if all(n.get(name, ...) == note for n in notes)}
+        # a dataset of Megatron has no notes, so that none is common then
+        all_notes.append(checksums.notes if checksums else {})
+    _check_tokenizers([data.prefix for data in inputs], all_notes)
+    common = dict(all_notes[0])
+    for notes in all_notes:
+        common = {name: note for name, note in common.items() if notes.get(name, ...) == note}
+    return common
+
+
+def _files_of(prefix: str) -> set[str]:
+    return {os.path.realpath(prefix + suffix) for suffix in (".bin", ".idx")}
+
+
+def _check_tokenizers(prefixes: Sequence[str], all_notes: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError if two notes name different tokenizers; datasets of Megatron have none."""
+    pairs = zip(prefixes, all_notes, strict=True)
+    noted = [(prefix, notes["tokenizer"]) for prefix, notes in pairs if "tokenizer" in notes]
+    for prefix, tokenizer in noted:
+        first_prefix, first = noted[0]
+        if tokenizer != first:
+            raise DataError(
+                f"{first_prefix} was made with the tokenizer {json.dumps(first)}, {prefix} with "
+                f"{json.dumps(tokenizer)}; preprocess both with one tokenizer (or, if the notes are wrong, delete the "
+                ".sha256 of one)"
+            )
 
 
 def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
     # besides the result, lengths and ends of documents are stored until the .idx is written
-    needed = sum(
-        data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents for data in inputs
-    )
-    if shortage := disk_shortage(folder, needed):
+    needed = 0
+    for data in inputs:
+        needed += data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents
+    shortage = disk_shortage(folder, needed)
+    if shortage:
         raise DataError(f"{shortage}; free space, or put --output-prefix on another disk")
 
 
@@ -108,15 +130,16 @@ def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: Repo
     """Read back what was written. Raises DataError if it differs from the inputs."""
     merged, checksums = IndexedDataset(prefix), read_checksums(prefix)
     assert checksums is not None
-    for what, found, expected in (
-        ("documents", merged.num_documents, sum(data.num_documents for data in inputs)),
-        ("sequences", len(merged), sum(len(data) for data in inputs)),
-        ("tokens", merged.num_tokens, sum(data.num_tokens for data in inputs)),
-    ):
-        if found != expected:
-            raise DataError(f"{prefix} holds {found} {what}, its inputs {expected}; they changed during the merge")
+    for name, written in _sizes_of(merged).items():
+        expected = sum(_sizes_of(data)[name] for data in inputs)
+        if written != expected:
+            raise DataError(f"{prefix} holds {written} {name}, its inputs {expected}; they changed during the merge")
     for suffix in (".bin", ".idx"):
         checksums.compare(str(prefix), suffix, file_sha256(f"{prefix}{suffix}", progress))
+
+
+def _sizes_of(data: IndexedDataset) -> dict[str, int]:
+    return {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
 
 
 def open_inputs(
@@ -129,6 +152,7 @@ def open_inputs(
     if output_prefix.endswith("/"):
         raise DataError(f"--output-prefix {output_prefix} is a folder; give {output_prefix}NAME for NAME.bin in it")
     datasets = [IndexedDataset(prefix) for prefix in find_prefixes(inputs)]
+    # before hours of copying: the order of shards cannot be repaired afterwards
     check_shards([(str(data.prefix), read_manifest(data.prefix)) for data in datasets])
     notes = common_notes(datasets, output_prefix)
     check_absent([output_prefix], overwrite)
@@ -148,6 +172,7 @@ def merge(
             for data in inputs:
                 builder.append_dataset(data, progress)
         builder.seal(merged_writer([(data, read_manifest(data.prefix)) for data in inputs]))
+        # before the names are given: what a disk or its cache made of it is seen here
         with report("reading back", num_bytes) as progress:
             verify_sealed(builder.work_dir / SEALED_NAME, inputs, progress)
         builder.finalize()

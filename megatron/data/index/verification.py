@@ -1,4 +1,7 @@
-"""Statistics of an indexed dataset, and single documents of it."""
+"""Statistics, single documents, and verification of an indexed dataset.
+
+Everything is read once, in memory that does not grow with the dataset.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ class Lengths:
     def add(self, lengths: Integers) -> None:
         short = lengths < COUNTED_BELOW
         counts = np.bincount(lengths[short])
+        # a table of a million counts, since a list of lengths would be as long as the dataset
         self._short[: len(counts)] += counts
         if not short.all():
             self._long.append(lengths[~short])
@@ -58,29 +62,32 @@ class Lengths:
         values, counts = self._table
         up_to = np.cumsum(counts)
         total = int(up_to[-1])
-        ranks = [max(1, -(-total * percent // 100)) for percent in PERCENTILES]
+        percentiles = {}
+        for percent in PERCENTILES:
+            rank = max(1, -(-total * percent // 100))
+            percentiles[str(percent)] = int(values[np.searchsorted(up_to, rank)])
         return {
             "shortest": int(values[0]),
             "longest": int(values[-1]),
             "mean": float(values @ counts / total),
-            "percentiles": {
-                str(p): int(values[np.searchsorted(up_to, r)]) for p, r in zip(PERCENTILES, ranks, strict=True)
-            },
+            "percentiles": percentiles,
         }
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """Return (first length, last length, count) of 0, 1, 2-3, 4-7, ..., from the first to the last that occur."""
         values, counts = self._table
+        # the exponent counts the binary digits, exactly
         bins = np.frexp(values.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7
         rows = []
         for power in range(int(bins[0]), int(bins[-1]) + 1):
-            first, last = (0, 0) if power == 0 else (1 << (power - 1), (1 << power) - 1)
-            rows.append((first, last, int(counts[bins == power].sum())))
+            first, end = (1 << power) >> 1, 1 << power
+            rows.append((first, end - 1, int(counts[bins == power].sum())))
         return rows
 
 
 def token_positions(data: IndexedDataset, sequences: Integers) -> Integers:
     """Return the token at which each sequence starts; the number of tokens for the one after the last."""
+    # the sequence after the last has no pointer
     inside = np.minimum(sequences, len(data) - 1)
     return np.where(sequences < len(data), data.pointers[inside] // data.dtype.itemsize, data.num_tokens)
 
@@ -152,20 +159,18 @@ def read_document(data: IndexedDataset, number: int, tokenizer: Tokenizer | None
             "--verify says more"
         )
     sequences = [data.read(sequence).tolist() for sequence in range(first, last)]
-    found: dict[str, Any] = {"document": document, "sequences": sequences}
+    content: dict[str, Any] = {"document": document, "sequences": sequences}
     if tokenizer is not None:
         try:
-            found["text"] = tokenizer.decode([i for sequence in sequences for i in sequence])
+            content["text"] = tokenizer.decode([i for sequence in sequences for i in sequence])
+        # ids may be those of another tokenizer
         except Exception as error:  # the type depends on the tokenizer's library
             raise DataError(
                 f"document {document} of {data.prefix} cannot be decoded ({type(error).__name__}: {error}); use the "
                 "tokenizer the data was made with"
             ) from error
-    return found
+    return content
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Verification of an indexed dataset: everything is read once, in memory that does not grow with it.
 
 SHOWN_FINDINGS = 10
 TOKENS_AT_A_TIME = 4 << 20
@@ -184,6 +189,7 @@ class Findings:
             return
         self.counts[kind] = self.counts.get(kind, 0) + count
         shown = self.shown.setdefault(kind, [])
+        # a damaged file has millions of findings: only the messages that are shown are made
         shown.extend(message for message, _ in zip(messages, range(SHOWN_FINDINGS - len(shown)), strict=False))
 
     def as_json(self) -> dict[str, Any]:
@@ -204,7 +210,9 @@ class Expected:
 
 def verify_tokenizer(data: IndexedDataset, expected: Expected, checksums: Checksums | None, findings: Findings) -> None:
     """Compare the tokenizer with the one that the data was made with, and its vocabulary with the file's type."""
-    noted = checksums.notes.get("tokenizer") if checksums else None
+    noted = None
+    if checksums is not None:
+        noted = checksums.notes.get("tokenizer")
     if expected.tokenizer and noted and noted != expected.tokenizer:
         given, made_with = json.dumps(expected.tokenizer), json.dumps(noted)
         findings.add("tokenizer", [f"{data.prefix}.sha256 says {made_with}, but the tokenizer is {given}"], 1)
@@ -216,40 +224,38 @@ def verify_tokenizer(data: IndexedDataset, expected: Expected, checksums: Checks
 
 def verify_index(data: IndexedDataset, findings: Findings) -> None:
     """Compare lengths, pointers and the document index with each other. Opening has verified their ends."""
+    _verify_pointers(data, findings)
+    for start in range(0, data.num_documents, BLOCK_ENTRIES):
+        sequences = np.array(data.document_index[start : start + BLOCK_ENTRIES + 1])
+        wrong = np.flatnonzero((np.diff(sequences) < 0) | (sequences[1:] > len(data)))
+        messages = (
+            f"document {start + i} runs from sequence {sequences[i]} to {sequences[i + 1]} of {len(data)}"
+            for i in wrong
+        )
+        findings.add("document index", messages, len(wrong))
+        data.release_memory()
+
+
+def _verify_pointers(data: IndexedDataset, findings: Findings) -> None:
     item_bytes, bin_bytes, count = data.dtype.itemsize, data.num_tokens * data.dtype.itemsize, len(data)
     for start in range(0, count, BLOCK_ENTRIES):
         lengths = data.lengths[start : start + BLOCK_ENTRIES].astype(np.int64)
+        # a pointer beyond the last sequence is the end of the .bin
         pointers = np.append(data.pointers[start : start + len(lengths) + 1], bin_bytes)[: len(lengths) + 1]
         negative = np.flatnonzero(lengths < 0)
         findings.add("length", (f"sequence {start + i} has {lengths[i]} tokens" for i in negative), len(negative))
         outside = np.flatnonzero((pointers[:-1] < 0) | (pointers[:-1] > bin_bytes))
-        findings.add(
-            "pointer",
-            (
-                f"sequence {start + i} starts at byte {pointers[i]}, outside the {bin_bytes} of the .bin"
-                for i in outside
-            ),
-            len(outside),
+        messages = (
+            f"sequence {start + i} starts at byte {pointers[i]}, outside the {bin_bytes} of the .bin" for i in outside
         )
+        findings.add("pointer", messages, len(outside))
         wrong = np.flatnonzero(np.diff(pointers) != lengths * item_bytes)
-        findings.add(
-            "pointer",
-            (
-                f"sequence {start + i} at byte {pointers[i]} has {lengths[i]} tokens of {item_bytes} bytes, but the "
-                f"next one starts at byte {pointers[i + 1]}"
-                for i in wrong
-            ),
-            len(wrong),
+        messages = (
+            f"sequence {start + i} at byte {pointers[i]} has {lengths[i]} tokens of {item_bytes} bytes, but the next "
+            f"one starts at byte {pointers[i + 1]}"
+            for i in wrong
         )
-        data.release_memory()
-    for start in range(0, data.num_documents, BLOCK_ENTRIES):
-        sequences = np.array(data.document_index[start : start + BLOCK_ENTRIES + 1])
-        wrong = np.flatnonzero((np.diff(sequences) < 0) | (sequences[1:] > count))
-        findings.add(
-            "document index",
-            (f"document {start + i} runs from sequence {sequences[i]} to {sequences[i + 1]} of {count}" for i in wrong),
-            len(wrong),
-        )
+        findings.add("pointer", messages, len(wrong))
         data.release_memory()
 
 
@@ -269,15 +275,16 @@ def verify_bin(
         if ends:
             ends.check(start, tokens)
         if checksums:
+            # in the same pass: the file is read from disk once
             digest.update(tokens.data)
         progress(tokens.nbytes)
         data.release_memory()
     if not checksums:
         return {}
     sha256 = {".bin": digest.hexdigest(), ".idx": file_sha256(data.prefix + ".idx", progress)}
-    for suffix, found in sha256.items():
+    for suffix, of_file in sha256.items():
         try:
-            checksums.compare(data.prefix, suffix, found)
+            checksums.compare(data.prefix, suffix, of_file)
         except DataError as error:
             findings.add("checksum", [str(error)], 1)
     return sha256
@@ -317,17 +324,20 @@ class DocumentEnds:
     def check(self, start: int, tokens: NDArray[Any]) -> None:
         """Verify `tokens`, which begin at token `start` of the .bin."""
         while True:
+            # a block of documents and a block of tokens end at different places
             here = int(np.searchsorted(self._positions, start + len(tokens)))
-            documents, found = self._documents[:here], tokens[self._positions[:here] - start]
-            lacking = np.flatnonzero(found != self._expected.eod)
+            documents, last = self._documents[:here], tokens[self._positions[:here] - start]
+            lacking = np.flatnonzero(last != self._expected.eod)
             self.num_with_tokens += here
             self.num_ended += here - len(lacking)
             if self._expected.every_document_ends:
                 eod = self._expected.eod
-                messages = (f"document {documents[i]} ends with {found[i]}, not {eod}" for i in lacking)
+                messages = (f"document {documents[i]} ends with {last[i]}, not {eod}" for i in lacking)
                 self._findings.add("end of document", messages, len(lacking))
             self._documents, self._positions = self._documents[here:], self._positions[here:]
-            block = None if len(self._positions) else next(self._blocks, None)
+            if len(self._positions):
+                return
+            block = next(self._blocks, None)
             if block is None:
                 return
             self._documents, self._positions = block
@@ -348,7 +358,9 @@ def verify_ids(
         if start == 0:
             findings.add("token id", [f"the .bin holds {data.dtype}, not integers"], 1)
         return
-    limit = np.iinfo(data.dtype).max + 1 if vocab_size is None else vocab_size
+    limit = vocab_size
+    if limit is None:
+        limit = int(np.iinfo(data.dtype).max) + 1
     # twice as fast as a look at each, and mostly enough
     if int(tokens.max()) < limit and int(tokens.min()) >= 0:
         return
@@ -358,6 +370,7 @@ def verify_ids(
 
 def outside(data: IndexedDataset, position: int, token: int, limit: int) -> str:
     byte = position * data.dtype.itemsize
+    # in the tables as they are on disk, since only a few are looked up
     sequence = bisect.bisect_right(data.pointers, byte) - 1
     document = bisect.bisect_right(data.document_index, sequence) - 1
     rule = "is negative" if token < 0 else f"is not below {limit}"
@@ -372,8 +385,11 @@ def verify(
     verify_tokenizer(data, expected, checksums, findings)
     verify_index(data, findings)
     checked = [f"{len(data):,} lengths and pointers, {data.num_documents:,} documents"]
+    # in a damaged index the ends of documents are unknown
     index_is_whole = not findings.counts.keys() & {"length", "pointer", "document index"}
-    ends = DocumentEnds(data, expected, findings) if expected.eod is not None and index_is_whole else None
+    ends = None
+    if expected.eod is not None and index_is_whole:
+        ends = DocumentEnds(data, expected, findings)
     sha256 = verify_bin(data, expected, ends, checksums, findings, progress)
     below = f"below {expected.vocab_size:,}" if expected.vocab_size else "not negative (the vocabulary is unknown)"
     checked.append(f"{data.num_tokens:,} ids: {below}")
@@ -382,7 +398,7 @@ def verify(
             f"{ends.num_ended:,} of {ends.num_with_tokens:,} documents with tokens end with id {expected.eod}"
         )
     else:
-        why = "the index is damaged" if not index_is_whole else "the end-of-document id is unknown"
+        why = "the end-of-document id is unknown" if index_is_whole else "the index is damaged"
         checked.append(f"ends of documents: not checked, {why}")
     checked.append(f"SHA-256 of both files: {'compared' if checksums else 'not checked, there is no .sha256'}")
     checked.append(verify_manifest(data, sha256, findings))

@@ -14,14 +14,8 @@ from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.read.archives import read_batches
 from megatron.data.read.document_blocks import Block, Position, ReadingRules
 from megatron.data.read.input_shards import InputShard, of_split, shard_of
-from megatron.data.read.sources import (
-    STDIN_FILENAME,
-    UNCOMPRESSED_ONLY,
-    InputListing,
-    InputRules,
-    SourceFile,
-    find_sources,
-)
+from megatron.data.read.search import find_sources
+from megatron.data.read.sources import STDIN_FILENAME, UNCOMPRESSED_ONLY, InputListing, InputRules, SourceFile
 
 SHOWN_FAULTS = 10
 
@@ -83,18 +77,21 @@ class JobInput:
 def find_input(job: PreparationJob) -> JobInput:
     """Return the files of a job. Raises DataError."""
     whole = find_files(job.inputs, job.reading_rules(), job.split)
-    return JobInput(whole, shard_of(whole, job.shard) if job.shard else whole)
+    if job.shard is None:
+        return JobInput(whole, whole)
+    return JobInput(whole, shard_of(whole, job.shard))
 
 
 def find_files(inputs: Sequence[str], rules: ReadingRules, split: str | None = None) -> InputListing:
     """Return the files to read. Raises DataError, also for a table without the columns that are needed."""
     listing = find_sources(inputs, rules.names)
     if rules.as_rows:
+        # text has no splits: a corpus is divided when it is trained on
         listing = of_split(listing, split, inputs)
     if any(source.kind in UNCOMPRESSED_ONLY for source in listing.sources):
         from megatron.data.read.tables import check_columns  # pyarrow, which takes its time
 
-        check_columns(listing.sources, rules.keys, as_rows=rules.as_rows)
+        check_columns(listing.sources, rules)
     return listing
 
 
@@ -117,7 +114,9 @@ class Counts:
         """Add the counts of what follows."""
         for counted in fields(self):
             name = counted.name
+            # by the fields, so that a kind of preparation only declares its counts
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
+        # a corpus may have a million bad lines
         del self.faults[SHOWN_FAULTS:]
 
     def add_block(self, block: BlockCounts) -> None:
@@ -136,6 +135,7 @@ class Counts:
     def restore(self, content: dict[str, Any]) -> None:
         """Take over what `to_json` has returned."""
         for name, empty in vars(type(self)()).items():
+            # JSON has no Counter, and a state of an older release lacks later counts
             setattr(self, name, type(empty)(content.get(name, empty)))
 
 
@@ -218,16 +218,26 @@ class BlockEncoder(ABC, Generic[C]):
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change before a run is resumed."""
-        options = {_flag(name): value for name, value in self.options.items() if name not in self.free_options}
-        rest = {name.replace("_", " "): note for name, note in self.notes.items() if name == "chat_template"}
-        shard = str(self.job.shard) if self.job.shard else None
-        return {**options, **rest, "--shard": shard, "the tokenizer": self.tokenizer}
+        identity: dict[str, Any] = {}
+        for name, value in self.options.items():
+            # an option that only decides what happens to a fault may change between two runs
+            if name not in self.free_options:
+                identity[_flag(name)] = value
+        if "chat_template" in self.notes:
+            # by its content: a file may have been edited under the same name
+            identity["chat template"] = self.notes["chat_template"]
+        identity["--shard"] = str(self.job.shard) if self.job.shard else None
+        identity["the tokenizer"] = self.tokenizer
+        return identity
 
 
 def _flag(name: str) -> str:
-    return name if name.startswith("--") else f"--{name.replace('_', '-')}"
+    if name.startswith("--"):
+        return name
+    return f"--{name.replace('_', '-')}"
 
 
+# found by comparing spots, when earlier batches have been written
 class StartOver(Exception):
     """Tokens so far may be wrong; `encoder` is to encode the input from its beginning."""
 

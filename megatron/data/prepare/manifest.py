@@ -7,12 +7,13 @@ content that was read. Reading may have stopped within a file (`stopped_after`),
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import orjson
 
@@ -27,6 +28,7 @@ VERSION = 1
 SUFFIX = ".manifest.json"
 LOG_NAME = "manifest.jsonl"
 COUNTS = ("bytes", "documents", "blank", "empty", "bad")
+COUNTS_OF_ALL = ("files_read", "files_passed_over", *COUNTS)
 
 WriteManifest = Callable[[IO[bytes], dict[str, Any]], None]
 """Called with the file to write, and the facts of the dataset: documents, sequences, tokens, dtype, sha256."""
@@ -70,7 +72,8 @@ class _Entry:
             return {"name": self.name, "passed_over": self.passed_over}
         size = self.read_bytes if self.bytes is None else self.bytes
         line: dict[str, Any] = {"name": self.name, "bytes": size, "documents": self.documents}
-        line |= {name: count for name in ("blank", "empty", "bad") if (count := getattr(self, name))}
+        lost = {"blank": self.blank, "empty": self.empty, "bad": self.bad}
+        line |= {name: count for name, count in lost.items() if count}
         if self.crc32 is not None:
             line["crc32"] = f"{self.crc32:08x}"
         if self.part is not None:
@@ -98,43 +101,51 @@ class ManifestLog:
         self._next_source = 0
         self.counts: Counter[str] = Counter()
         if saved:
+            # what a killed run wrote after its last save is read again
             self._file.truncate(saved["num_bytes"])
             self._file.seek(saved["num_bytes"])
-            self._current = _Entry(**saved["current"]) if saved["current"] else None
+            if saved["current"]:
+                self._current = _Entry(**saved["current"])
             self._next_source = saved["next_source"]
             self.counts.update(saved["counts"])
 
-    def add(self, found: BlockCounts) -> None:
+    def add(self, counts: BlockCounts) -> None:
         """Add the next block of the input."""
-        block = found.block
-        number, member = block.begin.source, block.begin.member
-        entry = self._current
-        if entry is None or (entry.source_number, entry.member, entry.name) != (
-            number,
-            member,
-            block.source.public_name,
-        ):
-            self._end_entry()
-            self._add_unread(number)
-            source = block.source
-            entry = self._current = _Entry(
-                number, member, source.public_name, source.size, source.part, block.passed_over
-            )
-            self._next_source = number + 1
-        entry.documents += found.documents
-        entry.blank += found.blank
-        entry.empty += found.empty
-        entry.bad += found.bad
+        block = counts.block
+        entry = self._entry_of(block)
+        entry.documents += counts.documents
+        entry.blank += counts.blank
+        entry.empty += counts.empty
+        entry.bad += counts.bad
         entry.read_bytes += block.num_input_bytes
-        if block.source.kind not in UNCOMPRESSED_ONLY and (block.end.source, block.end.member) == (number, member):
+        # a block of damage ends where the next file begins, which has a checksum of its own
+        ends_in_file = (block.end.source, block.end.member) == (entry.source_number, entry.member)
+        if ends_in_file and block.source.kind not in UNCOMPRESSED_ONLY:
             entry.crc32 = block.end.crc32
         if block.end.documents == self._max_documents:
             entry.stopped_after = self._max_documents
+
+    def _entry_of(self, block: Block) -> _Entry:
+        """Return the entry of a block's file, a new one for the first block of it."""
+        number, member, source = block.begin.source, block.begin.member, block.source
+        entry = self._current
+        if entry is not None and (entry.source_number, entry.member, entry.name) == (
+            number,
+            member,
+            source.public_name,
+        ):
+            return entry
+        self._end_entry()
+        self._add_unread(number)
+        self._current = _Entry(number, member, source.public_name, source.size, source.part, block.passed_over)
+        self._next_source = number + 1
+        return self._current
 
     def _add_unread(self, end: int, passed_over: str = "") -> None:
         """Add the files before number `end` that gave no block: those without a byte of text, or passed over."""
         for number in range(self._next_source, end):
             source = self._sources[number]
+            # every file of the input has an entry, so that none vanishes
             self._write(_Entry(number, 0, source.public_name, source.size, source.part, passed_over))
         self._next_source = max(self._next_source, end)
 
@@ -153,6 +164,7 @@ class ManifestLog:
         sync_file(self._file)
         return {
             "num_bytes": self._file.tell(),
+            # the entry of the file that is being read is not in the log yet
             "current": asdict(self._current) if self._current else None,
             "next_source": self._next_source,
             "counts": dict(self.counts),
@@ -177,6 +189,7 @@ class ManifestLog:
 
 def _json(line: dict[str, Any]) -> bytes:
     try:
+        # a million files have a million lines: json takes several times as long
         return orjson.dumps(line)
     except TypeError:  # a file name that is not UTF-8
         return json.dumps(line).encode()
@@ -217,8 +230,7 @@ def manifest_writer(
             "shard": {"number": shard.number, "count": shard.count, "input": input_digest} if shard else None,
             "outcomes": dict(outcomes or {}),
         }
-        lines = (_json(line) for line in skipped)
-        _write(file, dataset, header, counts, [lines, log.lines()])
+        _write(file, dataset, header, counts, itertools.chain(map(_json, skipped), log.lines()))
 
     return write
 
@@ -228,22 +240,21 @@ def _write(
     dataset: dict[str, Any],
     header: dict[str, Any],
     counts: Counter[str],
-    lines: Iterable[Iterable[bytes]],
+    lines: Iterable[bytes],
 ) -> None:
-    names = ("files_read", "files_passed_over", *COUNTS)
     whole = {
         "format": FORMAT,
         "version": VERSION,
         "dataset": dataset,
         **header,
-        "counts": {name: counts[name] for name in names},
+        "counts": {name: counts[name] for name in COUNTS_OF_ALL},
     }
+    # the files one by one: a list of a million of them is not built
     file.write(json.dumps(whole, indent=1)[:-2].encode() + b',\n "files": [')
     before = b"\n  "
-    for some in lines:
-        for line in some:
-            file.write(before + line)
-            before = b",\n  "
+    for line in lines:
+        file.write(before + line)
+        before = b",\n  "
     file.write(b"\n ]\n}\n")
 
 
@@ -260,34 +271,42 @@ class DatasetManifest:
 
     @property
     def shard(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self.header["shard"]
-        return found
+        shard: dict[str, Any] | None = self.header["shard"]
+        return shard
 
     def describe(self, *, with_outcomes: bool = True) -> str:
         """Return one line for the user."""
         skipped = Counter(line["passed_over"] for line in self.files if "passed_over" in line)
-        text = f"{counted(self.counts['files_read'], 'file')} read"
-        text += f", {len(skipped) and skipped.total():,} passed over"
-        text += f" ({reasons_in_words(skipped)})" if skipped else ""
+        files = f"{counted(self.counts['files_read'], 'file')} read, {skipped.total():,} passed over"
+        if skipped:
+            files += f" ({reasons_in_words(skipped)})"
+        clauses = [files]
         lost = [f"{self.counts[name]:,} {name}" for name in ("blank", "empty", "bad") if self.counts[name]]
-        text += f"; documents left out: {', '.join(lost)}" if lost else ""
+        if lost:
+            clauses.append(f"documents left out: {', '.join(lost)}")
         if with_outcomes:
-            text += "".join(f"; {name}: {count:,}" for name, count in self.header["outcomes"].items())
-        for number in sorted({line["stopped_after"] for line in self.files if "stopped_after" in line}):
-            text += f"; reading stopped after {counted(number, 'document')} of the input (--max-documents)"
-        return text + (f"; shard {self.shard['number']}/{self.shard['count']}" if self.shard else "")
+            clauses += [f"{name}: {count:,}" for name, count in self.header["outcomes"].items()]
+        stops = {line["stopped_after"] for line in self.files if "stopped_after" in line}
+        for number in sorted(stops):
+            clauses.append(f"reading stopped after {counted(number, 'document')} of the input (--max-documents)")
+        if self.shard is not None:
+            clauses.append(f"shard {self.shard['number']}/{self.shard['count']}")
+        return "; ".join(clauses)
 
     def faults(self, data: IndexedDataset, sha256: dict[str, str]) -> Iterator[str]:
         """Yield what disagrees with the dataset, whose SHA-256 are given by suffix, or within the manifest."""
-        found = {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
-        for name, count in found.items():
+        sizes = {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
+        for name, count in sizes.items():
             if self.dataset.get(name) != count:
                 yield f"{self.path} says {self.dataset.get(name)} {name}, but the dataset has {count}"
         if self.dataset.get("dtype") != str(data.dtype):
             yield f"{self.path} says {self.dataset.get('dtype')}, but the dataset holds {data.dtype}"
         for suffix, digest in sha256.items():
-            if self.dataset.get("sha256", {}).get(suffix) != digest:
+            if self.dataset["sha256"].get(suffix) != digest:
                 yield f"{self.path} is of another {suffix} than {data.prefix}{suffix}, by its SHA-256"
+        yield from self._count_faults(data)
+
+    def _count_faults(self, data: IndexedDataset) -> Iterator[str]:
         counts: Counter[str] = Counter()
         for line in self.files:
             _count(counts, line)
@@ -311,12 +330,14 @@ def read_manifest(prefix: str | Path) -> DatasetManifest | None:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
+    # before the form is looked at, which a later version may have changed
     if content["version"] > VERSION:
         raise DataError(f"{path} has version {content['version']}, this program reads {VERSION}; update it")
     try:
         _check_content(content)
     except ValueError as error:
         raise _damaged(path, error) from error
+    # outcomes came later than the rest
     header = {name: content.get(name, {}) for name in ("tokenizer", "options", "shard", "outcomes")}
     return DatasetManifest(path, content["dataset"], header, content["counts"], content["files"])
 
@@ -336,20 +357,31 @@ def _is_count(value: Any) -> bool:
 
 def _check_content(content: dict[str, Any]) -> None:
     """Raise ValueError that names a part which has not the form that this program writes."""
-    dataset, shard, counts = content.get("dataset"), content.get("shard"), content.get("counts")
+    dataset = content.get("dataset")
     _require(isinstance(dataset, dict) and isinstance(dataset.get("sha256"), dict), "its dataset")
     _require(isinstance(content.get("tokenizer", 0), dict | None), "its tokenizer")
     _require(isinstance(content.get("options"), dict), "its options")
-    is_shard = isinstance(shard, dict) and all(_is_count(shard.get(name)) for name in ("number", "count"))
-    _require("shard" in content and (shard is None or (is_shard and "input" in shard)), "its shard")
-    outcomes = content.get("outcomes", {})  # a later addition
-    _require(isinstance(outcomes, dict) and all(map(_is_count, outcomes.values())), "its outcomes")
-    names = ("files_read", "files_passed_over", *COUNTS)
-    has_names = isinstance(counts, dict) and set(counts) == set(names)
-    _require(has_names and all(_is_count(content["counts"][name]) for name in names), "its counts")
+    _require("shard" in content and _is_shard(content["shard"]), "its shard")
+    _require(_are_counts(content.get("outcomes", {})), "its outcomes")  # older manifests have none
+    counts = content.get("counts")
+    _require(_are_counts(counts) and set(counts) == set(COUNTS_OF_ALL), "its counts")
     _require(isinstance(content.get("files"), list), "its files")
     for number, line in enumerate(content["files"]):
         _require(_is_entry(line), f"entry {number} of its files")
+
+
+def _are_counts(value: Any) -> TypeGuard[dict[str, int]]:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_shard(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and "input" in value and _has_counts(value, ("number", "count"))
+
+
+def _has_counts(line: dict[str, Any], names: Iterable[str]) -> bool:
+    return all(_is_count(line.get(name)) for name in names)
 
 
 def _is_entry(line: Any) -> bool:
@@ -359,7 +391,7 @@ def _is_entry(line: Any) -> bool:
         return isinstance(line["passed_over"], str)
     part = line.get("part", [0, 0])
     is_part = isinstance(part, list) and len(part) == 2 and all(map(_is_count, part))
-    return is_part and all(_is_count(line.get(name, 0)) for name in (*COUNTS, "stopped_after"))
+    return is_part and _has_counts(line, line.keys() & {*COUNTS, "stopped_after"})
 
 
 def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> WriteManifest | None:
@@ -377,7 +409,7 @@ def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
             _count(counts, line)
         none: dict[str, Any] = {"tokenizer": None, "options": {}}
         headers = [none if manifest is None else manifest.header for _, manifest in inputs]
-        _write(file, dataset, _joined_header(headers), counts, [(_json(line) for line in lines)])
+        _write(file, dataset, _joined_header(headers), counts, map(_json, lines))
 
     return write
 
@@ -392,10 +424,10 @@ def _joined_lines(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
             lines.append({**stands_for, "is_dataset": True})
             continue
         for line in manifest.files:
-            # the shards of one input have all passed over the same files
-            if "passed_over" in line and line["name"] in passed_over:
-                continue
             if "passed_over" in line:
+                # the shards of one input have all passed over the same files
+                if line["name"] in passed_over:
+                    continue
                 passed_over.add(line["name"])
             lines.append(line)
     return lines
@@ -430,6 +462,7 @@ def check_shards(inputs: Sequence[tuple[str, DatasetManifest | None]]) -> None:
             "shards first, and their result with other datasets then"
         )
     for prefix, shard in shards:
+        # the digest of the whole input: shards of two corpora may have equal counts
         if (shard["count"], shard["input"]) != (first["count"], first["input"]):
             raise DataError(
                 f"{first_prefix} is shard {first['number']}/{first['count']} of an input, {prefix} is shard "

@@ -8,7 +8,9 @@ stays in PREFIX.unfinished/, from where it is resumed.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.data.index.indexed_builder import IndexedDatasetBuilder, check_absent, is_open, is_sealed, publish
+from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.work_folder import check_absent, is_open, is_sealed, publish
 from megatron.data.prepare.block_encoder import BlockEncoder, C, Counts, EncodedBatch, Output, StartOver
 from megatron.data.prepare.manifest import LOG_NAME, ManifestLog, manifest_writer, read_manifest
 from megatron.data.prepare.resume_state import State, UnfinishedWork, kept_work
@@ -82,14 +85,13 @@ class _GrowingDatasets(Generic[C]):
         self.counts = encoder.no_counts()
         self.position = Position()
         """End of the input that has been added."""
+        logged = None
         if saved is not None:
             self.counts.restore(saved.totals)
             self.position = saved.position
+            logged = saved.manifest
         self._log = ManifestLog(
-            work.folder / LOG_NAME,
-            encoder.files.sources,
-            saved.manifest if saved else None,
-            max_documents=encoder.job.max_documents,
+            work.folder / LOG_NAME, encoder.files.sources, logged, max_documents=encoder.job.max_documents
         )
         self._unsealed: list[list[IndexedDatasetBuilder]] = []
         """Builders of the partitions of each dataset that is not sealed."""
@@ -108,6 +110,7 @@ class _GrowingDatasets(Generic[C]):
 
     def add(self, batch: EncodedBatch[C]) -> None:
         """Add the next batch, or nothing of it if it raises DataError."""
+        # before anything is written, so that a refused batch leaves no trace
         self.counts.check_next(batch.counts)
         streams = iter(batch.streams)
         for output, builders in zip(self._encoder.outputs, self._unsealed, strict=True):
@@ -119,6 +122,7 @@ class _GrowingDatasets(Generic[C]):
                     keeps_empty_sequences=output.keeps_empty_sequences,
                     sequences_per_document=output.sequences_per_document,
                 )
+        # the builders may refuse a batch, the log and the counts take it
         for of_block in batch.of_blocks:
             self._log.add(of_block)
             batch.counts.add_block(of_block)
@@ -181,11 +185,13 @@ class Pipeline(Generic[C]):
         """
         job = self._job
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+        # a job that cannot be resumed works in a folder of its own, under a random name
         is_kept = job.resume or job.resume_interval_s is not None
         with UnfinishedWork(job.output_prefix, self._encoder.identity(), self._files.sources, is_kept) as work:
             datasets = self._opened(work)
             if not datasets.is_complete:
                 datasets = self._filled(datasets, work)
+            # all datasets are whole before the first gets its name
             datasets.seal()
             self._encoder.before_publishing()
             datasets.publish()
@@ -194,7 +200,10 @@ class Pipeline(Generic[C]):
 
     def _opened(self, work: UnfinishedWork) -> _GrowingDatasets[C]:
         job, pipe = self._job, self._files.pipe
-        saved = work.load() if job.resume else None
+        saved = None
+        if job.resume:
+            saved = work.load()
+        # of a complete run only the names are missing
         if job.resume and pipe and not (saved and saved.is_complete):
             raise DataError(
                 f"--resume: {pipe} cannot be read again from where an earlier run stopped; give files, or leave "
@@ -206,6 +215,7 @@ class Pipeline(Generic[C]):
             raise Finished
         else:
             work.start()
+            # before hours of work, not at its end
             check_absent([output.prefix for output in self._encoder.outputs], job.overwrite)
         self._report.describe(self._files.listing)
         return _GrowingDatasets(self._encoder, work, saved)
@@ -215,9 +225,10 @@ class Pipeline(Generic[C]):
         begin = datasets.position
         try:
             self._add_input(datasets, work, self._encoder)
+        # the accelerated tokenizer gave other ids than the reference somewhere in the input
         except StartOver as difference:
             self._report.note(str(difference))
-            if datasets.position != begin:
+            if datasets.position != begin:  # what was added may have wrong tokens in it
                 if self._files.pipe:
                     raise DataError(
                         f"{self._files.pipe} cannot be read again with the reference tokenizer; repeat the command "
@@ -237,23 +248,17 @@ class Pipeline(Generic[C]):
     def _add_input(self, datasets: _GrowingDatasets[C], work: UnfinishedWork, encoder: BlockEncoder[C]) -> None:
         """Add the rest of the input to the datasets. Raises DataError, StartOver."""
         report, counts = self._report, datasets.counts
-        # with a limit, most of the bytes may never be read
-        report.start(self._files.listing.num_bytes if self._job.max_documents is None else None, counts)
-        interval_s = self._job.resume_interval_s if self._files.pipe is None else None
-        saved_s = time.monotonic()
+        num_bytes = None
+        if self._job.max_documents is None:  # with a limit, most of the bytes may never be read
+            num_bytes = self._files.listing.num_bytes
+        report.start(num_bytes, counts)
+        # closing the encoder ends its threads or processes, also after Ctrl-C
         with contextlib.closing(report), contextlib.closing(encoder.encode(datasets.position)) as encoded:
             try:
-                for batch in encoded:
-                    num_shown = len(counts.faults)
-                    datasets.add(batch)
-                    for fault in counts.faults[num_shown:]:
-                        report.note(f"skipped {fault}")
-                    report.show(counts)
-                    if interval_s is not None and time.monotonic() - saved_s >= interval_s:
-                        datasets.save()
-                        saved_s = time.monotonic()
+                self._add_batches(datasets, encoded)
                 report.finish(counts)
             except (DataError, KeyboardInterrupt) as error:
+                # nothing was saved yet
                 if not work.is_saved:  # the work so far is too short to keep
                     raise
                 datasets.save()
@@ -261,26 +266,45 @@ class Pipeline(Generic[C]):
                     raise DataError(f"{error}{kept_work(self._job.output_prefix)}") from None
                 raise
 
+    def _add_batches(self, datasets: _GrowingDatasets[C], batches: Iterable[EncodedBatch[C]]) -> None:
+        """Add the batches, show what is done, and save it every `resume_interval_s`."""
+        interval_s = math.inf
+        if self._job.resume_interval_s is not None and self._files.pipe is None:
+            interval_s = self._job.resume_interval_s
+        saved_s = time.monotonic()
+        for batch in batches:
+            num_shown = len(datasets.counts.faults)
+            datasets.add(batch)
+            for fault in datasets.counts.faults[num_shown:]:
+                self._report.note(f"skipped {fault}")
+            self._report.show(datasets.counts)
+            if time.monotonic() - saved_s >= interval_s:
+                datasets.save()
+                saved_s = time.monotonic()
+
 
 def is_finished(encoder: BlockEncoder[Any]) -> bool:
     """Return True if the datasets of this job exist already."""
+    return all(_is_written(output.prefix, encoder) for output in encoder.outputs)
+
+
+def _is_written(prefix: str, encoder: BlockEncoder[Any]) -> bool:
+    try:
+        checksums, manifest = read_checksums(prefix), read_manifest(prefix)
+        # a manifest without its dataset is of no use
+        IndexedDataset(prefix)
+    except DataError:
+        return False
+    if checksums is None or checksums.notes != encoder.notes or manifest is None:
+        return False
+    written = manifest.header["options"]
+    for name, value in encoder.options.items():
+        if name not in encoder.free_options and written.get(name) != value:
+            return False
     shard = encoder.job.shard
-    expected = {name: value for name, value in encoder.options.items() if name not in encoder.free_options}
-    for output in encoder.outputs:
-        try:
-            checksums, manifest = read_checksums(output.prefix), read_manifest(output.prefix)
-            IndexedDataset(output.prefix)
-        except DataError:
-            return False
-        if checksums is None or checksums.notes != encoder.notes or manifest is None:
-            return False
-        if any(manifest.header["options"].get(name) != value for name, value in expected.items()):
-            return False
-        given = None if shard is None else (shard.number, shard.count)
-        written = None if manifest.shard is None else (manifest.shard["number"], manifest.shard["count"])
-        if given != written:
-            return False
-    return True
+    if shard is None or manifest.shard is None:
+        return shard is None and manifest.shard is None
+    return (shard.number, shard.count) == (manifest.shard["number"], manifest.shard["count"])
 
 
 # nearest ranks, so that each is a length that occurs
@@ -289,5 +313,6 @@ PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 def percentiles(lengths: NDArray[Any]) -> dict[int, int]:
     """Return percentile -> length."""
+    # an interpolated length would be one that no sample has
     levels = np.percentile(lengths, PERCENTILES, method="nearest")
     return {percent: int(level) for percent, level in zip(PERCENTILES, levels, strict=True)}

@@ -52,9 +52,11 @@ class UnfinishedWork:
     """
 
     def __init__(self, output_prefix: str, identity: dict[str, Any], sources: Sequence[SourceFile], is_kept: bool):
+        # random, since two nodes may make the same dataset on a file system without locks
         ending = "unfinished" if is_kept else f"partial-{uuid.uuid4().hex[:12]}"
         self.folder = Path(f"{output_prefix}.{ending}")
         self.is_kept = is_kept
+        # as it will be read back: tuples become lists
         self._identity = json.loads(json.dumps(identity))
         self._sources = sources
         self._has_saved_sources = False
@@ -110,6 +112,7 @@ class UnfinishedWork:
 
     def clear(self) -> None:
         """Discard all saved work."""
+        # first the state: without its builders it would be resumed into nothing
         self._state_path.unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -164,8 +167,8 @@ class UnfinishedWork:
     def _saved_sources(self) -> list[list[Any]]:
         path = self.folder / "sources.json"
         try:
-            found: list[list[Any]] = parse_json(path.read_text(encoding="utf-8"))
-            return found
+            sources: list[list[Any]] = parse_json(path.read_text(encoding="utf-8"))
+            return sources
         except (ValueError, FileNotFoundError) as error:
             raise DataError(f"{path} is damaged ({error}); delete {self.folder} to start over") from error
 
@@ -178,8 +181,10 @@ class UnfinishedWork:
                 "others now; give the same, or delete the folder to start over"
             )
         for number, (before, after) in enumerate(zip(saved, now, strict=True)):
+            # a size or time that changed means other content, except of what is still to be read
             if number > position.source or before == after:
                 continue
+            # a user may repair the line at which a run stopped, and resume
             is_read_in_part = number == position.source and _can_be_compared(self._sources[number])
             if not is_read_in_part or _tail_digest(self._sources, position) != saved_tail:
                 raise DataError(
@@ -188,7 +193,9 @@ class UnfinishedWork:
 
 
 def _describe(source: SourceFile) -> list[Any]:
-    name = os.path.abspath(source.name) if source.transport == "file" else source.public_name
+    name = source.public_name
+    if source.transport == "file":
+        name = os.path.abspath(source.name)
     return [name, source.num_bytes, source.version]
 
 
@@ -200,6 +207,7 @@ def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
     """Return a digest of the last bytes before the position; empty if it does not count bytes of the file."""
     if position.source >= len(sources) or not _can_be_compared(sources[position.source]):
         return ""
+    # not all of the file: hashing terabytes would take longer than the rest of the work
     begin = max(0, position.offset - TAIL_BYTES)
     with open(sources[position.source].name, "rb") as file:
         file.seek(begin)
@@ -209,4 +217,6 @@ def _tail_digest(sources: Sequence[SourceFile], position: Position) -> str:
 def kept_work(output_prefix: str) -> str:
     """Return the end of an error message that names the work to resume from; "" if there is none."""
     folder = Path(f"{output_prefix}.unfinished")
-    return f"\nthe work so far is kept in {folder}: --resume continues from there" if folder.exists() else ""
+    if not folder.exists():
+        return ""
+    return f"\nthe work so far is kept in {folder}: --resume continues from there"

@@ -166,10 +166,12 @@ class RowEncoder(Generic[R, S, K]):
                 samples += result
             elif not counts.counts_apart(result, block.place(number)):
                 problems.append((number, result.kind, str(result)))
+        # reading and encoding find faults by themselves
         problems.sort()
         counts.bad.update(kind for _, kind, _ in problems)
         left = SHOWN_FAULTS - len(counts.faults)
         faults = [str(Fault(block.place(number), reason)) for number, _, reason in problems[:left]]
+        # the first fault in the order of the file, whatever the order in which they were found
         if faults and self.job.bad_rows == "error":
             raise DataError(f"{faults[0]} (or leave such rows out: tools/{self.command}.py --bad-rows skip)")
         counts.faults += faults
@@ -191,9 +193,13 @@ class RowBlockEncoder(BlockEncoder[K], Generic[K]):
 
     def encode(self, start: Position) -> Generator[EncodedBatch[K]]:
         num_bytes = self.files.listing.num_bytes
-        total_bytes = sys.maxsize if num_bytes is None else num_bytes
+        total_bytes = sys.maxsize  # unknown, as of a pipe
+        if num_bytes is not None:
+            total_bytes = num_bytes
         self.encoder.tokenizer.expected_bytes = total_bytes
+        # small inputs are done before a process has loaded its tokenizer
         num_processes = min(self.job.workers, total_bytes // workers.BYTES_WORTH_A_PROCESS)
+        # the job, not the encoder: tokenizers and templates cannot be pickled
         there = partial(_encode_in_worker, self.job)
         return workers.in_processes(self.encoder.encode_batch, there, self.batches(start), num_processes)
 
@@ -225,13 +231,11 @@ def first_samples(
         if not left:
             return
     if left == count:
-        raise DataError([*counts.faults, "no row of the input can be shown; a whole run counts why"][0])
+        if counts.faults:
+            raise DataError(counts.faults[0])
+        raise DataError("no row of the input can be shown; a whole run counts why")
     for fault in counts.faults:
         note(f"skipped {fault}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of a block
 
 
 def rows_of(
@@ -256,6 +260,7 @@ def rows_of(
             continue
         try:
             row = object_of_line(line, example, keys)
+            # of a turn given twice under one name, one would be lost in silence
             check_unrepeated(row, line)
             rows.append((number, row))
         except UnicodeDecodeError as error:
@@ -269,8 +274,10 @@ def _rows_of_table(table: pyarrow.RecordBatch, keys: Sequence[str]) -> list[dict
     """Return the rows of a table, without its nulls. Of columns that are not read, True stands for a value."""
     columns = []
     for name, column in zip(table.schema.names, table.columns, strict=True):
-        is_read = name in keys or looks_like_context(name)
-        columns.append(column.to_pylist() if is_read else [value or None for value in column.is_valid().to_pylist()])
+        if name in keys or looks_like_context(name):
+            columns.append(column.to_pylist())
+        else:
+            columns.append([is_valid or None for is_valid in column.is_valid().to_pylist()])
     rows = zip(*columns, strict=True)
     return [_without_nulls(dict(zip(table.schema.names, row, strict=True))) for row in rows]
 
@@ -278,6 +285,7 @@ def _rows_of_table(table: pyarrow.RecordBatch, keys: Sequence[str]) -> list[dict
 def _without_nulls(value: Any) -> Any:
     """Return a row of a table without its nulls: all objects of a column have the keys of each other there."""
     if isinstance(value, dict):
+        # a struct column gives each row the keys of all rows, null where a row has none
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]

@@ -6,7 +6,9 @@ The accelerated ids are compared with the reference tokenizer's before the work 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,7 +27,6 @@ from megatron.data.prepare.block_encoder import (
 )
 from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.prepare.pipeline import Pipeline, PreparationReport
-from megatron.data.prepare.workers import in_threads
 from megatron.data.read.archives import read_blocks
 from megatron.data.read.document_blocks import LARGEST_DOCUMENT_BYTES, Block, Fault, Position, ReadingRules
 from megatron.data.read.document_parser import Parsed, bad_line_error, parse
@@ -39,6 +40,8 @@ PROOF_CHARACTERS = 1 << 15
 PROOF_BLOCK_BYTES = 1 << 18
 SPOT_CHARACTERS = 1 << 9
 """Characters of every batch that both tokenizers encode."""
+BATCHES_AHEAD = 2
+"""Batches that may wait beyond one for each thread. Bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,9 @@ class TextCounts(Counts):
         self.num_empty = num_empty
 
 
+Batch = EncodedBatch[TextCounts]
+
+
 def preprocess_text(job: TextJob, files: JobInput, report: PreparationReport) -> TextCounts:
     """Write the datasets of a job. Raises DataError or OSError, with no final file written, and Finished."""
     return Pipeline(TextEncoder(job, files), report).run()
@@ -147,12 +153,14 @@ class TextEncoder(BlockEncoder[TextCounts]):
                 f"{counts.num_bad} bad; {remedy}"
             )
 
-    def encode(self, start: Position) -> Generator[EncodedBatch[TextCounts]]:
+    def encode(self, start: Position) -> Generator[Batch]:
         try:
-            fast = self.job.tokenizer if self.job.uses_reference else self._accelerated()
-            work = _BatchEncoder(self.job, self._dtype, fast)
-            batches = self.batches(start, fast.batch_bytes)
-            with contextlib.closing(in_threads(work.encode, batches, self.job.workers)) as encoded:
+            tokenizer = self.job.tokenizer
+            if not self.job.uses_reference:
+                tokenizer = self._accelerated()
+            work = _BatchEncoder(self.job, self._dtype, tokenizer)
+            batches = self.batches(start, tokenizer.batch_bytes)
+            with contextlib.closing(_in_threads(work.encode, batches, self.job.workers)) as encoded:
                 yield from encoded
         except NotAccelerated as difference:
             reference = TextEncoder(replace(self.job, uses_reference=True), self.files)
@@ -164,9 +172,11 @@ class TextEncoder(BlockEncoder[TextCounts]):
         Raises NotAccelerated if they differ.
         """
         job = self.job
-        fast = accelerate(job.tokenizer)
-        # with a limit, the later files may never be read
-        sources = self.files.sources if job.max_documents is None else self.files.sources[:1]
+        tokenizer = accelerate(job.tokenizer)
+        sources = self.files.sources
+        if job.max_documents is not None:  # the later files may never be read
+            sources = sources[:1]
+        # evenly among the files, of which the first may be all of one kind
         step = max(1, len(sources) // PROOF_SOURCES)
         for source in sources[::step][:PROOF_SOURCES]:
             blocks = read_blocks([source], job.reading_rules(PROOF_BLOCK_BYTES))
@@ -175,11 +185,31 @@ class TextEncoder(BlockEncoder[TextCounts]):
                 continue
             left = PROOF_CHARACTERS
             for text in parse(first, job.keys).columns[0]:
-                check_equal(fast, job.tokenizer, [text[:left]])
+                check_equal(tokenizer, job.tokenizer, [text[:left]])
                 left -= len(text)
                 if left <= 0:
                     break
-        return fast
+        return tokenizer
+
+
+# Threads, not processes: tokenizers, gigatoken and hashing release the interpreter's lock, so nothing is pickled, and a
+# kill leaves no process behind.
+def _in_threads(
+    encode: Callable[[list[Block]], Batch], batches: Iterator[list[Block]], num_threads: int
+) -> Generator[Batch]:
+    """Yield every encoded batch in order, with a bounded number of them in flight."""
+    waiting: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) >= num_threads + BATCHES_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 @dataclass(frozen=True)
@@ -189,7 +219,7 @@ class _BatchEncoder:
     tokenizer: Tokenizer
     """The job's, or one whose ids must equal that one's."""
 
-    def encode(self, blocks: Sequence[Block]) -> EncodedBatch[TextCounts]:
+    def encode(self, blocks: Sequence[Block]) -> Batch:
         """Encode consecutive blocks. Raises NotAccelerated, and DataError for the first fault unless they are skipped.
 
         A document without a token is left out if there is one key, its eod too. With several keys it stays, without a
@@ -198,32 +228,41 @@ class _BatchEncoder:
         parsed = [parse(block, self.job.keys) for block in blocks]
         try:
             streams, is_empty = self._encode_columns(blocks, parsed)
+        # not a fault of a document: each of them alone would succeed
         except MemoryError:
             raise
         except Exception:  # the type depends on the library: find the documents that it refuses
             for block, of_block in zip(blocks, parsed, strict=True):
                 self._sift(block, of_block)
             streams, is_empty = self._encode_columns(blocks, parsed)
+        # a spot of each batch: the proof at the start has seen the beginnings of files only
         if self.tokenizer is not self.job.tokenizer and len(is_empty[0]):
             self._check_spot(blocks[0], parsed)
-        faults = [fault for one in parsed for fault in one.faults]
+        faults = [fault for of_block in parsed for fault in of_block.faults]
         if faults and not self.job.skips_faults:
             raise bad_line_error(faults[0])
         num_empty = [int(column.sum()) for column in is_empty]
         counts = TextCounts(faults=[str(fault) for fault in faults], num_empty=num_empty)
         return EncodedBatch(streams, counts, self._of_blocks(blocks, parsed, is_empty[0]))
 
+    @property
+    def _leaves_out_empty(self) -> bool:
+        # with several keys, document n of one dataset is document n of the others
+        return len(self.job.keys) == 1
+
     def _of_blocks(
         self, blocks: Sequence[Block], parsed: Sequence[Parsed], is_empty: NDArray[np.bool_]
     ) -> list[BlockCounts]:
         counts = []
         start = 0
-        leaves_out = len(self.job.keys) == 1
-        for block, one in zip(blocks, parsed, strict=True):
-            end = start + len(one.numbers)
-            num_empty = int(is_empty[start:end].sum()) if leaves_out else 0
+        for block, of_block in zip(blocks, parsed, strict=True):
+            end = start + len(of_block.numbers)
+            num_empty = 0
+            if self._leaves_out_empty:
+                num_empty = int(is_empty[start:end].sum())
             num_kept = end - start - num_empty
-            counts.append(BlockCounts(block.without_content(), num_kept, one.num_blank, num_empty, len(one.faults)))
+            num_bad = len(of_block.faults)
+            counts.append(BlockCounts(block.without_content(), num_kept, of_block.num_blank, num_empty, num_bad))
             start = end
         return counts
 
@@ -233,41 +272,54 @@ class _BatchEncoder:
         """Return the streams, and for each key which documents have no token."""
         streams: list[Stream] = []
         is_empty: list[NDArray[np.bool_]] = []
-        num_partitions = self.job.num_partitions
-        for k in range(len(self.job.keys)):
-            texts = parsed[0].columns[k] if len(parsed) == 1 else [text for one in parsed for text in one.columns[k]]
-            if num_partitions == 1:
-                stream = self._encode_texts(texts)
-                is_empty.append(stream.lengths == 0)
-                streams.append(stream)
-                continue
-            documents = [
-                block.begin.documents + n for block, one in zip(blocks, parsed, strict=True) for n in one.numbers
-            ]
-            partition_of = np.array(documents, np.int64) % num_partitions
-            is_empty.append(np.zeros(len(texts), np.bool_))
-            for partition in range(num_partitions):
-                chosen = np.flatnonzero(partition_of == partition)
-                streams.append(self._encode_texts([texts[i] for i in chosen]))
-                is_empty[-1][chosen] = streams[-1].lengths == 0
-        if len(self.job.keys) == 1:
+        for column in range(len(self.job.keys)):
+            texts = parsed[0].columns[column]
+            if len(parsed) > 1:
+                texts = [text for of_block in parsed for text in of_block.columns[column]]
+            if self.job.num_partitions == 1:
+                of_column = [self._encode_texts(texts)]
+                is_empty.append(of_column[0].lengths == 0)
+            else:
+                of_column, without_tokens = self._encode_partitions(texts, _document_numbers(blocks, parsed))
+                is_empty.append(without_tokens)
+            streams += of_column
+        if self._leaves_out_empty:
             for stream in streams:
                 stream.lengths = stream.lengths[stream.lengths > 0]
         return streams, is_empty
 
+    def _encode_partitions(
+        self, texts: list[str], numbers: NDArray[np.int64]
+    ) -> tuple[list[Stream], NDArray[np.bool_]]:
+        """Return the stream of each partition, and which documents have no token."""
+        streams = []
+        is_empty = np.zeros(len(texts), np.bool_)
+        # by the number in the whole input: the partitions do not depend on where blocks begin
+        partition_of = numbers % self.job.num_partitions
+        for partition in range(self.job.num_partitions):
+            chosen = np.flatnonzero(partition_of == partition)
+            stream = self._encode_texts([texts[i] for i in chosen])
+            # in the order of the documents, which is that of the manifest
+            is_empty[chosen] = stream.lengths == 0
+            streams.append(stream)
+        return streams, is_empty
+
     def _encode_texts(self, texts: list[str]) -> Stream:
         ids, lengths = self.tokenizer.encode_batch(texts)
+        # cheap, and the last look at an id before it is written in fewer bits
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise AssertionError(f"the tokenizer gave id {ids.max()} of a vocabulary of {self.tokenizer.vocab_size}")
         tokens = ids.astype(self.dtype)
         if self.job.eod is not None:
             has_tokens = lengths > 0
+            # a document without a token gets no eod, which would be one document more to train on
             tokens = np.insert(tokens, np.cumsum(lengths[has_tokens]), self.job.eod)
             lengths = lengths + has_tokens
         return Stream(tokens, lengths)
 
     def _sift(self, block: Block, parsed: Parsed) -> None:
         """Move documents that the tokenizer refuses to `parsed.faults`."""
+        # one by one, and slowly: a batch with a refused document is rare
         kept = []
         for row, number in enumerate(parsed.numbers):
             try:
@@ -283,6 +335,16 @@ class _BatchEncoder:
     def _check_spot(self, first: Block, parsed: Sequence[Parsed]) -> None:
         """Raise NotAccelerated unless the reference gives the same ids for a part of one document."""
         of_block = next(one for one in parsed if one.numbers)
+        # another document and another part of it in every batch, the same in every run
         text = of_block.columns[0][first.begin.documents % len(of_block.numbers)]
         start = first.begin.offset % max(1, len(text) - SPOT_CHARACTERS)
         check_equal(self.tokenizer, self.job.tokenizer, [text[start : start + SPOT_CHARACTERS]])
+
+
+def _document_numbers(blocks: Sequence[Block], parsed: Sequence[Parsed]) -> NDArray[np.int64]:
+    """Return the number of each document in the input."""
+    numbers = [
+        block.begin.documents + np.array(of_block.numbers, np.int64)
+        for block, of_block in zip(blocks, parsed, strict=True)
+    ]
+    return np.concatenate(numbers)

@@ -1,4 +1,4 @@
-"""Encoding of batches of blocks in order, by threads or by processes."""
+"""Encoding of batches of blocks in order, by processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -25,28 +25,9 @@ BATCHES_PER_WORKER = 2
 """Batches submitted to each worker process at a time."""
 BATCHES_AHEAD = 8
 """Further batches that may be encoded before an earlier one is done. Bounds the memory."""
-BATCHES_AHEAD_OF_THREADS = 2
 
 Encoded = TypeVar("Encoded")
 Encode = Callable[[list[Block]], Encoded]
-
-
-# Threads for text, not processes: tokenizers, gigatoken and hashing release the interpreter's lock, so nothing is
-# pickled, and a kill leaves no process behind.
-def in_threads(encode: Encode[Encoded], batches: Iterator[list[Block]], num_threads: int) -> Generator[Encoded]:
-    """Yield every encoded batch in order, with a bounded number of them in flight."""
-    waiting: deque[Future[Encoded]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(encode, batch))
-                if len(waiting) >= num_threads + BATCHES_AHEAD_OF_THREADS:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
 
 
 def in_processes(
@@ -61,23 +42,28 @@ def in_processes(
     a batch itself, by `encode_here`, whenever all others have enough: also while they start. `encode_there` is sent to
     them, so it must be a function of a module, or a partial of one.
     """
+    # this process encodes too
     num_workers = num_processes - 1
     if num_workers < 1:
         for batch in batches:
             yield encode_here(batch)
         return
     pool = ProcessPoolExecutor(num_workers, _WorkerContext(), _start_worker)
-    most = BATCHES_PER_WORKER * num_workers + BATCHES_AHEAD
+    enough = BATCHES_PER_WORKER * num_workers
+    most = enough + BATCHES_AHEAD
     waiting: deque[tuple[str, Future[Encoded]]] = deque()
     place = ""
     try:
         for batch in batches:
             place = place or batch[0].place(0)
-            if sum(not future.done() for _, future in waiting) < BATCHES_PER_WORKER * num_workers:
+            num_unfinished = sum(not future.done() for _, future in waiting)
+            if num_unfinished < enough:
                 future = pool.submit(encode_there, batch)
             else:
                 future = _finished(encode_here, batch)
+            # the place names where a dead worker was
             waiting.append((batch[0].place(0), future))
+            # in order, and no more in flight than the memory should hold
             while waiting and (waiting[0][1].done() or len(waiting) >= most):
                 place, future = waiting.popleft()
                 yield future.result()

@@ -19,7 +19,6 @@ from megatron.data.read.document_blocks import (
     Fault,
     Position,
     ReadingRules,
-    after_source,
     delimited_blocks,
     first_documents,
 )
@@ -37,27 +36,30 @@ def archive_blocks(archive: SourceFile, rules: ReadingRules, start: Position) ->
     at = start
     with contextlib.closing(open_source(archive)) as file:
         content = ContentReader(archive, file, PIECE_BYTES)
-        stream = _Stream(content)
         try:
-            for number, (tar, entry) in enumerate(_entries(stream)):
+            for number, (tar, entry) in enumerate(_entries(_Stream(content))):
+                # a folder in an archive holds nothing: its files are entries of their own
                 if number < start.member or entry.isdir():
                     continue
-                begin = at if number == at.member else Position(at.source, number, documents=at.documents)
+                begin = at
+                if number != at.member:
+                    begin = Position(at.source, number, documents=at.documents)
                 source = _member(archive, entry, rules.names)
-                num_blocks = 0
+                block = None
                 for block in _member_blocks(source, tar, entry, rules, begin):
-                    num_blocks += 1
                     at = block.end
                     yield replace(block, num_input_bytes=content.take_count())
-                if not num_blocks:
+                # without it the manifest would not name an empty member
+                if block is None:
                     yield Block(source, begin, begin, content.take_count())
                     at = begin
-        except (Damage, _ArchiveDamage, tarfile.TarError) as damage:
+            return
+        except (Damage, _ArchiveDamage) as damage:
             reason = str(damage)
-            if isinstance(damage, tarfile.TarError):
-                reason = f"the tar file is damaged ({damage}); copy it again"
-            after = Position(at.source + 1, documents=at.documents)
-            yield Block(archive, at, after, content.take_count(), fault=Fault(archive.name, reason))
+        except tarfile.TarError as error:
+            reason = f"the tar file is damaged ({error}); copy it again"
+        after = Position(at.source + 1, documents=at.documents)
+        yield Block(archive, at, after, content.take_count(), fault=Fault(archive.name, reason))
 
 
 class _ArchiveDamage(Exception):
@@ -79,6 +81,7 @@ class _MemberFile:
 
 
 def _member(archive: SourceFile, entry: tarfile.TarInfo, names: InputRules) -> SourceFile:
+    # a member without a form is passed over or refused, and its kind does not matter
     kind, compression = names.form(_base_name(entry)) or ("text", "")
     return SourceFile(
         f"{archive.public_name}!{entry.name}",
@@ -98,38 +101,43 @@ def _base_name(entry: tarfile.TarInfo) -> str:
 def _member_blocks(
     source: SourceFile, tar: tarfile.TarFile, entry: tarfile.TarInfo, rules: ReadingRules, begin: Position
 ) -> Iterator[Block]:
-    skipped, refusal = _reasons(entry, rules.names)
-    if skipped is not None:
-        return iter([Block(source, begin, after_source(source, begin), 0, passed_over=skipped)])
+    passed_over = _reason_to_pass_over(entry, rules.names)
+    if passed_over is not None:
+        return iter([Block(source, begin, begin.after_source(source), 0, passed_over=passed_over)])
+    refusal = _refusal(entry, rules.names)
     if refusal is not None:
-        return iter([Block(source, begin, after_source(source, begin), 0, fault=Fault(source.name, refusal))])
+        return iter([Block(source, begin, begin.after_source(source), 0, fault=Fault(source.name, refusal))])
     return delimited_blocks(source, rules, begin, lambda: _MemberFile(cast(IO[bytes], tar.extractfile(entry))))
 
 
-def _reasons(entry: tarfile.TarInfo, names: InputRules) -> tuple[str | None, str | None]:
-    """Return why a member is passed over, or why it is refused."""
-    name = _base_name(entry)
+def _reason_to_pass_over(entry: tarfile.TarInfo, names: InputRules) -> str | None:
+    # a link may lead out of the archive
     if entry.issym() or entry.islnk():
-        return "a link in an archive", None
+        return "a link in an archive"
     if not entry.isreg():
-        return "a device or pipe in an archive", None
+        return "a device or pipe in an archive"
+    name = _base_name(entry)
+    return names.reason_to_pass_over(name, entry.name, names.form(name))
+
+
+def _refusal(entry: tarfile.TarInfo, names: InputRules) -> str | None:
+    name = _base_name(entry)
     form = names.form(name)
-    if skipped := names.reason_to_pass_over(name, entry.name, form):
-        return skipped, None
     refusal = names.refusal(name, form, entry.size)
+    # read at any place of the file, or an archive within an archive: neither streams
     if refusal is None and form is not None and form[0] in (*UNCOMPRESSED_ONLY, "tar"):
-        refusal = f"is a .{form[0]} file in an archive, which cannot be read as a stream; extract it"
-    return None, refusal
+        return f"is a .{form[0]} file in an archive, which cannot be read as a stream; extract it"
+    return refusal
 
 
 def _entries(stream: _Stream) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """Yield the members of an archive, each before the next is looked for. Raises Damage, TarError."""
     with tarfile.open(mode="r|", fileobj=stream, bufsize=PIECE_BYTES, tarinfo=_Header) as tar:  # type: ignore[call-overload]
-        while (entry := tar.next()) is not None:
+        for entry in iter(tar.next, None):
             yield tar, entry
             tar.members.clear()  # type: ignore[attr-defined]  # all that it has seen, in memory
         # what is left are zeros up to a multiple of the writer's block
-        while rest := tar.fileobj.read(PIECE_BYTES):  # type: ignore[union-attr]
+        for rest in iter(lambda: tar.fileobj.read(PIECE_BYTES), b""):  # type: ignore[union-attr]
             if rest.strip(b"\0"):
                 raise Damage("something follows the end of the archive, which may be several joined in one; split it")
 
@@ -141,6 +149,7 @@ class _Header(tarfile.TarInfo):
     def fromtarfile(cls, tarfile_: Any) -> _Header:
         try:
             return super().fromtarfile(tarfile_)
+        # the two blocks of zeros that end an archive
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
         except tarfile.HeaderError as error:
@@ -154,6 +163,7 @@ class _Stream:
         self._pieces = content.chunks(0)
 
     def read(self, _: int) -> bytes:
+        # tarfile takes an empty piece for the end
         return next((piece for piece in self._pieces if piece), b"")
 
 
@@ -173,6 +183,7 @@ def read_blocks(
     """
     start = start or Position()
     documents, most = start.documents, rules.max_documents
+    # resumed exactly at the limit
     if documents == most:
         return
     for number, source in itertools.islice(enumerate(sources), start.source, None):
@@ -189,6 +200,7 @@ def read_blocks(
 
 def blocks_of(source: SourceFile, rules: ReadingRules, start: Position) -> Iterator[Block]:
     """Yield the blocks of one file."""
+    # by row groups and batches, at any place of the file
     if source.kind in UNCOMPRESSED_ONLY:
         from megatron.data.read.tables import table_blocks  # pyarrow, which takes its time
 
@@ -209,6 +221,7 @@ def read_batches(
     batch: list[Block] = []
     num_bytes = 0
     for block in read_blocks(sources, rules, start=start):
+        # a fault ends a batch, so that what is before it is kept and what follows is not read in vain
         batch.append(block)
         num_bytes += block.rows.nbytes if block.rows is not None else len(block.raw)
         if num_bytes >= enough or block.fault is not None or len(batch) >= MOST_BLOCKS_OF_A_BATCH:

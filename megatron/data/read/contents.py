@@ -69,6 +69,7 @@ class _Pipe:
         return self._kept is not None
 
     def read(self, size: int) -> bytes:
+        # what is kept is bounded, so a pipe that has been read on cannot begin again
         if self._kept is None:
             return self._file.read(size)
         if self._position < len(self._kept):
@@ -77,6 +78,7 @@ class _Pipe:
             piece = self._file.read(min(size, KEPT_BYTES))
             self._kept += piece
         self._position += len(piece)
+        # too far for a sample: from here on the pipe is read once
         if self._position > KEPT_BYTES:
             self._kept = None
         return piece
@@ -103,18 +105,20 @@ def open_source(source: SourceFile) -> Any:
 
 def _open_pipe(source: SourceFile) -> _Pipe:
     is_stdin = source.relative_name == STDIN
+    # by inode: /dev/stdin and - are one pipe
     status = os.fstat(0) if is_stdin else os.stat(source.name)
     identity = (status.st_dev, status.st_ino)
-    known = _pipes.get(identity)
-    if known is None:
+    pipe = _pipes.get(identity)
+    if pipe is None:
+        # a duplicate: closing it leaves standard input open
         file = open(os.dup(0) if is_stdin else source.name, "rb", buffering=0)  # noqa: SIM115  # the pipe keeps it
-        known = _pipes[identity] = _Pipe(file)
-    elif not known.rewind():
+        pipe = _pipes[identity] = _Pipe(file)
+    elif not pipe.rewind():
         raise DataError(
             f"{source.name} cannot be read a second time; write it to a file first, or leave out what reads it twice "
             "(--show; with --reference-tokenizer nothing is compared)"
         )
-    return known
+    return pipe
 
 
 class ContentReader:
@@ -132,14 +136,13 @@ class ContentReader:
             with contextlib.suppress(ValueError, OSError):  # a stream: what is skipped is read
                 self._file.seek(skip_bytes)
                 skip_bytes = 0
-        pieces = self._decompressed() if self._source.compression else self._plain()
-        for piece in pieces:
+        for piece in self._pieces():
             self._content_bytes += len(piece)
-            if self._source.compression:
-                self._check_expansion()
-            if skip_bytes:
-                piece, skip_bytes = piece[skip_bytes:], max(0, skip_bytes - len(piece))
-            yield piece
+            if not skip_bytes:
+                yield piece
+                continue
+            yield piece[skip_bytes:]
+            skip_bytes = max(0, skip_bytes - len(piece))
 
     def take_count(self) -> int:
         """Return the bytes of the file read since the previous call."""
@@ -150,6 +153,7 @@ class ContentReader:
         try:
             piece: bytes = self._file.read(size)
         except Exception as error:
+            # over a network the file itself may be whole
             if self._source.transport == "url":
                 raise lost_connection(self._source.name, error) from error
             if not isinstance(error, OSError):
@@ -160,48 +164,63 @@ class ContentReader:
         self._raw_bytes += len(piece)
         return piece
 
-    def _check_expansion(self) -> None:
+    def _pieces(self) -> Iterator[bytes]:
+        if not self._source.compression:
+            yield from iter(lambda: self._read(self._block_bytes), b"")
+            return
+        for piece in self._decompressed():
+            self._check_expansion(self._content_bytes + len(piece))
+            yield piece
+
+    def _check_expansion(self, content_bytes: int) -> None:
+        # small files may expand as they like: the bound is there for the memory and the disk
         limit = max(EXPANSION_COUNTS_FROM_BYTES, LARGEST_EXPANSION * self._raw_bytes)
-        if self._content_bytes > limit:
+        if content_bytes > limit:
             raise Damage(
                 f"{self._raw_bytes} bytes of the file expand to more than {limit}: it may be a decompression bomb; if "
                 "it is what you want, decompress it yourself"
             )
 
-    def _plain(self) -> Iterator[bytes]:
-        while piece := self._read(self._block_bytes):
-            yield piece
-
     def _decompressed(self) -> Iterator[bytes]:
+        """Yield the content of all streams of the file, which follow each other in it."""
         form = FORMATS[self._source.compression]
         stream = None
         held = bytearray()
-        while raw := self._read(form.piece_bytes):
+        for raw in iter(lambda: self._read(form.piece_bytes), b""):
             while raw:
                 if stream is None:
-                    raw = raw.lstrip(b"\0") if form.may_be_padded and self._raw_bytes > len(raw) else raw
+                    # zeros after a stream are padding; those at the beginning are no stream
+                    if form.may_be_padded and self._raw_bytes > len(raw):
+                        raw = raw.lstrip(b"\0")
                     if not raw:
                         break
                     stream = form.start()
                 try:
                     held += stream.decompress(raw)
                 except form.errors as error:
+                    # what came before the damage is good
                     yield bytes(held)
                     raise self._damage(f"cannot be decompressed ({error})") from error
-                raw = stream.unused_data if stream.eof else b""
-                stream = None if stream.eof else stream
+                raw = b""
+                if stream.eof:
+                    raw = stream.unused_data
+                    stream = None
             if len(held) >= self._block_bytes:
                 yield bytes(held)
                 held.clear()
         yield bytes(held)
+        # a cut-off stream raises nothing: its decompressor only waits for more
         if stream is not None:
             raise self._damage("is cut off")
+        # for text an empty file is whole; a compressed one has a header at least
         if not self._raw_bytes:
             raise self._damage("is empty, a failed download,")
 
     def _damage(self, what: str) -> Damage:
         name = FORMATS[self._source.compression].name
-        hint = ", or compress it without --long" if name == "zstd" and "cut" not in what else ""
+        hint = ""
+        if name == "zstd" and "cut" not in what:  # the window of --long may exceed what a reader allows
+            hint = ", or compress it without --long"
         return Damage(f"the {name} file {what} after {self._content_bytes} bytes of content; copy it again{hint}")
 
 

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from isal import isal_zlib
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 BLOCK_BYTES = 1 << 20
-BOM = b"\xef\xbb\xbf"
 LARGEST_DOCUMENT_BYTES = 64 << 20
 
 
@@ -46,6 +46,33 @@ class Position:
     """CRC-32 of the content of the source, or of its part, up to here. Tables: 0."""
     array: Literal["", "open", "ended"] = ""
     """The source is a JSON array, in which this place is, or which has ended."""
+
+    def after_content(self, content: bytes | memoryview, num_documents: int) -> Position:
+        """Return the place after the next documents of a source, which `content` holds."""
+        return Position(
+            self.source,
+            self.member,
+            self.offset + len(content),
+            self.documents_of_source + num_documents,
+            self.documents + num_documents,
+            isal_zlib.crc32(content, self.crc32),
+            self.array,
+        )
+
+    def after_rows(self, count: int) -> Position:
+        """Return the place after the next rows of a table."""
+        return replace(
+            self,
+            offset=self.offset + count,
+            documents_of_source=self.documents_of_source + count,
+            documents=self.documents + count,
+        )
+
+    def after_source(self, source: SourceFile) -> Position:
+        """Return the beginning of the next file, or of the next one in the same archive."""
+        if source.archive:
+            return Position(self.source, self.member + 1, documents=self.documents)
+        return Position(self.source + 1, documents=self.documents)
 
 
 @dataclass(frozen=True)
@@ -101,20 +128,24 @@ def first_documents(block: Block, count: int) -> Block:
     if block.end.documents - begin.documents <= count:
         return block
     if block.rows is not None:
-        return replace(block, rows=block.rows.slice(0, count), end=after_rows(begin, count))
+        return replace(block, rows=block.rows.slice(0, count), end=begin.after_rows(count))
+    # cut as the parser will: a line more or less would be another dataset
     rest = block.raw.split(block.delimiter, count)[-1]
     raw = block.raw.removesuffix(rest)
-    return replace(block, raw=raw.removesuffix(block.delimiter), end=advanced(begin, raw, count))
+    return replace(block, raw=raw.removesuffix(block.delimiter), end=begin.after_content(raw, count))
 
 
 def _place(source: SourceFile, number: int, is_one_of_many: bool) -> str:
+    # the lines before the part are not read, so their number is unknown
     if source.part is not None and source.part[0]:
         return f"{source.name}, line {number + 1} after byte {source.part[0]}"
     if source.kind == "jsonl":
         return f"{source.name}:{number + 1}"
     if source.kind in ("parquet", "arrow", "array"):
         return f"{source.name}, row {number + 1}"
-    return f"{source.name}, document {number + 1}" if is_one_of_many else source.name
+    if is_one_of_many:
+        return f"{source.name}, document {number + 1}"
+    return source.name
 
 
 @dataclass(frozen=True)
@@ -146,11 +177,19 @@ class ReadingRules:
         return self.block_bytes or BLOCK_BYTES
 
 
+@cache
+def cuts_at_dots(key: str) -> list[tuple[str, str]]:
+    """Return a key cut at each of its dots, where it may step into an object: `a.b.c` into (a, b.c) and (a.b, c)."""
+    dots = [offset for offset, character in enumerate(key) if character == "."]
+    return [(key[:dot], key[dot + 1 :]) for dot in dots]
+
+
 def delimited_blocks(
     source: SourceFile, rules: ReadingRules, start: Position, opened: Callable[[], Any]
 ) -> Iterator[Block]:
     """Yield the blocks of a JSONL or text file, whose content `opened` returns."""
     delimiter = b"\n" if source.kind == "jsonl" else (rules.separator or "").encode()
+    # an empty delimiter: the file is one document
     file = _DelimitedFile(source, delimiter, start, rules)
     return file.blocks(opened, rules.content_bytes, rules.goes_on)
 
@@ -163,6 +202,7 @@ class _DelimitedFile:
         self._largest_bytes, self._takes_arrays = rules.largest_document_bytes, rules.as_rows
         self._too_long = f"longer than {self._largest_bytes} bytes; {rules.remedy}"
         self._held = bytearray()  # read, but not yet in a block
+        self._searched = 0  # held bytes before which no delimiter begins
         self._is_too_long = False  # the document being read, which is discarded up to its end
 
     def blocks(self, opened: Callable[[], Any], block_bytes: int, goes_on: bool) -> Iterator[Block]:
@@ -175,30 +215,10 @@ class _DelimitedFile:
                 yield rest_is_lost(self._source, self._at, self._reader.take_count(), str(damage))
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield the content; of a part, the lines that begin in it."""
+        """Return the content; of a part, the lines that begin in it."""
         if self._source.part is None:
-            yield from self._whole_chunks()
-            return
-        begin, end = self._source.part
-        place = self._at.offset
-        is_aligned = place > begin or not begin
-        if not is_aligned:
-            place = begin - 1  # a line begins at `begin` if this is the end of the one before
-        for chunk in self._reader.chunks(place):
-            if not is_aligned:
-                found = chunk.find(b"\n") + 1
-                place += found or len(chunk)
-                if not found:
-                    continue
-                chunk, is_aligned = chunk[found:], True
-                self._at = replace(self._at, offset=place)
-            if place >= end:
-                return
-            last = chunk.find(b"\n", max(0, end - 1 - place)) + 1 if place + len(chunk) >= end else 0
-            yield chunk[:last] if last else chunk
-            if last:
-                return
-            place += len(chunk)
+            return self._whole_chunks()
+        return self._chunks_of_part(*self._source.part)
 
     def _whole_chunks(self) -> Iterator[bytes]:
         at = self._at
@@ -207,122 +227,142 @@ class _DelimitedFile:
         chunks = self._reader.chunks(at.offset)
         first = next(chunks, b"")
         chunks = itertools.chain([first], chunks)
-        if at.array == "open" or (self._takes_arrays and not at.offset and begins_array(first)):
-            self._source = self._source._replace(kind="array")
-            self._at = replace(at, array="open")
-            yield from lines_of_array(chunks, at.documents_of_source)
-            self._at = replace(self._at, array="ended")
-        else:
+        is_array = at.array == "open"
+        if self._takes_arrays and at.offset == 0:
+            is_array = begins_array(first)
+        if not is_array:
             yield from chunks
+            return
+        self._source = self._source._replace(kind="array")
+        self._at = replace(at, array="open")
+        # Alpaca's and ShareGPT's files are arrays, which become lines on the way
+        yield from lines_of_array(chunks, at.documents_of_source)
+        self._at = replace(self._at, array="ended")
+
+    def _chunks_of_part(self, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the lines of which the first byte lies in the part: every line of the file is in one part."""
+        if begin == 0 or self._at.offset > begin:
+            chunks = self._reader.chunks(self._at.offset)
+        else:
+            # a line begins at `begin` if the byte before it ends one
+            chunks = self._after_line_end(begin - 1)
+        offset = self._at.offset
+        for chunk in chunks:
+            if offset >= end:
+                return
+            if offset + len(chunk) >= end:
+                last = chunk.find(b"\n", max(0, end - 1 - offset)) + 1
+                if last:
+                    yield chunk[:last]
+                    return
+            yield chunk
+            offset += len(chunk)
+
+    def _after_line_end(self, offset: int) -> Iterator[bytes]:
+        """Return the content after the first line end from `offset` on, and set the position there."""
+        chunks = self._reader.chunks(offset)
+        for chunk in chunks:
+            end = chunk.find(b"\n") + 1
+            if end:
+                self._at = replace(self._at, offset=offset + end)
+                return itertools.chain([chunk[end:]], chunks)
+            offset += len(chunk)
+        return iter(())
 
     def _read(self, goes_on: bool) -> Iterator[Block]:
-        held, delimiter = self._held, self._delimiter
-        searched, is_whole = 0, True
-        for chunk in self._chunks():
-            if not chunk:
-                continue
-            held += chunk
+        for chunk in filter(None, self._chunks()):
+            self._held += chunk
             if self._at.offset == 0:
                 self._drop_byte_order_mark()
-            end, num_ends = _last_end(held, delimiter, searched)
-            if num_ends and self._is_too_long:
-                self._is_too_long = False
-                first_end = held.find(delimiter) + len(delimiter)
-                yield self._take(first_end, 1, self._too_long)
-                end, num_ends = end - first_end, num_ends - 1
-            if num_ends:
-                yield self._take(end, num_ends)
-                end = 0
-            # the delimiter may span two chunks
-            searched = max(end, len(held) - len(delimiter) + 1)
-            if self._is_too_long or len(held) > self._largest_bytes:
+            yield from self._ended_documents()
+            # a delimiter of n bytes may have begun in the last n - 1
+            self._searched = max(0, len(self._held) - max(1, len(self._delimiter)) + 1)
+            if len(self._held) > self._largest_bytes:
                 self._is_too_long = True
-                if not goes_on:
-                    is_whole = False
-                    break
-                self._drop(searched if delimiter else len(held))
-                searched = 0
+            if not self._is_too_long:
+                continue
+            # its end may be gigabytes away, and the run ends here anyway
+            if not goes_on:
+                yield self._refuse(len(self._held))
+                return
+            # what is too long is not kept: its end is looked for in bounded memory
+            self._drop(self._searched)
+            self._searched = 0
         if self._is_too_long:
-            yield self._take(len(held), 1, self._too_long)
-        elif held:
-            yield self._take(len(held), 1)
-        if is_whole:
-            self._check_unchanged()
+            yield self._refuse(len(self._held))
+        elif self._held:
+            yield self._take(len(self._held), 1)
+        self._check_unchanged()
+
+    def _ended_documents(self) -> Iterator[Block]:
+        """Yield the held documents whose end has been read: one that is too long by itself, all others in a block."""
+        end, num_ends = _last_end(self._held, self._delimiter, self._searched)
+        if num_ends and self._is_too_long:
+            self._is_too_long = False
+            first_end = self._held.find(self._delimiter) + len(self._delimiter)
+            yield self._refuse(first_end)
+            end, num_ends = end - first_end, num_ends - 1
+        if num_ends:
+            yield self._take(end, num_ends)
 
     def _check_unchanged(self) -> None:
         """Raise Damage if a plain file has not the size that was read."""
         source = self._source
         is_plain = source.transport == "file" and not source.compression and source.part is None
+        # a writer may have half a line in it: a dataset of that is neither the old file nor the new one
         if is_plain and self._at.offset != source.num_bytes:
             raise Damage(
                 f"the file had {source.num_bytes} bytes when it was found, and {self._at.offset} were read: it was "
                 "changed meanwhile; start again when nothing writes to it"
             )
 
-    def _take(self, num_bytes: int, num_documents: int, fault: str | None = None) -> Block:
-        """Return a block of the first held bytes, or an empty one with the fault that makes them unusable."""
-        begin, raw = self._at, b""
+    def _take(self, num_bytes: int, num_documents: int) -> Block:
+        """Return a block of the first held bytes."""
+        begin = self._at
         with memoryview(self._held) as view:
-            self._at = advanced(begin, view[:num_bytes], num_documents)
-            if fault is None:
-                raw = bytes(view[:num_bytes]).removesuffix(self._delimiter)
-        del self._held[:num_bytes]
-        place = _place(self._source, begin.documents_of_source, bool(self._delimiter))
-        damage = None if fault is None else Fault(place, fault)
-        return Block(self._source, begin, self._at, self._reader.take_count(), raw, self._delimiter, fault=damage)
+            # a copy: the buffer goes on
+            raw = bytes(view[:num_bytes]).removesuffix(self._delimiter)
+        self._drop(num_bytes, num_documents)
+        return Block(self._source, begin, self._at, self._reader.take_count(), raw, self._delimiter)
 
-    def _drop(self, num_bytes: int) -> None:
+    def _refuse(self, num_bytes: int) -> Block:
+        """Return a block without the first held bytes, the end of a document that is too long."""
+        begin = self._at
+        self._drop(num_bytes, 1)
+        fault = Fault(_place(self._source, begin.documents_of_source, bool(self._delimiter)), self._too_long)
+        count = self._reader.take_count()
+        return Block(self._source, begin, self._at, count, delimiter=self._delimiter, fault=fault)
+
+    def _drop(self, num_bytes: int, num_documents: int = 0) -> None:
         with memoryview(self._held) as view:
-            self._at = advanced(self._at, view[:num_bytes], 0)
+            self._at = self._at.after_content(view[:num_bytes], num_documents)
         del self._held[:num_bytes]
 
     def _drop_byte_order_mark(self) -> None:
         if self._source.kind == "jsonl" and self._held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise Damage("the file is UTF-16; convert it to UTF-8")
-        if self._held.startswith(BOM):
-            self._drop(len(BOM))
+        # a mark of some editors, not a part of the first document
+        if self._held.startswith(codecs.BOM_UTF8):
+            self._drop(len(codecs.BOM_UTF8))
 
 
 def _last_end(content: bytearray, delimiter: bytes, start: int) -> tuple[int, int]:
     """Return the end of the last delimiter after `start`, found from the left as `split` does, and their number."""
+    # memchr and count are many times as fast as a loop of find
     if len(delimiter) == 1:
         return content.rfind(delimiter, start) + 1, content.count(delimiter, start)
     end, num_ends = start, 0
-    while delimiter and (found := content.find(delimiter, end)) >= 0:
-        end, num_ends = found + len(delimiter), num_ends + 1
+    if not delimiter:
+        return end, num_ends
+    offset = content.find(delimiter, end)
+    while offset >= 0:
+        end = offset + len(delimiter)
+        num_ends += 1
+        offset = content.find(delimiter, end)
     return end, num_ends
 
 
 def rest_is_lost(source: SourceFile, at: Position, num_input_bytes: int, reason: str) -> Block:
     """Return a block that names the damage; reading resumes with the next file."""
     fault = Fault(_place(source, at.documents_of_source, True), reason)
-    return Block(source, at, after_source(source, at), num_input_bytes, fault=fault)
-
-
-def after_source(source: SourceFile, at: Position) -> Position:
-    """Return the beginning of the next file, or of the next one in the same archive."""
-    if source.archive:
-        return Position(at.source, at.member + 1, documents=at.documents)
-    return Position(at.source + 1, documents=at.documents)
-
-
-def after_rows(position: Position, count: int) -> Position:
-    """Return the place `count` rows of a table later."""
-    return replace(
-        position,
-        offset=position.offset + count,
-        documents_of_source=position.documents_of_source + count,
-        documents=position.documents + count,
-    )
-
-
-def advanced(position: Position, content: bytes | memoryview, documents: int) -> Position:
-    return Position(
-        position.source,
-        position.member,
-        position.offset + len(content),
-        position.documents_of_source + documents,
-        position.documents + documents,
-        isal_zlib.crc32(content, position.crc32),
-        position.array,
-    )
+    return Block(source, at, at.after_source(source), num_input_bytes, fault=fault)

@@ -9,13 +9,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from megatron.data.index.indexed import DataError
 from megatron.data.read.archives import read_blocks
-from megatron.data.read.document_blocks import Block, Fault, ReadingRules
+from megatron.data.read.document_blocks import Block, Fault, ReadingRules, cuts_at_dots
 from megatron.data.read.sources import SourceFile
 
 if TYPE_CHECKING:
@@ -41,15 +43,22 @@ class Parsed:
     num_blank: int = 0
     """Empty documents."""
 
+    def add(self, number: int, texts: Sequence[str]) -> None:
+        """Add a document, with a text for each key."""
+        self.numbers.append(number)
+        for column, text in zip(self.columns, texts, strict=True):
+            column.append(text)
 
-def parse(block: Block, keys: Sequence[str]) -> Parsed:
+
+def parse(block: Block, keys: tuple[str, ...]) -> Parsed:
     """Return the texts under `keys` of each document of a block. A text file has the same text under every key."""
     if block.fault is not None:
-        return Parsed(columns=[[] for _ in keys], faults=[block.fault])
+        return Parsed(columns=_empty_columns(keys), faults=[block.fault])
     if block.rows is not None:
         return _parse_rows(block, block.rows, keys)
     if block.end.documents == block.begin.documents:
-        return Parsed(columns=[[] for _ in keys])
+        return Parsed(columns=_empty_columns(keys))
+    # in a thread of the encoder, not of the reader: parsing takes longer than reading
     raw_documents = [block.raw]
     if block.delimiter:
         raw_documents = block.raw.split(block.delimiter)
@@ -60,8 +69,12 @@ def parse(block: Block, keys: Sequence[str]) -> Parsed:
     return _parse_each(block, raw_documents, keys)
 
 
-def _parse_each(block: Block, raw_documents: Sequence[bytes], keys: Sequence[str]) -> Parsed:
-    parsed = Parsed(columns=[[] for _ in keys])
+def _empty_columns(keys: Sequence[str]) -> list[list[str]]:
+    return [[] for _ in keys]
+
+
+def _parse_each(block: Block, raw_documents: Sequence[bytes], keys: tuple[str, ...]) -> Parsed:
+    parsed = Parsed(columns=_empty_columns(keys))
     for number, raw in enumerate(raw_documents):
         if not raw.strip():
             parsed.num_blank += 1
@@ -76,40 +89,44 @@ def _parse_each(block: Block, raw_documents: Sequence[bytes], keys: Sequence[str
         except DataError as error:
             parsed.faults.append(Fault(block.place(number), str(error)))
         else:
-            parsed.numbers.append(number)
-            for column, text in zip(parsed.columns, texts, strict=True):
-                column.append(text)
+            parsed.add(number, texts)
     return parsed
 
 
+# nearly all lines are clean, and a look at each of their parts would take several times as long as reading them
 def _texts_of_clean_lines(lines: Sequence[bytes], key: str) -> list[str] | None:
     """Return the texts of lines without a fault, fast; None if there may be one."""
-    names = [b'"%s"' % name.encode() for name in _names_of(key)]
     loads = orjson.loads
     try:
         if "." in key:
             texts = [value_at(loads(line), key) for line in lines]
         else:
+            # orjson checks UTF-8 and surrogates as it parses
             texts = [loads(line)[key] for line in lines]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError):
         return None
-    # a name may occur in the text itself, or twice in the object
-    if set(map(type, texts)) != {str} or any(line.count(name) > 1 for name in names for line in lines):
+    # the types of all at once: faster than one by one
+    if set(map(type, texts)) != {str}:
         return None
+    for name in _quoted_names((key,)):
+        # it may stand in the text itself, or twice in the object, of which orjson keeps the last
+        if max(map(bytes.count, lines, repeat(name))) > 1:
+            return None
     return texts
 
 
-def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str]:
+def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    # slow, but it names the fault of a line
     row = object_of_line(line, f'{{"{keys[0]}": ...}}', keys)
-    if any(line.count(b'"%s"' % name.encode()) > 1 for key in keys for name in _names_of(key)):
+    if any(line.count(name) > 1 for name in _quoted_names(keys)):
         row = _parse_exactly(line)
     texts = []
     for key in keys:
         try:
             text = value_at(row, key)
         except KeyError:
-            found = ", ".join(map(repr, _names_near(row, key))) or "none"
-            raise DataError(f"no key {key!r}; the line has {found} (see --json-keys)") from None
+            names = ", ".join(map(repr, _names_near(row, key))) or "none"
+            raise DataError(f"no key {key!r}; the line has {names} (see --json-keys)") from None
         if not isinstance(text, str):
             raise DataError(f"the value of {key!r} is a JSON {_json_type(text)}, not a string")
         texts.append(text)
@@ -122,23 +139,26 @@ def value_at(row: dict[str, Any], key: str) -> Any:
     Raises KeyError, or DataError if a name on the way occurs twice.
     """
     if key in row:
-        if isinstance(row, _Repeating) and key in row.repeated:
-            raise DataError(f"the key {key!r} occurs {row.repeated[key]} times in the line; one of them would be lost")
+        if isinstance(row, _Repeating):
+            row.check_once(key)
         return row[key]
-    for dot in (i for i, character in enumerate(key) if character == "."):
-        name, rest = key[:dot], key[dot + 1 :]
-        if isinstance(row.get(name), dict):
-            try:
-                return value_at(value_at(row, name), rest)
-            except KeyError:
-                continue
+    for name, rest in cuts_at_dots(key):
+        if not isinstance(row.get(name), dict):
+            continue
+        with contextlib.suppress(KeyError):
+            return value_at(value_at(row, name), rest)
     raise KeyError(key)
 
 
-def _names_of(key: str) -> list[str]:
-    """Return the names that may lead to a value: of `a.b` these are a.b, a and b."""
-    parts = key.split(".")
-    return [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
+@lru_cache(maxsize=16)
+def _quoted_names(keys: tuple[str, ...]) -> list[bytes]:
+    """Return the names, as JSON writes them, that may lead to a value: of `a.b` these are a.b, a and b."""
+    names = []
+    for key in keys:
+        parts = key.split(".")
+        for start, end in combinations(range(len(parts) + 1), 2):
+            names.append(b'"%s"' % ".".join(parts[start:end]).encode())
+    return names
 
 
 def _names_near(row: dict[str, Any], key: str) -> Iterator[str]:
@@ -158,11 +178,12 @@ def object_of_line(line: bytes, example: str, keys: Sequence[str]) -> dict[str, 
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
+        # orjson refuses a line for NaN in a value that is not read
         row = _parse_exactly(line, error)
-        for key in keys if isinstance(row, dict) else ():
-            with contextlib.suppress(KeyError):
-                _check_usable(value_at(row, key), key)
+        if isinstance(row, dict):
+            _check_usable(row, keys)
     else:
+        # 20 digits may exceed 64 bits
         if _LONG_INTEGER.search(line):  # orjson rounds it
             row = _parse_exactly(line)
     if not isinstance(row, dict):
@@ -176,32 +197,60 @@ def check_unrepeated(row: dict[str, Any], line: bytes) -> None:
         return
     exact = _parse_exactly(line)  # a name may occur in an inner object too
     if isinstance(exact, _Repeating):
-        name, count = next(iter(exact.repeated.items()))
-        raise DataError(f"the key {name!r} occurs {count} times in the line; one of them would be lost")
+        exact.check_once(next(iter(exact.repeated)))
 
 
-def _check_usable(value: Any, key: str) -> None:
-    """Raise DataError for a value of _parse_exactly with something in it that no text can hold."""
+def _check_usable(row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Raise DataError if _parse_exactly read something under a key that no text can hold."""
+    for key in keys:
+        try:
+            value = value_at(row, key)
+        except KeyError:
+            continue
+        for part in _parts_of(value):
+            fault = _fault_of(part)
+            if fault is not None:
+                raise DataError(f"the value of {key!r} holds {fault}")
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield a JSON value, and all names and values in it; a queue, since a recursion's depth would be the line's."""
     waiting = [value]
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-        elif isinstance(value, _NoNumber):
-            raise DataError(f"the value of {key!r} holds {value.text[:20]}, which is not a number in JSON; write null")
-        elif isinstance(value, str) and (place := _SURROGATE.search(value)):
-            raise DataError(
-                f"the value of {key!r} holds the unpaired surrogate U+{ord(place[0]):04X}, which is half a character; "
-                "correct the text, or leave it out"
-            )
+        part = waiting.pop()
+        yield part
+        if isinstance(part, dict):
+            waiting += [*part.keys(), *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _fault_of(part: Any) -> str | None:
+    if isinstance(part, _NoNumber):
+        return f"{part.text[:20]}, which is not a number in JSON; write null"
+    if not isinstance(part, str):
+        return None
+    surrogate = _SURROGATE.search(part)
+    if surrogate is None:
+        return None
+    return (
+        f"the unpaired surrogate U+{ord(surrogate[0]):04X}, which is half a character; correct the text, or leave it "
+        "out"
+    )
 
 
 class _Repeating(dict[str, Any]):
     """A JSON object in which a name occurs more than once."""
 
     repeated: Mapping[str, int]
+    """Such names, and how often each occurs."""
+
+    def check_once(self, name: str) -> None:
+        """Raise DataError for a name of which one value is lost."""
+        if name in self.repeated:
+            raise DataError(
+                f"the key {name!r} occurs {self.repeated[name]} times in the line; one of them would be lost"
+            )
 
 
 @dataclass(frozen=True)
@@ -218,32 +267,46 @@ def _parse_exactly(line: bytes, error: orjson.JSONDecodeError | None = None) -> 
     """
     try:
         return json.loads(
+            # json.loads would guess UTF-16 of bytes
             line.decode("utf-8"),
             object_pairs_hook=_object_of,
             parse_float=_float_of,
-            parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_INTEGER else _NoNumber(digits),
+            parse_int=_int_of,
+            # NaN and Infinity, which the json module accepts and JSON does not have
             parse_constant=_NoNumber,
         )
     except (json.JSONDecodeError, RecursionError):
-        fault = _json_fault(line, error) if error else "nested too deeply"
+        fault = "nested too deeply"
+        if error is not None:
+            fault = _json_fault(line, error)
         raise DataError(f"the line is not JSON ({fault}); every line must be one JSON object") from None
+
+
+def _int_of(digits: str) -> int | _NoNumber:
+    if len(digits) > LONGEST_INTEGER:
+        return _NoNumber(digits)
+    return int(digits)
 
 
 def _float_of(digits: str) -> float | _NoNumber:
     value = float(digits)
-    return value if math.isfinite(value) else _NoNumber(digits)
+    if math.isfinite(value):
+        return value
+    return _NoNumber(digits)
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    repeating = _Repeating(found)
-    repeating.repeated = {name: count for name, count in Counter(name for name, _ in pairs).items() if count > 1}
+    row = dict(pairs)
+    if len(row) == len(pairs):
+        return row
+    repeating = _Repeating(row)
+    occurrences = Counter(name for name, _ in pairs)
+    repeating.repeated = {name: count for name, count in occurrences.items() if count > 1}
     return repeating
 
 
 def _json_fault(line: bytes, error: orjson.JSONDecodeError) -> str:
+    # the two commonest faults have words of their own
     if line.strip(b"\0 \r") == b"":
         return "it is all NUL bytes, as after a crash while it was written"
     if line.lstrip().startswith(b"[") and error.pos >= len(line.rstrip()):
@@ -257,23 +320,32 @@ def _json_type(value: object) -> str:
 
 
 def _parse_rows(block: Block, rows: pyarrow.RecordBatch, keys: Sequence[str]) -> Parsed:
-    parsed = Parsed(columns=[[] for _ in keys])
     try:
         columns = [rows.column(key).to_pylist() for key in keys]
     except UnicodeDecodeError:
+        # pyarrow does not check UTF-8 when it reads, and stops at the first fault of a column
         columns = [[_text_of_cell(cell) for cell in rows.column(key)] for key in keys]
+    if all(map(all, columns)):  # neither null, nor empty, nor the mark of a cell that is not UTF-8
+        return Parsed(list(range(len(rows))), columns)
+    parsed = Parsed(columns=_empty_columns(keys))
     for number, texts in enumerate(zip(*columns, strict=True)):
-        wrong = [key for key, text in zip(keys, texts, strict=True) if not isinstance(text, str)]
-        if wrong:
-            reason = "is null" if texts[keys.index(wrong[0])] is None else "is not UTF-8"
-            parsed.faults.append(Fault(block.place(number), f"the value of {wrong[0]!r} {reason}"))
+        fault = _cell_fault(texts, keys)
+        if fault is not None:
+            parsed.faults.append(Fault(block.place(number), fault))
         elif not any(texts):
             parsed.num_blank += 1
         else:
-            parsed.numbers.append(number)
-            for column, text in zip(parsed.columns, texts, strict=True):
-                column.append(text)
+            parsed.add(number, texts)
     return parsed
+
+
+def _cell_fault(texts: Sequence[str | bytes | None], keys: Sequence[str]) -> str | None:
+    for key, text in zip(keys, texts, strict=True):
+        if text is None:
+            return f"the value of {key!r} is null"
+        if isinstance(text, bytes):
+            return f"the value of {key!r} is not UTF-8"
+    return None
 
 
 def _text_of_cell(cell: Any) -> str | bytes | None:
@@ -291,8 +363,9 @@ def read_texts(sources: Sequence[SourceFile], rules: ReadingRules, on_bad_line: 
         parsed = parse(block, rules.keys)
         if parsed.faults and on_bad_line == "fail":
             raise bad_line_error(parsed.faults[0])
-        # a text file has one text, however many keys
-        columns = parsed.columns[:1] if block.source.kind == "text" else parsed.columns
+        columns = parsed.columns
+        if block.source.kind == "text":  # one text, however many keys
+            columns = columns[:1]
         for texts in zip(*columns, strict=True):
             yield from texts
 

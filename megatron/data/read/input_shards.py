@@ -25,10 +25,10 @@ class InputShard:
     @classmethod
     def parse(cls, text: str) -> InputShard:
         """Return the shard that `2/8` names. Raises ValueError."""
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"{text!r} is not a shard; give NUMBER/COUNT, from 1/COUNT to COUNT/COUNT")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
 
 def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
@@ -44,6 +44,7 @@ def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
             "--shard"
         )
     pieces = _pieces(listing.sources, shard.count)
+    # a large file that cannot be cut may span several shards: then whole files are dealt out
     num_filled = len({number for _, number in pieces})
     if num_filled < shard.count:
         pieces = _whole_files(listing.sources, shard.count)
@@ -57,20 +58,25 @@ def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
 
 def _pieces(sources: Sequence[SourceFile], count: int) -> list[tuple[SourceFile, int]]:
     """Return the files, cut where that can be, each with the number of its shard, from 0."""
-    total = sum(source.num_bytes or 0 for source in sources)
-    bounds = [total * number // count for number in range(count + 1)]
+    sizes = [source.num_bytes or 0 for source in sources]
+    bounds = [sum(sizes) * number // count for number in range(count + 1)]
     pieces = []
     start = 0
-    for source in sources:
-        end = start + (source.num_bytes or 0)
-        if _can_be_cut(source):
-            numbers = range(bisect_right(bounds, start) - 1, bisect_right(bounds, end - 1))
+    for source, size in zip(sources, sizes, strict=True):
+        end = start + size
+        first = bisect_right(bounds, start) - 1
+        last = bisect_right(bounds, end - 1) - 1
+        # a file of 0 bytes at the end lies behind the last byte of the last shard
+        middle = min(count, bisect_right(bounds, start + size // 2)) - 1
+        if not _can_be_cut(source):
+            pieces.append((source, middle))
+        elif first == last:
+            pieces.append((source, first))
         else:
-            number = min(count, bisect_right(bounds, start + (end - start) // 2)) - 1
-            numbers = range(number, number + 1)
-        for number in numbers:
-            part = max(start, bounds[number]) - start, min(end, bounds[number + 1]) - start
-            pieces.append((source if len(numbers) == 1 else source._replace(part=part), number))
+            for number in range(first, last + 1):
+                # any byte: the reader begins at the next line
+                part = max(start, bounds[number]) - start, min(end, bounds[number + 1]) - start
+                pieces.append((source._replace(part=part), number))
         start = end
     return pieces
 
@@ -80,12 +86,13 @@ def _whole_files(sources: Sequence[SourceFile], count: int) -> list[tuple[Source
     left = sum(1 for source in sources if source.num_bytes)
     if left < count:
         return []
-    wanted = {source.name: number for source, number in _pieces([s._replace(kind="text") for s in sources], count)}
+    uncut = _pieces([source._replace(kind="text") for source in sources], count)
     pieces = []
     last = -1
-    for source in sources:
+    for source, (_, wanted) in zip(sources, uncut, strict=True):
         if source.num_bytes:
-            last = max(min(wanted[source.name], last + 1), last, count - left)
+            # in order, no shard left out, and none without a file at the end
+            last = max(min(wanted, last + 1), last, count - left)
             left -= 1
         pieces.append((source, max(0, last)))
     return pieces
@@ -94,11 +101,9 @@ def _whole_files(sources: Sequence[SourceFile], count: int) -> list[tuple[Source
 def _can_be_cut(source: SourceFile) -> bool:
     if source.kind != "jsonl" or source.compression or source.transport == "pipe" or not source.num_bytes:
         return False
-    return not source.name.split("?")[0].lower().endswith(".json") or not holds_array(source)
+    is_json = source.name.split("?")[0].lower().endswith(".json")
+    return not (is_json and holds_array(source))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Splits of a downloaded dataset, by the names of its files: data/train-00000-of-00002.parquet, test/data.arrow.
 
 SPLITS = {
     "train": "train",
@@ -112,7 +117,7 @@ SPLITS = {
     "valid": "validation",
     "validation": "validation",
 }
-"""Words in names of files and folders -> split, as Hugging Face's datasets reads them."""
+"""Words in names of files and folders -> split, as Hugging Face's datasets reads them: train-00000-of-00002.parquet."""
 
 
 def of_split(listing: InputListing, split: str | None, inputs: Sequence[str]) -> InputListing:
@@ -120,24 +125,37 @@ def of_split(listing: InputListing, split: str | None, inputs: Sequence[str]) ->
 
     Raises DataError if there are none, and without a split if a folder of `inputs` holds several.
     """
-    found = [_splits_of(source, split) for source in listing.sources]
     if split is None:
-        pairs = zip(listing.sources, found, strict=True)
-        known = sorted({name for source, names in pairs if source.name not in inputs for name in names})
-        if "train" in known and len(known) > 1:
-            raise DataError(
-                f"--input holds the splits {', '.join(known)}, which would be read as one; choose one with --split, or "
-                "name the files"
-            )
+        _check_one_split(listing, inputs)
         return listing
     wanted = SPLITS.get(split, split)
-    sources = [source for source, names in zip(listing.sources, found, strict=True) if wanted in names]
-    if not sources:
-        names = ", ".join(sorted({name for names in found for name in names})) or "no name of a split"
+    chosen: list[SourceFile] = []
+    passed_over = list(listing.passed_over)
+    known: set[str] = set()
+    for source in listing.sources:
+        splits = _splits_of(source, split)
+        known |= splits
+        if wanted in splits:
+            chosen.append(source)
+        else:
+            passed_over.append(PassedOver(source.name, "another split"))
+    if not chosen:
+        names = ", ".join(sorted(known)) or "no name of a split"
         raise DataError(f"--split {split}: no file of --input has it in its name; they have {names}")
-    others = [source for source in listing.sources if source not in sources]
-    passed_over = [PassedOver(source.name, "another split") for source in others]
-    return InputListing(sources, [*listing.passed_over, *passed_over])
+    return InputListing(chosen, passed_over)
+
+
+def _check_one_split(listing: InputListing, inputs: Sequence[str]) -> None:
+    """Raise DataError if a folder holds several splits; files that are named are meant."""
+    known: set[str] = set()
+    for source in listing.sources:
+        if source.name not in inputs:
+            known |= _splits_of(source, None)
+    if "train" in known and len(known) > 1:
+        raise DataError(
+            f"--input holds the splits {', '.join(sorted(known))}, which would be read as one; choose one with "
+            "--split, or name the files"
+        )
 
 
 def _splits_of(source: SourceFile, split: str | None) -> set[str]:

@@ -50,11 +50,13 @@ def lines_of_array(chunks: Iterator[bytes], num_rows: int = 0) -> Iterator[bytes
     With `num_rows` the content begins after the comma that follows so many rows.
     """
     array = _Array(num_rows)
-    for number, chunk in enumerate(chunks):
-        mark = codecs.BOM_UTF8 if number == num_rows == 0 and chunk.startswith(codecs.BOM_UTF8) else b""
-        if mark:
-            yield mark
-        yield from array.lines(chunk[len(mark) :])
+    if not num_rows:
+        first = next(chunks, b"")
+        if first.startswith(codecs.BOM_UTF8):
+            yield codecs.BOM_UTF8
+        yield from array.lines(first.removeprefix(codecs.BOM_UTF8))
+    for chunk in chunks:
+        yield from array.lines(chunk)
     array.finish()
 
 
@@ -72,9 +74,11 @@ class _Array:
         text = bytearray(self._held + chunk)
         marks: dict[int, bytes] = {}
         end, damage = self._through(text, marks)
+        # a text held to its end might be the rest of the file
         if damage is None and b"\n" in text[end:]:
             damage = self._damage(f"a text {self._place} goes on after the end of its line")
         self._held = bytes(text[end:])
+        # one byte for one, so that offsets and checksums are those of the file
         done = text[:end].replace(b"\n", b" ")
         for offset, mark in marks.items():
             done[offset : offset + 1] = _REPLACED[mark]
@@ -88,6 +92,7 @@ class _Array:
         while at < len(text):
             if self._depth:
                 end = self._through_object(text, at)
+                # its quote may be in the next piece
                 if end == at:  # a text whose end is not in this piece
                     break
                 at = end
@@ -138,7 +143,9 @@ class _Array:
     def _place(self) -> str:
         if not self._num_rows:
             return "at the beginning"
-        return f"in row {self._num_rows}" if self._depth else f"after row {self._num_rows}"
+        if self._depth:
+            return f"in row {self._num_rows}"
+        return f"after row {self._num_rows}"
 
     def _damage(self, what: str) -> Damage:
         return Damage(f"{what}; make the file one JSON array of objects")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from megatron.data.index.indexed import DataError
 from megatron.runtime.files import path_matches
 
 WEB = ("http://", "https://")
-GLOB_CHARACTERS = "*?["
+_MAGIC = re.compile(r"[*?[]")
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 """Names of a property that changes with the content, in the file systems of fsspec, the best first."""
 
@@ -34,45 +35,62 @@ def find_remote(url: str) -> Iterator[tuple[RemoteFile, bool]]:
     """
     with _named_errors(url):
         system, path = _file_system(url)
-        is_web = url.startswith(WEB)
-        if any(character in path for character in GLOB_CHARACTERS) and not is_web:
-            top = path[: min(path.index(c) for c in GLOB_CHARACTERS if c in path)].rpartition("/")[0]
-            found = _listed(system, path, top)
-        elif (is_web and url.endswith("/")) or (not is_web and system.isdir(path)):
+        magic = None
+        if not url.startswith(WEB):  # the name of a web page may have any character in it
+            magic = _MAGIC.search(path)
+        if magic is not None:
+            top = path[: magic.start()].rpartition("/")[0]
+            # not by fsspec alone: its glob leaves the files below a matching folder out
+            files = _matches(system, path, top)
+        elif _is_folder(system, url, path):
             top = path.rstrip("/")
-            found = _files_below(system, path)
+            files = _files_below(system, path)
         else:
             yield _remote_file(url, url.split("?")[0].rpartition("/")[2], system.info(path)), True
             return
-        if not found:
+        if not files:
             raise DataError(f"{url} holds no files; correct --input")
-    for name in sorted(found, key=_files_before_folders):
-        yield _remote_file(system.unstrip_protocol(name), _relative_name(name, top), found[name]), False
+    for name in sorted(files, key=_files_before_folders):
+        yield _remote_file(system.unstrip_protocol(name), _relative_name(name, top), files[name]), False
 
 
-def _listed(system: Any, path: str, top: str) -> dict[str, Any]:
+def _is_folder(system: Any, url: str, path: str) -> bool:
+    if url.startswith(WEB):  # any page may have links
+        return url.endswith("/")
+    return bool(system.isdir(path))
+
+
+def _matches(system: Any, path: str, top: str) -> dict[str, Any]:
     """Return the files that a pattern matches, and those below the folders that it matches, as a local one does."""
     parts = path.removeprefix(top).lstrip("/").split("/")
+    # by the rule of local patterns
     if "**" in parts:
         below = _files_below(system, top)
         return {name: below[name] for name in below if path_matches(_relative_name(name, top).split("/"), parts)}
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for name, info in system.glob(path, detail=True).items():
-        found |= _files_below(system, name) if info["type"] == "directory" else {name: info}
-    return found
+        if info["type"] == "directory":
+            files |= _files_below(system, name)
+        else:
+            files[name] = info
+    return files
 
 
 def _files_below(system: Any, folder: str) -> dict[str, Any]:
     """Return the files of a folder and of those below it, by name. Raises what `ls` raises."""
-    found = system.find(folder, withdirs=True, detail=True)
-    filled = {name.rstrip("/").rpartition("/")[0] for name in found}
-    folders = {folder, *(name for name, info in found.items() if info["type"] == "directory")}
+    # with folders: one that cannot be listed would only be missing
+    entries = system.find(folder, withdirs=True, detail=True)
+    filled = {name.rstrip("/").rpartition("/")[0] for name in entries}
+    folders = {folder, *(name for name, info in entries.items() if info["type"] == "directory")}
     for name in sorted(folders):
         if name.rstrip("/") not in filled:
             system.ls(name, detail=True)  # `find` is silent about a folder that cannot be listed
-    # the page of a web folder links to itself, in other orders
-    found = {name: info for name, info in found.items() if not (name.startswith(WEB) and "/?" in name)}
-    return {name: info for name, info in found.items() if name not in folders}
+    return {name: info for name, info in entries.items() if name not in folders and not _is_order_of_page(name)}
+
+
+def _is_order_of_page(name: str) -> bool:
+    """Return true for a link by which the page of a web folder shows itself in another order."""
+    return name.startswith(WEB) and "/?" in name
 
 
 def _relative_name(name: str, top: str) -> str:
@@ -96,6 +114,7 @@ def lost_connection(url: str, error: Exception) -> DataError:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
+    # an extra of the package, which local files do not need
     if importlib.util.find_spec("fsspec") is None:
         raise DataError(f"{url} is read through fsspec, which is not installed: pip install 'megatron-3d[remote]'")
     import fsspec.core
@@ -111,13 +130,15 @@ def _files_before_folders(name: str) -> list[tuple[bool, str]]:
 
 
 def _remote_file(url: str, relative_name: str, info: dict[str, Any]) -> RemoteFile:
+    # two reads of a resumed run must see the same content
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
     return RemoteFile(url, info.get("size"), relative_name, version, info["type"])
 
 
 @contextlib.contextmanager
 def _named_errors(url: str) -> Iterator[None]:
-    """Turn the errors of a file system, whose types depend on its library, into a DataError."""
+    """Turn the errors of a file system into a DataError."""
+    # what a file system raises depends on its library
     try:
         yield
     except DataError:
@@ -128,13 +149,21 @@ def _named_errors(url: str) -> Iterator[None]:
             "http:// and s3://"
         ) from error
     except Exception as error:
-        # over http a file is "not found" whatever the server said, or if there is none
-        cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        cause: BaseException | None = error
+        if isinstance(error, FileNotFoundError):
+            # over http a file is "not found" whatever the server said, or if there is none
+            cause = error.__cause__
         if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
-            missing = str(error.args[-1]) if error.args and "://" in str(error.args[-1]) else url
-            raise DataError(f"{missing} does not exist; correct --input") from error
+            raise DataError(f"{_missing_url(error) or url} does not exist; correct --input") from error
         raise DataError(f"{url} cannot be opened ({_in_words(cause)}); correct --input, or its credentials") from error
 
 
+def _missing_url(error: Exception) -> str | None:
+    """Return the URL that an error names: of a folder, one of the files in it."""
+    last = str(error.args[-1]) if error.args else ""
+    return last if "://" in last else None
+
+
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no reason given'}"
+    lines = str(error).splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0][:200]}"

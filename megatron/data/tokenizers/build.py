@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,9 @@ from megatron.data.tokenizers.base import Added, IdentifiedTokenizer, TokenBatch
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
-from megatron.options.config import Config
+
+if TYPE_CHECKING:
+    from megatron.options.config import Config  # pydantic: a third of the start of preprocess_data, which has no config
 
 
 class NullTokenizer(IdentifiedTokenizer):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megatron.checkpoint.errors import CheckpointError
 from megatron.data.index.indexed import DataError
 from megatron.data.read.input_shards import of_split
-from megatron.data.read.sources import find_sources
+from megatron.data.read.search import find_sources
 from megatron.launch.dialects.finetune_file import deepspeed_flags
 from megatron.launch.dialects.hl_requests import from_environment, hl_variables
 from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
