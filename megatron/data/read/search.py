@@ -134,7 +134,9 @@ class _Finder:
     def _add_matches_below(self, pattern: str, parts: Sequence[str], depth: int) -> None:
         """Add what matches a pattern with `**` at this depth; Python's own glob would follow links in a circle."""
         # the search of folders follows links once, and has the same rules
-        top = "/".join(parts[:depth]) or ("/" if depth else ".")
+        top = "."
+        if depth:
+            top = "/".join(parts[:depth]) or "/"
         num_before = self._num_found()
         for folder in sorted(glob.glob(top)):
             if os.path.isdir(folder):
