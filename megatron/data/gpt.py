@@ -22,15 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.data.blend import (
-    BlendedDataset,
-    SeparateSets,
-    TokenDataset,
-    blend_by_size,
-    blend_by_weight,
-    digest,
-    sets_of,
-)
+from megatron.data.blend import SeparateSets, TokenDataset, blend_by_size, blend_by_weight, digest, sets_of
 from megatron.data.extension import helpers
 from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
 from megatron.data.index.indexed import DataError, IndexedDataset, check_vocabulary
@@ -329,7 +321,7 @@ class _Builder:
         datasets = [self._dataset(member, num_samples) for member in members]
         return SeparateSets([member.data.prefix for member in members], datasets, _weights_of(members) or None)
 
-    def _blend(self, members: Sequence[Member], num_samples: int, cache_dir: Path) -> BlendedDataset:
+    def _blend(self, members: Sequence[Member], num_samples: int, cache_dir: Path) -> TokenDataset:
         weights = _weights_of(members)
         if weights:
             return blend_by_weight(
