@@ -57,6 +57,7 @@ def dealt_evenly(
         if consumed_samples + size > num_samples:
             return 0, []
         begin = consumed_samples + data_parallel_rank * micro_batch_size
+        # consecutive samples over all ranks: on any number of them a step reads the same
         starts = range(begin, consumed_samples + size, per_microbatch)
         return size, [range(start, start + micro_batch_size) for start in starts]
 
@@ -102,6 +103,7 @@ class Batches(Generic[K, T]):
             self._fault = RuntimeError("StopIteration was raised while reading a sample")
             raise self._fault from fault
         except BaseException as fault:
+            # a caller that goes on after an error would train on the samples behind it
             self._fault = fault
             raise
         if step is None:
@@ -144,6 +146,7 @@ class Batches(Generic[K, T]):
     def seek(self, consumed_samples: int) -> None:
         """Continue with the sample at consumed_samples, and discard the steps read ahead."""
         for _, futures in self._ahead:
+            # those that run end by themselves, and their results are dropped
             for future in futures:
                 future.cancel()
         self._ahead.clear()

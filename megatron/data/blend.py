@@ -139,6 +139,7 @@ class BlendedDataset:
         self._index_files.check(always=True)
         # by dataset, not by sample: each call of the C++ reader checks its files once
         sources, numbers = self.dataset_index[chosen], self.dataset_sample_index[chosen]
+        # written by each dataset in place: no sample is copied twice
         samples = np.empty((len(chosen), self.datasets[0].seq_length + 1), dtype=np.int64)
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
@@ -153,6 +154,7 @@ class BlendedDataset:
         """Return what the first `consumed_samples` samples are of each dataset."""
         self._index_files.check(always=True)
         counts = np.bincount(self.dataset_index[:consumed_samples], minlength=len(self.datasets)).tolist()
+        # a sample shares its last token with the next one, so it is counted once
         tokens = [count * dataset.seq_length for count, dataset in zip(counts, self.datasets, strict=True)]
         return [
             Drawn(dataset.prefix, count, of_dataset, of_dataset / dataset.tokens_per_epoch)
@@ -183,6 +185,7 @@ def blend_by_weight(
 
     key = "blend-" + digest("weights", 2, normalized.tolist(), sum(due))
     arrays, paths = _cached(cache_dir, key, sum(due), build_index)
+    # the index is built first: only it knows how many samples each dataset gives
     drawn = _count_drawn(arrays, len(due), paths)
     datasets: list[BlendMember] = []
     for d, share in enumerate(due):

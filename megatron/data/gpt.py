@@ -156,6 +156,7 @@ class GPTDataset:
             boundary -= len(one_epoch)
         shuffler.shuffle(document_index[:boundary])
         shuffler.shuffle(document_index[boundary:])
+        # after both shuffles of the documents: the samples are cut from their order
         sample_index = helpers.build_sample_index(self._data.lengths, document_index, self.seq_length, plan.num_samples)
         shuffle_index = np.arange(plan.num_samples, dtype=self._specs["shuffle_index"].dtype)
         shuffler.shuffle(shuffle_index[: plan.num_samples_before_last])
@@ -292,6 +293,7 @@ class _Builder:
         self._opened: dict[str, IndexedDataset] = {}
 
     def _open(self, prefix: str) -> IndexedDataset:
+        # the splits of one dataset share its maps
         if prefix not in self._opened:
             dataset = IndexedDataset(prefix)
             check_vocabulary(dataset, self._vocab_size)
@@ -349,6 +351,7 @@ def _weights_of(members: Sequence[Member]) -> list[float]:
 
 def _members_with_samples(members: Sequence[Member], split: int, data: DataConfig, least: int) -> list[Member]:
     """Return the members of more than `least` tokens, and warn of the others."""
+    # a split of a small dataset may round to no document
     kept = [member for member in members if member.num_tokens > least]
     if len(kept) < len(members):
         absent = ", ".join(sorted({member.data.prefix for member in members if member not in kept}))

@@ -51,6 +51,7 @@ def create_label_file(path: Path, facts: Facts, num_samples: int, num_labels: in
         kinds["log_probs"] = "F16", [num_labels, top_k]
         kinds["ids"] = "U16" if num_tokens <= 1 << 16 else "U32", [num_labels, top_k]
     kinds["done"] = "U8", [num_samples]
+    # safetensors, which other tools can read
     header: dict[str, Any] = {"__metadata__": dict(facts)}
     size = 0
     for name, (kind, shape) in kinds.items():
@@ -162,6 +163,7 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
         _create(path, num_rows, facts)
     header, begin = read_header(path)
     stored = header.get("__metadata__", {})
+    # KEY is a digest of the facts: another reference has another file, unless it was renamed
     if stored != dict(facts):
         differing = [
             f"{name}={stored.get(name)} there, {value} here"

@@ -119,6 +119,7 @@ def bucket_edges(lengths: ArrayLike, num_buckets: int) -> NDArray[np.int64]:
 def pad_to_edges(lengths: ArrayLike, edges: ArrayLike) -> NDArray[np.int64]:
     """Round each length up to the first of the ascending `edges` at or above it. Raises DataError."""
     given, limits = _integers(lengths, "lengths"), _integers(edges, "edges")
+    # searchsorted gives any answer for edges that are not in order
     if len(limits) == 0 or (np.diff(limits) <= 0).any():
         raise DataError(f"edges={limits.tolist()} must be ascending, and at least one; take those of bucket_edges")
     if len(given) and given.max() > limits[-1]:
@@ -148,6 +149,7 @@ def _integers(values: ArrayLike, name: str) -> NDArray[np.int64]:
 
 
 def _check_limit(name: str, limit: Any) -> None:
+    # True is an int for Python, and a mistake here
     if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
         raise DataError(f"{name}={limit!r} is not an integer; give a number of tokens, ranks or buckets as one")
     if abs(int(limit)) > LARGEST:
@@ -157,6 +159,7 @@ def _check_limit(name: str, limit: Any) -> None:
 def _checked(function: Any, lengths: ArrayLike, **limits: int | None) -> Any:
     """Call a function of the extension, with its ValueError as a DataError, as for a limit that is not an integer."""
     for name, limit in limits.items():
+        # only the seed may be left out
         if limit is not None or name != "seed":
             _check_limit(name, limit)
     try:

@@ -21,7 +21,7 @@ from megatron.data.index import checksums, indexed_builder
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DTYPES, DataError, IndexedDataset, best_dtype
 from megatron.data.index.indexed_builder import BuilderState, IndexedDatasetBuilder
-from megatron.data.index.work_folder import is_sealed, publish
+from megatron.data.index.work_folder import WorkFolder
 from tests.data.datasets import open_dataset, write_dataset
 
 
@@ -316,7 +316,7 @@ def test_an_incomplete_work_folder_is_not_resumed(tmp_path: Path) -> None:
         path.write_bytes(content)
     with IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, state, work_dir=work) as builder:
         builder.seal()
-    assert is_sealed(work)
+    assert WorkFolder(work).is_sealed
     with pytest.raises(DataError, match="sealed"):
         IndexedDatasetBuilder.resume(tmp_path / "d", np.uint16, state, work_dir=work)
 
@@ -414,19 +414,19 @@ def test_publishing_killed_at_any_step_leaves_no_mismatched_pair_and_can_be_repe
         for owner, name in ((os, "replace"), (Path, "unlink"), (Path, "rmdir")):
             patched.setattr(owner, name, killing(getattr(owner, name)))
         try:
-            publish(work, tmp_path / "d")
+            WorkFolder(work).publish(tmp_path / "d")
         except Killed:
             pass
         else:
             assert steps == 12
     if (tmp_path / "d.idx").exists():
-        assert (tmp_path / "d.bin").read_bytes() == (old["bin"] if is_sealed(work) else b"\x09\x00" * 9)
+        assert (tmp_path / "d.bin").read_bytes() == (old["bin"] if WorkFolder(work).is_sealed else b"\x09\x00" * 9)
     elif (tmp_path / "d.sha256").exists():
         checksums = read_checksums(tmp_path / "d")
         assert checksums is not None
         assert checksums.sha256[".bin"] == hashlib.sha256((tmp_path / "d.bin").read_bytes()).hexdigest()
-    publish(work, tmp_path / "d")
-    publish(work, tmp_path / "d")
+    WorkFolder(work).publish(tmp_path / "d")
+    WorkFolder(work).publish(tmp_path / "d")
     assert IndexedDataset(tmp_path / "d").read(0).tolist() == [9] * 9
     assert sorted(os.listdir(tmp_path)) == ["d.bin", "d.idx", "d.sha256"]
 
@@ -437,7 +437,7 @@ def test_an_unfinished_or_missing_work_folder_is_not_published(tmp_path: Path) -
         builder.add_document([1])
     for work, prefix in ((tmp_path / "work", "d"), (tmp_path / "none", "never")):
         with pytest.raises(DataError, match="no finished dataset to publish"):
-            publish(work, tmp_path / prefix)
+            WorkFolder(work).publish(tmp_path / prefix)
     assert len(IndexedDataset(tmp_path / "d")) == 2
     assert (tmp_path / "work" / "dataset.bin").exists()
 

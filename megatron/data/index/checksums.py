@@ -40,6 +40,11 @@ class Checksums:
     notes: dict[str, Any]
     """Notes of the builder about the data, such as its tokenizer."""
 
+    def content(self, name: str) -> bytes:
+        """Return the content of the file for a dataset of this name."""
+        lines = [_checksum_line(digest, name + suffix) for suffix, digest in self.sha256.items()]
+        return note_lines(self.notes) + b"".join(lines)
+
     def compare(self, prefix: str, suffix: str, sha256: str) -> None:
         """Raise DataError unless the SHA-256 of that file is the recorded one."""
         if sha256 != self.sha256[suffix]:
@@ -114,7 +119,7 @@ def note_lines(notes: Mapping[str, Any]) -> bytes:
     return text.encode()
 
 
-def checksum_line(digest: str, name: str) -> bytes:
+def _checksum_line(digest: str, name: str) -> bytes:
     """Return the line that sha256sum writes: special characters are escaped, marked by a leading backslash."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     mark = "" if escaped == name else "\\"

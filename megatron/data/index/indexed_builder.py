@@ -15,15 +15,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.data.index.checksums import (
-    Checksums,
-    ReportBytes,
-    checksum_line,
-    file_blocks,
-    file_sha256,
-    note_lines,
-    read_checksums,
-)
+from megatron.data.index.checksums import Checksums, ReportBytes, file_blocks, file_sha256, note_lines, read_checksums
 from megatron.data.index.indexed import (
     BLOCK_ENTRIES,
     DTYPES,
@@ -34,19 +26,7 @@ from megatron.data.index.indexed import (
     IndexedDataset,
     Tokens,
 )
-from megatron.data.index.work_folder import (
-    BIN,
-    DOCUMENT_ENDS,
-    IDX,
-    LENGTHS,
-    MANIFEST,
-    SHA256,
-    UNSEALED_IDX,
-    WORK_FILES,
-    is_sealed,
-    publish,
-    remove_work_files,
-)
+from megatron.data.index.work_folder import WorkFolder
 from megatron.runtime.commands import command_name
 from megatron.runtime.files import sync_file, sync_folder
 
@@ -67,6 +47,7 @@ class BuilderState:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BuilderState:
         """Raises DataError if a field is missing, unknown or not a count."""
+        # a state may come from another release, or be damaged
         names = [field.name for field in fields(cls)]
         if sorted(content) != sorted(names) or not all(type(i) is int and i >= 0 for i in content.values()):
             raise DataError(f"{dict(content)} is not a saved state of a dataset: it must hold counts named {names}")
@@ -95,13 +76,13 @@ class IndexedDatasetBuilder:
         self.work_dir.mkdir(parents=not self._removed_on_exit, exist_ok=not self._removed_on_exit)
         self._check_file_system()
         # two builders in one folder would write into each other's files
-        present = [name for name in WORK_FILES if (self.work_dir / name).exists()]
+        present = [path.name for path in self._folder.files if path.exists()]
         if present:
             raise DataError(
                 f"{self.work_dir} already holds an unfinished dataset ({', '.join(present)}); resume it, or remove it"
             )
-        self._bin = _HashedFile((self.work_dir / BIN).open("xb"))
-        self._lengths: IO[bytes] = (self.work_dir / LENGTHS).open("xb")
+        self._bin = _HashedFile(self._folder.bin.open("xb"))
+        self._lengths: IO[bytes] = self._folder.lengths.open("xb")
 
     def _set_up(
         self, prefix: str | Path, dtype: DTypeLike, notes: Mapping[str, Any] | None, work_dir: str | Path | None
@@ -115,9 +96,11 @@ class IndexedDatasetBuilder:
         self._dtype_code = codes[0]
         self._notes = dict(notes or {})
         note_lines(self._notes)  # raises here rather than after hours of work
+        # a folder that the caller named is kept, to be resumed from
         self._removed_on_exit = work_dir is None
         self.work_dir = Path(work_dir) if work_dir else Path(f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}")
         """Folder of the unfinished files."""
+        self._folder = WorkFolder(self.work_dir)
         self.num_tokens = 0
         """Tokens written so far."""
         self.num_sequences = 0
@@ -151,27 +134,27 @@ class IndexedDatasetBuilder:
         """
         builder = cls.__new__(cls)
         builder._set_up(prefix, dtype, notes, work_dir)
-        if is_sealed(work_dir):
+        folder = builder._folder
+        if folder.is_sealed:
             raise DataError(
                 f"{work_dir} holds a sealed dataset, to which nothing can be added; publish it, or remove it"
             )
-        sizes = {BIN: state.num_tokens * builder.dtype.itemsize, LENGTHS: 4 * state.num_sequences}
+        sizes = {folder.bin: state.num_tokens * builder.dtype.itemsize, folder.lengths: 4 * state.num_sequences}
         if state.num_listed_documents:
-            sizes[DOCUMENT_ENDS] = 8 * state.num_listed_documents
-        for name, size in sizes.items():
-            path = builder.work_dir / name
+            sizes[folder.document_ends] = 8 * state.num_listed_documents
+        for path, size in sizes.items():
             on_disk = path.stat().st_size if path.exists() else 0
             if on_disk < size:
                 raise DataError(f"{path} has {on_disk} bytes, less than the {size} that were saved; start over")
         builder.work_dir.mkdir(parents=True, exist_ok=True)
         builder._check_file_system()
         # left by a run that was killed after its last save
-        for name in set(WORK_FILES) - sizes.keys():
-            (builder.work_dir / name).unlink(missing_ok=True)
-        opened = {name: _open_cut(builder.work_dir / name, size) for name, size in sizes.items()}
-        builder._bin, builder._lengths = _HashedFile(opened[BIN]), opened[LENGTHS]
-        builder._document_ends = opened.get(DOCUMENT_ENDS)
-        for block in file_blocks(builder.work_dir / BIN, sizes[BIN]):
+        for path in set(folder.files) - sizes.keys():
+            path.unlink(missing_ok=True)
+        opened = {path: _open_cut(path, size) for path, size in sizes.items()}
+        builder._bin, builder._lengths = _HashedFile(opened[folder.bin]), opened[folder.lengths]
+        builder._document_ends = opened.get(folder.document_ends)
+        for block in file_blocks(folder.bin, sizes[folder.bin]):
             # a digest cannot be saved, so the tokens are read once more
             builder._bin.digest.update(block)
         builder.num_tokens, builder.num_sequences = state.num_tokens, state.num_sequences
@@ -285,9 +268,9 @@ class IndexedDatasetBuilder:
         other._flush()
         # by files, not in memory: a partition may be as large as the dataset
         before = self.num_sequences
-        for lengths in file_blocks(other.work_dir / LENGTHS, 4 * other.num_sequences):
+        for lengths in file_blocks(other._folder.lengths, 4 * other.num_sequences):
             self._write_lengths(np.frombuffer(lengths, "<i4"))
-        for block in file_blocks(other.work_dir / BIN, other.num_tokens * self.dtype.itemsize):
+        for block in file_blocks(other._folder.bin, other.num_tokens * self.dtype.itemsize):
             self._bin.write(block)
         self.num_tokens += other.num_tokens
         for ends in other._document_end_blocks():
@@ -335,7 +318,7 @@ class IndexedDatasetBuilder:
             if np.array_equal(ends, np.arange(before + 1, before + 1 + len(ends))):
                 self.num_documents += len(ends)
                 return
-            self._document_ends = (self.work_dir / DOCUMENT_ENDS).open("xb")
+            self._document_ends = self._folder.document_ends.open("xb")
             # until now every document had one sequence; these ends were implied
             for block in _count_to(before):
                 self._document_ends.write(block)
@@ -352,29 +335,26 @@ class IndexedDatasetBuilder:
         if self.num_tokens == 0:
             raise DataError(f"{self.prefix}: no tokens to write; give text that is not empty")
         self._sync()
-        with (self.work_dir / UNSEALED_IDX).open("wb") as file:
+        with self._folder.unsealed_idx.open("wb") as file:
             idx = _HashedFile(file)
             self._write_index(idx)
             idx.sync()
-        name = Path(self.prefix).name
-        with (self.work_dir / SHA256).open("wb") as file:
-            file.write(note_lines(self._notes))
-            file.write(checksum_line(self._bin.digest.hexdigest(), name + ".bin"))
-            file.write(checksum_line(idx.digest.hexdigest(), name + ".idx"))
+        sha256 = {".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()}
+        with self._folder.sha256.open("wb") as file:
+            file.write(Checksums(sha256, self._notes).content(Path(self.prefix).name))
             sync_file(file)
         if write_manifest:
-            with (self.work_dir / MANIFEST).open("wb") as file:
-                sha256 = {".bin": self._bin.digest.hexdigest(), ".idx": idx.digest.hexdigest()}
+            with self._folder.manifest.open("wb") as file:
                 write_manifest(file, self._facts(sha256))
                 sync_file(file)
         # last, after all else is on disk: a folder with this name in it is whole
-        os.replace(self.work_dir / UNSEALED_IDX, self.work_dir / IDX)
+        os.replace(self._folder.unsealed_idx, self._folder.idx)
         sync_folder(self.work_dir)
         self._close_files()
         self._state = "sealed"
         # the .idx holds them now
-        (self.work_dir / LENGTHS).unlink()
-        (self.work_dir / DOCUMENT_ENDS).unlink(missing_ok=True)
+        self._folder.lengths.unlink()
+        self._folder.document_ends.unlink(missing_ok=True)
 
     def _facts(self, sha256: dict[str, str]) -> dict[str, Any]:
         counts = {"documents": self.num_documents, "sequences": self.num_sequences, "tokens": self.num_tokens}
@@ -397,18 +377,18 @@ class IndexedDatasetBuilder:
             idx.write(block)
 
     def _length_blocks(self) -> Iterator[memoryview]:
-        return file_blocks(self.work_dir / LENGTHS, 4 * self.num_sequences)
+        return file_blocks(self._folder.lengths, 4 * self.num_sequences)
 
     def _document_end_blocks(self) -> Iterator[memoryview]:
         if self._document_ends is None:
             return _count_to(self.num_documents)
-        return file_blocks(self.work_dir / DOCUMENT_ENDS, 8 * self.num_documents)
+        return file_blocks(self._folder.document_ends, 8 * self.num_documents)
 
     def finalize(self) -> None:
         """Rename the files to their final names, after sealing them if necessary. Raises as `seal` does."""
         if self._state != "sealed":
             self.seal()
-        publish(self.work_dir, self.prefix)
+        self._folder.publish(self.prefix)
         self._state = "published"
 
     def close(self) -> None:
@@ -423,7 +403,7 @@ class IndexedDatasetBuilder:
         """Remove the unfinished files. Does nothing after `finalize`."""
         if self._state != "published":
             self.close()
-            remove_work_files(self.work_dir)
+            self._folder.remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

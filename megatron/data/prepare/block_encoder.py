@@ -76,6 +76,7 @@ class JobInput:
 
 def find_input(job: PreparationJob) -> JobInput:
     """Return the files of a job. Raises DataError."""
+    # all files, also for a shard: every machine computes the same cuts of the same whole
     whole = find_files(job.inputs, job.reading_rules(), job.split)
     if job.shard is None:
         return JobInput(whole, whole)
@@ -121,6 +122,7 @@ class Counts:
 
     def add_block(self, block: BlockCounts) -> None:
         self.num_bytes += block.block.num_input_bytes
+        # an empty document was encoded, and gave no token
         self.num_documents += block.documents + block.empty
         self.num_blank += block.blank
         self.num_bad += block.bad
@@ -140,6 +142,7 @@ class Counts:
 
 
 def _sum(before: Any, after: Any) -> Any:
+    # Counter before dict, of which it is one
     if isinstance(before, Counter):
         return before + after
     if isinstance(before, dict):  # of first places: the earlier one stays

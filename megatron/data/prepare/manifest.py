@@ -122,6 +122,7 @@ class ManifestLog:
         ends_in_file = (block.end.source, block.end.member) == (entry.source_number, entry.member)
         if ends_in_file and block.source.kind not in UNCOMPRESSED_ONLY:
             entry.crc32 = block.end.crc32
+        # the limit may fall on the end of a file: then this is the last one that was read
         if block.end.documents == self._max_documents:
             entry.stopped_after = self._max_documents
 
@@ -221,6 +222,7 @@ def manifest_writer(
 
     def write(file: IO[bytes], dataset: dict[str, Any]) -> None:
         skipped = [{"name": name, "passed_over": reason} for name, reason in listing.passed_over]
+        # a copy: several datasets of one run are written from one log
         counts = Counter(log.counts)
         for line in skipped:
             _count(counts, line)
@@ -420,6 +422,7 @@ def _joined_lines(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
     for data, manifest in inputs:
         if manifest is None:
             num_bytes = data.num_tokens * data.dtype.itemsize
+            # so that the documents of all files are those of the dataset
             stands_for = {"name": str(data.prefix), "bytes": num_bytes, "documents": data.num_documents}
             lines.append({**stands_for, "is_dataset": True})
             continue
@@ -479,6 +482,7 @@ def _order_fault(shards: Sequence[tuple[str, dict[str, Any]]], count: int) -> st
     expected = list(range(1, count + 1))
     if numbers == expected:
         return None
+    # a missing shard explains the rest, so it is named first
     missing = sorted(set(expected) - set(numbers))
     twice = [number for number, times in Counter(numbers).items() if times > 1]
     if missing:

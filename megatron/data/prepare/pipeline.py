@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.data.index.work_folder import check_absent, is_open, is_sealed, publish
+from megatron.data.index.work_folder import WorkFolder, check_absent
 from megatron.data.prepare.block_encoder import BlockEncoder, C, Counts, EncodedBatch, Output, StartOver
 from megatron.data.prepare.manifest import LOG_NAME, ManifestLog, manifest_writer, read_manifest
 from megatron.data.prepare.resume_state import State, UnfinishedWork, kept_work
@@ -97,7 +97,7 @@ class _GrowingDatasets(Generic[C]):
         """Builders of the partitions of each dataset that is not sealed."""
         for number, output in enumerate(encoder.outputs):
             folders = [work.work_dir(f"{number}.{part}") for part in range(output.num_partitions)]
-            if self.is_complete and not is_open(folders[0]):
+            if self.is_complete and not WorkFolder(folders[0]).is_open:
                 continue  # sealed, or even published, by the run that was killed
             self._unsealed.append([self._builder(output, folder, saved) for folder in folders])
 
@@ -161,14 +161,16 @@ class _GrowingDatasets(Generic[C]):
 
     def publish(self) -> None:
         """Give the datasets their names, the first one last."""
-        numbered = [(self._work.work_dir(f"{k}.0"), output.prefix) for k, output in enumerate(self._encoder.outputs)]
+        prefixes = [output.prefix for output in self._encoder.outputs]
+        folders = [WorkFolder(self._work.work_dir(f"{number}.0")) for number in range(len(prefixes))]
+        pairs = list(zip(folders, prefixes, strict=True))
         # datasets of one run belong together: an older one must not be read with a new one, nor the first, by which the
         # others are found, without them
-        for folder, prefix in numbered:
-            if is_sealed(folder):
+        for folder, prefix in pairs:
+            if folder.is_sealed:
                 Path(f"{prefix}.idx").unlink(missing_ok=True)
-        for folder, prefix in reversed(numbered):
-            publish(folder, prefix)
+        for folder, prefix in reversed(pairs):
+            folder.publish(prefix)
 
 
 class Pipeline(Generic[C]):

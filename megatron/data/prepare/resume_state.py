@@ -65,6 +65,7 @@ class UnfinishedWork:
     def __enter__(self) -> UnfinishedWork:
         """Lock the folder. Raises DataError if another process holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # the kernel releases it when the process dies, however it dies
         self._lock = (self.folder / "lock").open("ab")
         if not lock_file(self._lock):
             self._lock.close()
@@ -81,6 +82,7 @@ class UnfinishedWork:
 
     def remove(self) -> None:
         """Remove the folder, state.json first: without it there is nothing to resume."""
+        # a folder that cannot be removed must not hide how the run ended
         with contextlib.suppress(OSError):
             self._state_path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -144,6 +146,7 @@ class UnfinishedWork:
         if not self.is_saved:
             return None
         content = self._read()
+        # one by one, to name what differs
         for name, now in self._identity.items():
             before = content["identity"].get(name)
             if before != now:
@@ -153,6 +156,7 @@ class UnfinishedWork:
                 )
         position = Position(**content["position"])
         self._check_sources(self._saved_sources(), content["tail"], position)
+        # the builders compare the sizes with what is on disk
         builders = {name: BuilderState.from_json(builder) for name, builder in content["builders"].items()}
         return State(position, content["is_complete"], content["totals"], content["manifest"], builders)
 

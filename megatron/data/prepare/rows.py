@@ -75,6 +75,7 @@ class RowsJob(PreparationJob):
             self.columns,
             as_rows=True,
             remedy=self.remedy,
+            # the encoders are slow: a block is a task of a process, and small enough that all of them have work
             block_bytes=block_bytes or BLOCK_BYTES,
             max_documents=self.max_documents,
             goes_on=self.bad_rows == "skip",
@@ -150,6 +151,7 @@ class RowEncoder(Generic[R, S, K]):
 
     def encode_block(self, block: Block, counts: K) -> tuple[list[S], BlockCounts]:
         """Return the samples of a block, and add to the counts. Raises DataError as `encode_batch`."""
+        # blank lines are no rows, and no faults
         objects, problems, num_blank = rows_of(block, self.example, self.job.columns)
         counts.num_rows += len(objects) + len(problems)
         numbers: list[int] = []

@@ -179,6 +179,7 @@ class TextEncoder(BlockEncoder[TextCounts]):
         # evenly among the files, of which the first may be all of one kind
         step = max(1, len(sources) // PROOF_SOURCES)
         for source in sources[::step][:PROOF_SOURCES]:
+            # a small block: a proof for each of many files must not take longer than the work
             blocks = read_blocks([source], job.reading_rules(PROOF_BLOCK_BYTES))
             first = next(blocks, None)
             if first is None:  # an empty file
@@ -273,6 +274,7 @@ class _BatchEncoder:
         streams: list[Stream] = []
         is_empty: list[NDArray[np.bool_]] = []
         for column in range(len(self.job.keys)):
+            # the usual batch is one block, whose list is not copied
             texts = parsed[0].columns[column]
             if len(parsed) > 1:
                 texts = [text for of_block in parsed for text in of_block.columns[column]]
@@ -309,6 +311,7 @@ class _BatchEncoder:
         # cheap, and the last look at an id before it is written in fewer bits
         if len(ids) and int(ids.max()) >= self.tokenizer.vocab_size:
             raise AssertionError(f"the tokenizer gave id {ids.max()} of a vocabulary of {self.tokenizer.vocab_size}")
+        # in the type of the file here, in a thread: the builder then writes without a copy
         tokens = ids.astype(self.dtype)
         if self.job.eod is not None:
             has_tokens = lengths > 0

@@ -75,6 +75,7 @@ def in_processes(
             f"a worker process died at {place} or after it; it may have run out of memory: use fewer --workers"
         ) from None
     finally:
+        # also after an error or Ctrl-C, so that no worker outlives the command
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -84,6 +85,7 @@ def _finished(encode: Encode[Encoded], batch: list[Block]) -> Future[Encoded]:
     try:
         future.set_result(encode(batch))
     except DataError as error:
+        # only a fault of the data: any other exception is a fault of the program, and ends it here
         future.set_exception(error)
     return future
 
@@ -100,6 +102,7 @@ class _WorkerProcess(SpawnProcess):
             sys.modules["__main__"] = script
 
 
+# spawn, not fork: a lock that a thread of this process holds would stay locked in a forked one
 class _WorkerContext(SpawnContext):
     Process = _WorkerProcess
 

@@ -25,6 +25,7 @@ class InputShard:
     @classmethod
     def parse(cls, text: str) -> InputShard:
         """Return the shard that `2/8` names. Raises ValueError."""
+        # [0-9], since \d takes digits of other scripts too
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"{text!r} is not a shard; give NUMBER/COUNT, from 1/COUNT to COUNT/COUNT")
@@ -37,6 +38,7 @@ def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
     Plain JSONL is cut between lines; any other file belongs to the shard of its middle byte. Raises DataError for a
     size that is unknown, and if one of the shards, of whatever number, would have no file.
     """
+    # machines must agree on the cuts, so none may guess
     unknown = [source.name for source in listing.sources if source.num_bytes is None]
     if unknown:
         raise DataError(
@@ -59,6 +61,7 @@ def shard_of(listing: InputListing, shard: InputShard) -> InputListing:
 def _pieces(sources: Sequence[SourceFile], count: int) -> list[tuple[SourceFile, int]]:
     """Return the files, cut where that can be, each with the number of its shard, from 0."""
     sizes = [source.num_bytes or 0 for source in sources]
+    # equal shares of the bytes: to count documents, every machine would have to read all of them
     bounds = [sum(sizes) * number // count for number in range(count + 1)]
     pieces = []
     start = 0

@@ -71,6 +71,7 @@ class _Array:
 
     def lines(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the next piece. Raises Damage, after what is before it."""
+        # a text that the last piece cut in two is whole here
         text = bytearray(self._held + chunk)
         marks: dict[int, bytes] = {}
         end, damage = self._through(text, marks)
@@ -110,6 +111,7 @@ class _Array:
 
     def _through_object(self, text: bytearray, at: int) -> int:
         """Return the end of the object that `at` is in, or of what is known of it."""
+        # brackets within texts do not count, and a whole text is one match: searched in C, not byte by byte
         for token in _TOKEN.finditer(text, at):
             mark = token[0]
             if mark in (b"{", b"["):
@@ -136,6 +138,7 @@ class _Array:
 
     def finish(self) -> None:
         """Raise Damage unless the array has ended."""
+        # a download that broke off ends like this, between two rows too
         if self._expected != _END or self._depth or self._held:
             raise self._damage(f"the content ends {self._place} without a ]: the file is cut off")
 

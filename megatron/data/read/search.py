@@ -104,6 +104,7 @@ class _Finder:
             self._add_pipe(path, path)
         else:
             name = os.path.basename(path)
+            # only --exclude: a file that the user names is read, hidden or not
             if self._rules.excludes(name, name):  # a shell wrote the names of a pattern out
                 self._pass_over(path, "--exclude")
             else:
@@ -114,6 +115,7 @@ class _Finder:
 
     def _add_matches(self, pattern: str) -> None:
         parts = pattern.split("/")
+        # any number of folders
         if "**" in parts:
             self._add_matches_below(pattern, parts, parts.index("**"))
             return
@@ -164,6 +166,7 @@ class _Finder:
 
         Those are left out whose name below it does not match `wanted`, the parts of a glob.
         """
+        # a separator at the end, whether the user gave one or not
         root = os.path.join(top, "")
         left = [top]
         while left:
@@ -262,6 +265,7 @@ class _Finder:
             return
         assert form is not None  # the rules refuse a name without one
         self._found[identity] = _Found(path, self._given)
+        # with the size: a changed file is noticed when a run is resumed
         version = str(status.st_mtime_ns)
         self.listing.sources.append(SourceFile(path, *form, status.st_size, "file", relative_name, version))
 

@@ -122,6 +122,7 @@ class InputRules:
 
     def form(self, name: str) -> FileForm | None:
         """Return what a file holds by its name, in capitals or not. None: unknown."""
+        # .JSONL and .TXT come from other systems
         lower = name.lower()
         stem, ending = os.path.splitext(lower)
         if ending in SHORT_ENDINGS:
@@ -134,6 +135,7 @@ class InputRules:
         if compression:
             ending = os.path.splitext(stem)[1]
         kind = KINDS.get(ending)
+        # a table is compressed inside; .parquet.gz would have to be unpacked whole
         if kind is None or (compression and kind in UNCOMPRESSED_ONLY):
             return None
         return kind, compression
@@ -164,6 +166,7 @@ class InputRules:
             return (
                 f"{UNKNOWN}; read it as text with --text-files '{pattern}', or leave it out with --exclude '{pattern}'"
             )
+        # a text has no fields, so it cannot be a chat
         if form[0] not in self.kinds:
             known = [suffix for suffix, kind in KINDS.items() if kind in self.kinds]
             return f"holds no rows; rows are in {', '.join(known)}, all but tables also compressed; convert it"
@@ -211,6 +214,7 @@ class InputListing:
         total = 0
         for source in self.sources:
             size = source.size
+            # one unknown size makes the sum unknown: progress without a total is better than a wrong one
             if size is None:
                 return None
             total += size
