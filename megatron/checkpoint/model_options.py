@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import read_metadata
 from megatron.options.config import Config
 from megatron.options.model import ModelConfig, differing
 
@@ -20,6 +21,17 @@ SHAPED = {
 """Options that the names and shapes of the parameters settle."""
 SHAPED_BY_HEADS = {"kv_channels", "num_query_groups"}
 """Options that the shapes settle where the number of heads is known."""
+
+
+def saved_model_options(folder: Path) -> tuple[dict[str, Any], int | None] | None:
+    """Return the model section of a run's checkpoint, and the seq_length of the run; None: its metadata has none."""
+    config = (read_metadata(folder) or {}).get("config")
+    if not isinstance(config, dict):
+        return None
+    model, training = config.get("model"), config.get("training")
+    if not isinstance(model, dict) or not isinstance(training, dict):
+        return None
+    return model, training.get("seq_length")
 
 
 def check_model_options(folder: Path, saved: Mapping[str, Any], seq_length: int | None, config: Config) -> None:

@@ -18,10 +18,9 @@ from megatron.checkpoint.folders import (
     checkpoint_folders,
     holds_checkpoints,
     iteration_of,
-    read_metadata,
 )
 from megatron.checkpoint.foreign import foreign_format, needless_step, not_deepspeed
-from megatron.checkpoint.model_options import check_model_options
+from megatron.checkpoint.model_options import check_model_options, saved_model_options
 from megatron.generation.options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import CoresError, deepspeed_env_lines, own_sockets, rank_cores
@@ -116,9 +115,9 @@ def _check_run(folder: Path, config: Config) -> None:
     """Raise CheckpointError for checkpoints of another model; ranks read them whole, and say what is damaged."""
     step = config.checkpoint.ckpt_step
     chosen = next((path for path in checkpoint_folders(folder) if step in (None, iteration_of(path.name))), None)
-    saved = None if chosen is None else (read_metadata(chosen) or {}).get("config")
-    if chosen is not None and isinstance(saved, dict):
-        check_model_options(chosen, saved["model"], saved["training"].get("seq_length"), config)
+    saved = None if chosen is None else saved_model_options(chosen)
+    if chosen is not None and saved is not None:
+        check_model_options(chosen, *saved, config)
 
 
 def _lacking_weights(folder: Path) -> Iterator[str]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import checkpoint_folders, read_metadata
+from megatron.checkpoint.folders import checkpoint_folders
+from megatron.checkpoint.model_options import saved_model_options
 from megatron.options.config import ConfigError
 from megatron.options.model import ModelConfig
 from megatron.weights.folder_files import (
@@ -146,15 +147,15 @@ def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
     except OSError:  # the checks of the start say so
         return "", {}
     for folder in folders:
-        config = (read_metadata(folder) or {}).get("config") or {}
-        if "model" not in config:
+        if (saved := saved_model_options(folder)) is None:
             continue
-        saved, names = config["model"], {field.name for field in dataclasses.fields(ModelConfig)}
+        options, seq_length = saved
+        names = {field.name for field in dataclasses.fields(ModelConfig)}
         try:
-            model = ModelConfig(**{name: value for name, value in saved.items() if name in names} | {"freeze": ()})
+            model = ModelConfig(**{name: value for name, value in options.items() if name in names} | {"freeze": ()})
         except ValidationError as error:
             raise ConfigError([f"{folder} describes no model: {error.errors()[0]['msg']}; load another"]) from None
         if model.position_embedding_type == "learned" and model.max_position_embeddings is None:
-            model = replace(model, max_position_embeddings=config["training"]["seq_length"])
+            model = replace(model, max_position_embeddings=seq_length)
         return str(folder), described(model)
     return "", {}
