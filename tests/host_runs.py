@@ -52,9 +52,13 @@ class Run:
     def said(self) -> str:
         return self._log.read_text(errors="replace") + self._err.read_text(errors="replace")
 
-    def wait_for_iteration(self, iteration: int) -> None:
+    @property
+    def metrics(self) -> str:
         path = self._results / "metrics.jsonl"
-        wait_until(lambda: path.exists() and f'"iteration":{iteration},' in path.read_text(), self)
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        wait_until(lambda: f'"iteration":{iteration},' in self.metrics, self)
 
     def wait_for_words(self, words: str) -> None:
         wait_until(lambda: words in self.said, self)
