@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron.options.dialect import one_of
+
 Options = TypeVar("Options")
 
 
@@ -229,5 +231,4 @@ def unescaped(text: str) -> str:
 
 def divisors(number: int, up_to: int) -> str:
     """Format the divisors of `number` for a message: '1, 2, 4 or 8'."""
-    *most, last = [str(divisor) for divisor in range(1, min(number, up_to) + 1) if number % divisor == 0]
-    return f"{', '.join(most)} or {last}" if most else last
+    return one_of(str(divisor) for divisor in range(1, min(number, up_to) + 1) if number % divisor == 0)

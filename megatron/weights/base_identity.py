@@ -163,9 +163,8 @@ def stored_sums(tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
         return matrix_sums(values, torch.arange(first, end), torch.arange(values.shape[1]), rounded=False)[0]
 
     def pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-        count = tensor.shape[0] if tensor.shape else 1
         step = max(1, 16 * NUMEL_AT_ONCE // max(1, math.prod(tensor.shape[1:])))
-        return ((first, min(first + step, count)) for first in range(0, count, step))
+        return ((first, min(first + step, tensor.num_rows)) for first in range(0, tensor.num_rows, step))
 
     # a thread of torch's own for each piece: reading one overlaps with summing another
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=partial(torch.set_num_threads, 1)) as pool:

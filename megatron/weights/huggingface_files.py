@@ -42,6 +42,11 @@ class StoredTensor:
     begin: int | None = None
     """Offset of its first byte in a safetensors file."""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that `rows` can read; a single number is one."""
+        return self.shape[0] if self.shape else 1
+
 
 def open_safetensors(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     """Return every tensor of the file by name. Raises CheckpointError for a damaged file, and integers in it."""

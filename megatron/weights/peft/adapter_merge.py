@@ -67,8 +67,7 @@ def verify_merge(
 
 
 def _pieces(tensor: StoredTensor, width: int) -> list[tuple[int, int]]:
-    count = tensor.shape[0] if tensor.shape else 1
-    return list(cuts(0, count, PIECE_BYTES // max(1, width * math.prod(tensor.shape[1:]))))
+    return list(cuts(0, tensor.num_rows, PIECE_BYTES // max(1, width * math.prod(tensor.shape[1:]))))
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -74,8 +74,8 @@ def _copy_file(
         _copy_bytes(source, given, copy, position, tensor.begin, workers)
         change = changes[name].prepare(tensor)
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        count = tensor.shape[0] if tensor.shape else 1
-        for first, end in cuts(0, count if row_bytes else 0, PIECE_BYTES // max(1, row_bytes)):
+        count = tensor.num_rows if row_bytes else 0  # rows without columns have no bytes to change
+        for first, end in cuts(0, count, PIECE_BYTES // max(1, row_bytes)):
             workers.submit(_change_piece, name, tensor, change, first, end, copy, tensor.begin + first * row_bytes)
         position = tensor.begin + count * row_bytes
     _copy_bytes(source, given, copy, position, os.fstat(given).st_size, workers)
