@@ -38,7 +38,7 @@ from megatron.launch.dialects.spawn_requests import (
 )
 from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
-from megatron.options.dialect import flag_words, nearest
+from megatron.options.dialect import flag_words, nearest, suggestion
 from megatron.options.flags import flag
 from megatron.runtime.commands import DONE
 from megatron.runtime.devices import detect_device, device_fault, find_device
@@ -95,7 +95,7 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
         name = name.replace("-", "_").replace("__", "--", 1)
         if name not in OWN:
             near = nearest(name, OWN)
-            line.faults.append(f"unknown flag {word}; {f'did you mean {near}?' if near else 'see --help'}")
+            line.faults.append(f"unknown flag {word}; {suggestion(near, 'see --help')}")
         elif not OWN[name][0]:
             line.given[name] = "1"
         elif equals or rest:

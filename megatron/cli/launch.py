@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import shlex
 import shutil
@@ -32,8 +31,8 @@ from megatron.launch.options import ChatOptions, LaunchOptions, RowOptions
 from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedError
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.options.config import ConfigError
-from megatron.options.dialect import flag_words
-from megatron.options.flags import HelpFormatter, add_flags, flag, read_known_flags, shown
+from megatron.options.dialect import flag_words, nearest, suggestion
+from megatron.options.flags import HelpFormatter, add_flags, cut, flag, read_known_flags, shown
 from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
@@ -124,10 +123,7 @@ def _launcher_words() -> list[str]:
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script | None]:
     """Return the request, and the script whose HL_* variables define it, if any do."""
-    own, train_flags = list(arguments), list[str]()
-    if "--" in own:
-        place = own.index("--")
-        own, train_flags = own[:place], own[place + 1 :]
+    own, train_flags = cut(arguments)
     namespace, rest = build_launch_parser().parse_known_args(own)
     script: Script | None = namespace.variables
     del namespace.variables
@@ -208,10 +204,10 @@ def _check_words(rest: list[str], name_of: Mapping[str, str], faults: list[str])
         faults.append(f"{of_training[0]} is a flag of megatron.train; write all of these after `--`")
         unread.add("config")
     for word in [word for word in unknown if word not in of_training]:
-        near = difflib.get_close_matches(word, name_of, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "see --help"
-        faults.append(f"unknown flag {word}; {remedy}")
-        unread |= {name_of[similar] for similar in near}
+        near = nearest(word, name_of)
+        faults.append(f"unknown flag {word}; {suggestion(near, 'see --help')}")
+        if near is not None:
+            unread.add(name_of[near])
     if rest and not unknown:
         faults.append(f"{rest[0]!r} does not follow a flag; flags of megatron.train stand after `--`")
     return unread
@@ -268,17 +264,18 @@ def build_launch_parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    of_training = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-    if (topic := help_topic(of_training)) is not None:
-        script = next((known for known in ALL if list(arguments[:2]) == ["--variables", known]), None)
+    own, train_flags = cut(arguments)
+    topic = help_topic(train_flags)
+    if topic is not None:
+        scripts = [script for script in ALL if own[:2] == ["--variables", script]]
         try:
-            sys.stdout.write(help_text(topic) if script is None else script_help(script, topic))
+            sys.stdout.write(script_help(scripts[0], topic) if scripts else help_text(topic))
         except ConfigError as error:
             print(error, file=sys.stderr)
             return REFUSED
         return 0
     request, script = parse_command_line(arguments)
-    return run_request(request, (lambda faults: legend(faults, script)) if script is not None else (lambda faults: ""))
+    return run_request(request, lambda faults: "" if script is None else legend(faults, script))
 
 
 def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) -> int:
@@ -291,7 +288,7 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
     try:
         plan = preflight(request)
     except RefusedError as refused:
-        _print_refusal(refused, names_in(refused.faults))
+        print(for_stderr(refused.text(names_in(refused.faults))), file=sys.stderr)
         return REFUSED
     if print_config:
         sys.stdout.write(to_yaml(plan.config))
@@ -309,15 +306,6 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
             print(for_stderr(f"{error} ({names})" if names else str(error)), file=sys.stderr)
             return REFUSED
     return launch(plan)
-
-
-def _print_refusal(refused: RefusedError, names: str) -> None:
-    count = "1 fault" if len(refused.faults) == 1 else f"{len(refused.faults)} faults"
-    lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in refused.faults)]
-    lines += [f"  - warning: {warning}" for warning in refused.warnings]
-    if names:
-        lines.append(f"  ({names})")
-    print(for_stderr("\n".join(lines)), file=sys.stderr)
 
 
 def _print_notes(plan: LaunchPlan) -> None:

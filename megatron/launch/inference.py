@@ -141,10 +141,7 @@ def plan_text(plan: LaunchPlan) -> str:
 
 def refused(faults: Sequence[str]) -> int:
     """Print all faults, each once; return the exit status."""
-    faults = list(dict.fromkeys(faults))
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    lines = [f"refused, {count}; nothing was started or written:", *(f"  - {fault}" for fault in faults)]
-    print(for_stderr("\n".join(lines)), file=sys.stderr)
+    print(for_stderr(RefusedError(faults).text()), file=sys.stderr)
     return REFUSED
 
 

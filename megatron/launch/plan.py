@@ -139,11 +139,21 @@ class LaunchPlan(LaunchOptions):
 
 
 class RefusedError(ValueError):
-    """The run may not start. Carries every fault."""
+    """The run may not start. Carries every fault, each once."""
 
     def __init__(self, faults: Sequence[str], warnings: Sequence[str] = ()):
-        self.faults, self.warnings = list(faults), list(warnings)
+        self.faults, self.warnings = list(dict.fromkeys(faults)), list(warnings)
         super().__init__("\n".join(self.faults))
+
+    def text(self, names: str = "") -> str:
+        """Return the message for the user. `names`: which of their own names set the options that faults name."""
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        lines = [f"refused, {count}; nothing was started or written:"]
+        lines += [f"  - {fault}" for fault in self.faults]
+        lines += [f"  - warning: {warning}" for warning in self.warnings]
+        if names:
+            lines.append(f"  ({names})")
+        return "\n".join(lines)
 
 
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default

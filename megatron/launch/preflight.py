@@ -107,7 +107,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     else:
         faults += _check_inputs(draft)
     if faults:
-        raise RefusedError(list(dict.fromkeys(faults)), warnings)
+        raise RefusedError(faults, warnings)
     return _plan(draft, warnings)
 
 

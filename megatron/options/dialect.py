@@ -286,6 +286,11 @@ def one_of(values: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def suggestion(near: str | None, otherwise: str) -> str:
+    """Return the remedy for an unknown name: the most similar one, if there is one."""
+    return f"did you mean {near}?" if near else otherwise
+
+
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str | None:
     """Return the most similar name; the prefix that all share would make any short name near to any other."""
     rest = [known.removeprefix(prefix) for known in names]

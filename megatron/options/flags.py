@@ -40,6 +40,12 @@ def dashed(arguments: Sequence[str]) -> list[str]:
     return words
 
 
+def cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before `--`, which are a command's own, and those behind it, which it passes on."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
+
+
 def doc_of_option(cls: type, name: str) -> str:
     """Return the documentation of an option, on one line."""
     # pydantic reads the docstrings of a class alone, not of those that it inherits from

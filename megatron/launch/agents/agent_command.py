@@ -24,7 +24,7 @@ from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
 from megatron.launch.agents.rendezvous import NodeOptions
 from megatron.launch.child_processes import end_with_parent, kill_tree
 from megatron.launch.plan import LaunchPlan
-from megatron.options.flags import flag
+from megatron.options.flags import cut, flag
 from megatron.runtime.messages import SECRET
 
 _MARK = "\x1e"
@@ -142,7 +142,7 @@ class AgentOptions(NodeOptions):
 
 def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
     """Return the agent's own options, and the flags of megatron.train behind `--`."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, train_flags = cut(arguments)
     parser = argparse.ArgumentParser(
         prog="python -m megatron.launch.agents.agent",
         description="Start the ranks of this node. tools/launch.py calls it; megatron/launch/agents/rendezvous.py "
@@ -153,10 +153,10 @@ def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
     for field in dataclasses.fields(AgentOptions):
         kind = int if "int" in str(field.type) or "bool" in str(field.type) else str
         parser.add_argument(flag(field.name), type=kind, default=field.default)
-    options = AgentOptions(**vars(parser.parse_args(arguments[:end])))
+    options = AgentOptions(**vars(parser.parse_args(own)))
     if options.nodes > 1 and options.rendezvous is None:
         parser.error(f"--nodes {options.nodes} needs --rendezvous HOST:PORT, the address of the first node")
-    return options, list(arguments[end + 1 :])
+    return options, train_flags
 
 
 # Connections to hosts at one time, besides those of pdsh or mpirun.

@@ -14,7 +14,17 @@ from typing import Any
 
 from megatron.options.config import ConfigError
 from megatron.options.deepspeed_file import read_settings
-from megatron.options.dialect import Dialect, Entry, Translation, WrongValueError, flag_words, no_effect, number, sets
+from megatron.options.dialect import (
+    Dialect,
+    Entry,
+    Translation,
+    WrongValueError,
+    flag_words,
+    no_effect,
+    number,
+    sets,
+    suggestion,
+)
 from megatron.options.flags import flag
 from megatron.options.presets import is_finetune_file, read_preset
 
@@ -72,8 +82,7 @@ KEYS: tuple[Entry, ...] = (
 
 
 def _unknown(key: str, value: object, near: str | None) -> str:
-    remedy = f"did you mean {near}?" if near else "remove it, or give the flag of megatron.train that does it"
-    return f"unknown key {key}; {remedy}"
+    return f"unknown key {key}; {suggestion(near, 'remove it, or give the flag of megatron.train that does it')}"
 
 
 DIALECT = Dialect(KEYS, _unknown)

@@ -25,7 +25,7 @@ from megatron.launch.options import LAUNCHERS, LaunchOptions
 from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.launch.preflight import UNREADABLE
 from megatron.options.config import ConfigError
-from megatron.options.dialect import Dialect, Translation, flag_words, one_of
+from megatron.options.dialect import Dialect, Translation, flag_words, one_of, suggestion
 from megatron.options.flags import dashed, flag
 from megatron.options.presets import ALTERNATIVES, UNSET, read_preset
 from megatron.runtime.device_hpu import HPU
@@ -134,8 +134,7 @@ def _translate(
 
 
 def _unknown(name: str, value: str, near: str | None) -> str:
-    hint = f"did you mean {near}?" if near else "docs/reference/variables.md lists the variables"
-    return f"unknown variable {name}={value}; {hint}"
+    return f"unknown variable {name}={value}; {suggestion(near, 'docs/reference/variables.md lists the variables')}"
 
 
 def _replaced(arguments: Mapping[str, object]) -> frozenset[str]:

@@ -20,8 +20,8 @@ from megatron.launch.dialects.hl_requests import from_environment, hl_variables
 from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
 from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
-from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest
-from megatron.options.flags import dashed, flag
+from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest, suggestion
+from megatron.options.flags import cut, dashed, flag
 from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.model_folder import find_hub_folder, find_model
@@ -133,10 +133,9 @@ def read_words(script: str, rows: tuple[Entry, ...], words: Sequence[str]) -> Sp
     """Read the flags of a script as transformers' parser does: --flag VALUE, --flag=VALUE, a switch alone or not."""
 
     def unknown(name: str, value: str, near: str | None) -> str:
-        hint = f"did you mean {near}?" if near else f"`{script}.py --help` lists the flags"
-        return f"unknown flag {name} of {script}.py; {hint}"
+        return f"unknown flag {name} of {script}.py; {suggestion(near, f'`{script}.py --help` lists the flags')}"
 
-    own, train_flags = _cut(words)
+    own, train_flags = cut(words)
     faults: list[str] = []
     dialect = Dialect(rows, unknown, prefix="--", no_effect="{name} {value} has no effect: {reason}")
     result = dialect.translate(_values(own, {row.name: row for row in rows}, faults))
@@ -146,12 +145,6 @@ def read_words(script: str, rows: tuple[Entry, ...], words: Sequence[str]) -> Sp
         command.defaults[target] = value
         command.sources.setdefault(target, row.name)
     return command
-
-
-def _cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the script's own words, and those behind `--`."""
-    end = words.index("--") if "--" in words else len(words)
-    return list(words[:end]), list(words[end + 1 :])
 
 
 def _values(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]) -> Iterator[tuple[str, str]]:
@@ -346,7 +339,7 @@ def named(text: str, sources: Mapping[str, str]) -> str:
 
 def finetune_request(script: str, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks) -> LaunchRequest:
     """Return the request of `finetune.py --config-name=FILE`, whose file is found as Hydra does."""
-    own, train_flags = _cut(words)
+    own, train_flags = cut(words)
     result = Dialect(FINETUNE, _unknown_word, prefix="--").translate(_hydra_words(own))
     faults, folders = result.faults, _config_folders(Path(script).parent, result.settings)
     name = result.settings.get("name")
@@ -397,5 +390,5 @@ def _unknown_word(word: str, value: str, near: str | None) -> str:
         return f"{word!r}: values of the file are not overridden on the command line; write it into the file"
     name = word.partition("=")[0]
     near = nearest(name, (row.name for row in FINETUNE if row.outcome == "sets"))
-    hint = f"did you mean {near}?" if near else "finetune.py has --config-name, --config-path and --config-dir"
+    hint = suggestion(near, "finetune.py has --config-name, --config-path and --config-dir")
     return f"unknown flag {name} of finetune.py; {hint}"
