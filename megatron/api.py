@@ -40,7 +40,7 @@ from megatron.launch.instructlab.arguments import (
 )
 from megatron.launch.instructlab.data_process import Samples
 from megatron.launch.instructlab.launch import agent_command, environment_of_ranks, run_to_the_end
-from megatron.launch.instructlab.mapping import Setting, build_config, refusals, remarks, write_callbacks
+from megatron.launch.instructlab.mapping import RunInputs, build_config, refusals, remarks, write_callbacks
 from megatron.launch.plan import FineTuning
 from megatron.options.config import Config, ConfigError
 from megatron.options.stored import to_yaml
@@ -135,7 +135,7 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     """Validate the arguments, process the data, and return the config of the run."""
     faults = list(refusals(torch_args, args))
     model_folder = find_model(args.model_path, "model_path")
-    setting = Setting(
+    inputs = RunInputs(
         device=device,
         num_ranks=torch_args.nnodes * ranks_per_node,
         model=preset_of(model_folder)["model"],
@@ -150,27 +150,27 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     except DataError as error:
         faults.append(str(error))
     try:
-        build_config(args, setting)
+        build_config(args, inputs)
     except ConfigError as error:
         faults += error.faults
     if faults:
         raise ConfigError(faults)
     _make_folder(Path(args.ckpt_output_dir))
     callbacks = write_callbacks(args.callbacks or (), Path(args.ckpt_output_dir))
-    samples = [_samples(args, file, folder, model_folder, setting.model["vocab_size"]) for file, folder in folders]
-    vocab_size = max(setting.model["vocab_size"], *(each.vocab_size or 0 for each in samples))
-    for warning in warn_of_new_tokens(build_config(args, setting), vocab_size):
+    samples = [_samples(args, file, folder, model_folder, inputs.model["vocab_size"]) for file, folder in folders]
+    vocab_size = max(inputs.model["vocab_size"], *(each.vocab_size or 0 for each in samples))
+    for warning in warn_of_new_tokens(build_config(args, inputs), vocab_size):
         logger.warning("%s", warning)
-    setting = dataclasses.replace(
-        setting,
+    inputs = dataclasses.replace(
+        inputs,
         model=preset_of(model_folder, vocab_size)["model"],
         data_path=tuple(FineTuning.of("", args.data_path, "").data_path(Path(args.data_output_dir))),
         num_samples=sum(each.num_samples for each in samples),
         tokenizer=next((each.tokenizer for each in samples if each.tokenizer is not None), None),
         callbacks=callbacks,
     )
-    config = build_config(args, setting)
-    for remark in remarks(args, setting, config):
+    config = build_config(args, inputs)
+    for remark in remarks(args, inputs, config):
         logger.info("%s", remark)
     return config
 

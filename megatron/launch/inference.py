@@ -105,6 +105,7 @@ class InferenceCommand(Generic[C]):
         """Return the plan of a command line. Raises RefusedError with every fault."""
         own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         add_launch_flags(own, self.name)
+        # what is left is the command's own, which its ranks read once more
         namespace, flags = own.parse_known_args(dashed(arguments))
         request = launch_request(namespace, self.name, os.environ)
         flags = [*request.train_flags, *flags]
@@ -177,6 +178,7 @@ def plan_ranks(
     world_size = request.nodes * num_devices
     if request.data_parallel_size is None:  # all devices are used
         request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
+    # behind the sizes, which say how many devices each host must have
     hosts, faults_of_hosts = find_hosts(request, num_devices)
     if request.data_parallel_size * Layout.of(load).model_size == world_size:
         request.faults += layout_faults(load, world_size, device)
@@ -198,6 +200,7 @@ def plan_ranks(
     return LaunchPlan(
         **request.options() | {"device": device, "devices_per_node": num_devices, "min_nodes": request.nodes},
         config=Config(),
+        # chosen here, so that no rank detects another one
         train_flags=(*flags, "--device", device),
         hosts=tuple(hosts),
         environment=environment,

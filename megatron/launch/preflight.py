@@ -91,6 +91,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     device = _choose_device(request, command)
     if device is None and request.devices_per_node is None:  # their number depends on the device
         request = dataclasses.replace(request, unread=request.unread | {"devices_per_node"})
+    # before the layouts: compilation and kernels of an HPU depend on the mode
     lazy, faults_of_mode = _lazy_mode(request, command.config, device)
     layouts = [layout for config in command.configs for layout in _layouts(request, config, device, lazy=lazy)]
     hosts, faults_of_hosts = _find_hosts(request, layouts)
@@ -117,6 +118,7 @@ def _plan(draft: _Draft, warnings: list[str]) -> LaunchPlan:
     flags = [*draft.flags, *_flags_of_layout(given, layout.config)]
     environment = _rank_environment(request, layout, lazy=lazy)
     if draft.hosts:
+        # ssh passes on nothing of the environment that a run is launched from
         environment = sent_variables(os.environ) | environment
     data = request.fine_tuning
     if data is not None:

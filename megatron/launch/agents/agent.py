@@ -159,7 +159,7 @@ class Agent:
 
     def _note_failures(self, first: Failure) -> None:
         """Keep how the ranks failed, the first first, and the newest checkpoint that they know."""
-        others = [self._ranks.failure(place, code) for place, code in enumerate(self._ranks.codes) if code]
+        others = [self._ranks.failure(local_rank, code) for local_rank, code in enumerate(self._ranks.codes) if code]
         # ranks end with another member, such as the fork server, and have not failed
         self._failures = [first, *(other for other in others if other.rank != first.rank and not first.member)]
         if self._options.nodes > 1 and first.is_own:
@@ -209,12 +209,12 @@ class Agent:
             if lost_with_server is not None:
                 self._ranks.inform(dict.fromkeys(range(len(codes)), "ended with its fork server"))
                 return lost_with_server
-            failed = [(code, place) for place, code in enumerate(codes) if code]
+            failed = [(code, local_rank) for local_rank, code in enumerate(codes) if code]
             if failed:
-                self._ranks.inform({place: ending(code) for code, place in failed})
+                self._ranks.inform({local_rank: ending(code) for code, local_rank in failed})
                 # where several failed since the last look, one killed from outside is the likelier cause
-                code, place = min(failed)
-                return self._ranks.failure(place, code)
+                code, local_rank = min(failed)
+                return self._ranks.failure(local_rank, code)
             if all(code == 0 for code in codes):
                 return Event.DONE
             if self._rendezvous.nodes_waiting():
@@ -290,6 +290,7 @@ def rendezvous_of(options: AgentOptions) -> Rendezvous:
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
     """Run this node's part of a run to its end, and return the exit status."""
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
+    # the backward pass of a pipeline imports sympy, which the fork server then does once for all ranks
     os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     raise_limit()

@@ -64,12 +64,12 @@ def mpirun_fault() -> str | None:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{path} --version fails ({error}); install Open MPI 4 or 5 on every host, {other}"
-    said = asked.stdout
-    version = re.search(r"\(Open MPI\) (\d+)\.", said)
+    output = asked.stdout
+    version = re.search(r"\(Open MPI\) (\d+)\.", output)
     if version and int(version[1]) >= 4:
         return None
-    is_hydra = "HYDRA" in said.upper()
-    kind = "that of MPICH or Intel MPI (Hydra)" if is_hydra else repr(said.partition("\n")[0])
+    is_hydra = "HYDRA" in output.upper()
+    kind = "that of MPICH or Intel MPI (Hydra)" if is_hydra else repr(output.partition("\n")[0])
     return f"{path} is {kind}, but the launcher needs Open MPI 4 or newer; put its folder first in PATH, {other}"
 
 
@@ -116,6 +116,7 @@ def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
     """Run the plan; return the exit status of the agent that failed first, 0 if none did."""
     theirs = deepspeed_env()
     environment = environment | theirs | {STDOUT: stdout_of_launcher()}
+    # mpirun passes variables on by name, so that no value stands in its command line, which every user reads
     names = {STDOUT, *plan.environment, *theirs, *[name for name in environment if name.startswith(PREFIXES)]}
     # by variables, which a user's own precede: versions 4 and 5 have other flags for them
     for name, value in _parameters(has_restarts=plan.max_restarts > 0).items():

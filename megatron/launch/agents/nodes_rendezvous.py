@@ -386,6 +386,7 @@ class Client(threading.Thread):
                 self._connection, self._request = connection, self._standing
             self._was_lost = self._request is None
             return
+        # a server that knows another secret closes the connection; a refused one says that nothing listens there
         if self._known_s is None and not isinstance(error, ConnectionRefusedError):
             self._fault = (
                 f"the program at {self._endpoint} does not know the secret of this run ({SECRET}), or was started with "

@@ -111,7 +111,7 @@ class Failure:
         return self.rank, self.step, _NUMBER.sub("N", _PATH.sub("PATH", self.error))
 
     @property
-    def place(self) -> str:
+    def when(self) -> str:
         """Step and phase."""
         if not self.step:
             return "before the first step"
@@ -122,7 +122,7 @@ class Failure:
         """The rank and its end."""
         name = self.member or f"rank {self.rank}"
         text = f"{name} on {self.host} {ending(self.returncode)}"
-        return f"{text} {self.place}: {self.fault}" if self.state == "failed" else text
+        return f"{text} {self.when}: {self.fault}" if self.state == "failed" else text
 
     def __str__(self) -> str:
         return f"{self.end}; {self.remark}" if self.remark else self.end
@@ -222,7 +222,7 @@ def _crash_loop(failure: Failure) -> str:
     """Return the message that ends a crash loop."""
     text = failure.end
     if failure.state != "failed":  # else the end names the place
-        text += f" {failure.place}"
+        text += f" {failure.when}"
     if failure.remark:
         text += f" ({failure.remark})"
     return (

@@ -79,8 +79,8 @@ def digest(text: str) -> str:
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LEFT_OUT]
     words: list[str] = []
     begins_statement = True
-    for place, token in enumerate(tokens):
-        ends = place + 1 == len(tokens) or tokens[place + 1].type == tokenize.NEWLINE
+    for index, token in enumerate(tokens):
+        ends = index + 1 == len(tokens) or tokens[index + 1].type == tokenize.NEWLINE
         if token.type == tokenize.STRING and begins_statement and ends:
             continue  # with its NEWLINE, since the next token still begins a statement
         if not (token.type == tokenize.NEWLINE and begins_statement):

@@ -334,7 +334,7 @@ def _refused_model(command: SpawnCommand) -> Iterator[str]:
 
 def named(text: str, sources: Mapping[str, str]) -> str:
     """Return a text with the flags that set HL_* variables in place of these."""
-    return re.sub(r"\bHL_[A-Z_]+\b", lambda found: sources.get(found[0], found[0]), text)
+    return re.sub(r"\bHL_[A-Z_]+\b", lambda match: sources.get(match[0], match[0]), text)
 
 
 def finetune_request(script: str, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks) -> LaunchRequest:

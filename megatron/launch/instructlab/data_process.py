@@ -225,8 +225,8 @@ def process_pairs(
             source = find_template(chat_tmpl_path, model)
             write_tokenizer(str(folder / "tokenizer"), job.encoder().tokenizer, model_path, source)
         num_unpaired = totals.counts.num_unpaired
-        found = f"{totals.num_pairs - num_unpaired} pairs, {num_unpaired} rows with one answer"
-        logger.info("processed %s: %s", data_path, found)
+        counts = f"{totals.num_pairs - num_unpaired} pairs, {num_unpaired} rows with one answer"
+        logger.info("processed %s: %s", data_path, counts)
         return {"vocab_size": totals.vocab_size, "tokenizer": None if chat_tmpl_path is None else "tokenizer"}
 
     return _once(folder, made_of, make, has_pairs=True)
@@ -402,9 +402,9 @@ def _once(
                     return samples
             # else a `make` that fails would leave its files under the record of others
             record.unlink(missing_ok=True)
-            found = make()
+            made = make()
             with replacing(record) as file:
-                file.write(json.dumps({"made_of": made_of, **found}, indent=1).encode() + b"\n")
+                file.write(json.dumps({"made_of": made_of, **made}, indent=1).encode() + b"\n")
             return open_samples(folder, has_pairs=has_pairs)
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"

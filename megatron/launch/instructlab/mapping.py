@@ -48,7 +48,7 @@ ZERO_STAGES = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunInputs:
     """Inputs of a config beside the arguments."""
 
     device: str
@@ -198,10 +198,10 @@ def _backend_faults(args: TrainingArgs) -> Iterator[str]:
         )
 
 
-def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[str]:
+def remarks(args: TrainingArgs, inputs: RunInputs, config: Config) -> Iterator[str]:
     """Yield what a user of InstructLab's library should know of the run."""
-    yield _sharding_remark(args, setting, config)
-    if find_device(setting.device).is_host and not config.training.bf16:
+    yield _sharding_remark(args, inputs, config)
+    if find_device(inputs.device).is_host and not config.training.bf16:
         yield "on the CPU the training is in float32; on an accelerator it is in bfloat16"
     yield from _offload_remarks(args, config)
     yield from _adapter_remarks(args)
@@ -213,7 +213,7 @@ def remarks(args: TrainingArgs, setting: Setting, config: Config) -> Iterator[st
         yield "accelerate_full_state_at_epoch is off: a run that is called again starts with a new optimizer"
 
 
-def _sharding_remark(args: TrainingArgs, setting: Setting, config: Config) -> str:
+def _sharding_remark(args: TrainingArgs, inputs: RunInputs, config: Config) -> str:
     requested = "deepspeed"
     if args.distributed_backend is DistributedBackend.FSDP:
         requested = f"fsdp with {args.fsdp_options.sharding_strategy.value}"
@@ -223,7 +223,7 @@ def _sharding_remark(args: TrainingArgs, setting: Setting, config: Config) -> st
         offloaded = f", {what} in host memory"
     return (
         f"distributed_backend {requested} is DeepSpeed's ZeRO stage {config.effective_zero_stage} over "
-        f"{setting.num_ranks} ranks in {config.training.precision}{offloaded}"
+        f"{inputs.num_ranks} ranks in {config.training.precision}{offloaded}"
     )
 
 
@@ -255,30 +255,30 @@ def adapters_of(args: TrainingArgs) -> LoraOptions | None:
     return args.lora if args.lora is not None and args.lora.rank > 0 else None
 
 
-def build_config(args: TrainingArgs, setting: Setting) -> Config:
+def build_config(args: TrainingArgs, inputs: RunInputs) -> Config:
     """Return the config of the run. Raises ConfigError with every violated rule."""
     values: dict[str, Any] = {
-        "device": setting.device,
+        "device": inputs.device,
         "task": "sft",
-        "bf16": not find_device(setting.device).is_host,
+        "bf16": not find_device(inputs.device).is_host,
         "micro_batch_size": 1,
         "packing": "step",
         "log_interval": 1,
     }
     values |= DIALECT.translate(_given(args)).settings
-    values |= _optimizer(args, setting) | _data(args, setting) | _lora(args) | _checkpoint(args, setting)
-    values |= _wandb(args) | _callbacks(setting)
+    values |= _optimizer(args, inputs) | _data(args, inputs) | _lora(args) | _checkpoint(args, inputs)
+    values |= _wandb(args) | _callbacks(inputs)
     for name in args.engine_options:
         if name not in options():
             near = nearest(name, options())
             hint = f"did you mean {near!r}?" if near else "docs/reference/configuration.md lists them"
             raise ConfigError([f"engine_options has no {name!r}; {hint}"])
     # last: what the user names as ours wins over what follows from InstructLab's arguments
-    tree: dict[str, dict[str, Any]] = {"model": dict(setting.model)}
+    tree: dict[str, dict[str, Any]] = {"model": dict(inputs.model)}
     for name, value in (values | args.engine_options).items():
         tree.setdefault(options()[name][0], {})[name] = value
     config = from_dict(tree)
-    if faults := check(config, setting.num_ranks):
+    if faults := check(config, inputs.num_ranks):
         raise ConfigError(faults)
     return config
 
@@ -304,9 +304,9 @@ def steps_of(args: TrainingArgs, num_samples: int) -> int:
     return args.num_epochs * -(-of_training // args.effective_batch_size)
 
 
-def _optimizer(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
+def _optimizer(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     # InstructLab's cosine has nothing left of it either where the warm-up takes the whole run
-    only_warms_up = setting.num_samples is None or args.warmup_steps >= steps_of(args, setting.num_samples)
+    only_warms_up = inputs.num_samples is None or args.warmup_steps >= steps_of(args, inputs.num_samples)
     return {
         "optimizer": "adamw",
         "min_lr": 0.0,
@@ -314,7 +314,7 @@ def _optimizer(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
         # InstructLab derives the schedule from the arguments of each call
         "override_opt_param_scheduler": True,
         "clip_grad": 1.0,
-    } | _sharding(args, setting.num_ranks)
+    } | _sharding(args, inputs.num_ranks)
 
 
 def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
@@ -332,27 +332,27 @@ def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
     return {"zero_stage": stage, "offload_optimizer": offload, "offload_param": offload_param}
 
 
-def _data(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
+def _data(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     share = args.validation_split
     section: dict[str, Any] = {
-        "data_path": [*setting.data_path],
+        "data_path": [*inputs.data_path],
         "split": f"{1 - share:.9g},{share:.9g},0",
         "eval_iters": 0,
         "tokenizer_type": "HFTokenizer",
-        "tokenizer_model": setting.tokenizer or setting.model_folder,
+        "tokenizer_model": inputs.tokenizer or inputs.model_folder,
     }
     if share > 0:
-        held_out = int((setting.num_samples or 0) * share)
+        held_out = int((inputs.num_samples or 0) * share)
         section["eval_iters"] = max(1, -(-held_out // args.effective_batch_size))  # all of them, as InstructLab does
     return section
 
 
-def _checkpoint(args: TrainingArgs, setting: Setting) -> dict[str, Any]:
+def _checkpoint(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     folder = Path(args.ckpt_output_dir)
     interval = args.deepspeed_options.save_samples or 0
     asks_for_state = interval > 0 or args.on_demand_checkpointing
     wants_exports = args.checkpoint_at_epoch or args.save_samples > 0
-    section: dict[str, Any] = {"load": setting.model_folder}
+    section: dict[str, Any] = {"load": inputs.model_folder}
     if not asks_for_state and not wants_exports:
         return section
     section |= {
@@ -382,8 +382,8 @@ def _wandb(args: TrainingArgs) -> dict[str, Any]:
     }
 
 
-def _callbacks(setting: Setting) -> dict[str, Any]:
-    return {"callbacks": setting.callbacks, "callback_errors": "log"} if setting.callbacks else {}
+def _callbacks(inputs: RunInputs) -> dict[str, Any]:
+    return {"callbacks": inputs.callbacks, "callback_errors": "log"} if inputs.callbacks else {}
 
 
 def _filled_in(template: str | None) -> str | None:

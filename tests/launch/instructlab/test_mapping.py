@@ -9,11 +9,11 @@ import pytest
 
 from megatron.api import QuantizeDataType, TorchrunArgs, TrainingArgs
 from megatron.launch.instructlab.arguments import DeepSpeedOptions
-from megatron.launch.instructlab.mapping import Setting, build_config, refusals, remarks
+from megatron.launch.instructlab.mapping import RunInputs, build_config, refusals, remarks
 from megatron.options.config import Config
 from tests.finetuning_files import REQUIRED
 
-SETTING = Setting(
+INPUTS = RunInputs(
     device="cuda",
     num_ranks=8,
     model={"architecture": "llama", "position_embedding_type": "rope", "vocab_size": 300},
@@ -28,8 +28,8 @@ def arguments(**changed: Any) -> TrainingArgs:
     return TrainingArgs(**(REQUIRED | changed))
 
 
-def config_of(setting: Setting = SETTING, **changed: Any) -> Config:
-    return build_config(arguments(**changed), setting)
+def config_of(inputs: RunInputs = INPUTS, **changed: Any) -> Config:
+    return build_config(arguments(**changed), inputs)
 
 
 def faults_of(torch_args: TorchrunArgs | None = None, **changed: Any) -> str:
@@ -113,7 +113,7 @@ def test_an_argument_becomes_options_of_ours(changed: dict[str, Any], expected: 
 
 
 def test_one_rank_shares_with_nobody_and_the_cpu_trains_in_float32() -> None:
-    alone = dataclasses.replace(SETTING, num_ranks=1, device="cpu")
+    alone = dataclasses.replace(INPUTS, num_ranks=1, device="cpu")
     config = config_of(alone)
     assert (config.optimizer.zero_stage, config.training.bf16, config.parallel.device) == (0, False, "cpu")
     assert config_of(alone, fsdp_options={"cpu_offload_params": True}).optimizer.zero_stage == 3
@@ -125,22 +125,22 @@ def test_one_rank_shares_with_nobody_and_the_cpu_trains_in_float32() -> None:
 def test_a_user_of_instructlabs_library_learns_what_its_options_become() -> None:
     unused = DeepSpeedOptions(cpu_offload_optimizer_pin_memory=True, cpu_offload_optimizer_ratio=0.5)
     args = arguments(use_liger=True, use_dolomite=True, is_padding_free=True, deepspeed_options=unused)
-    said = list(remarks(args, SETTING, build_config(args, SETTING)))
+    said = list(remarks(args, INPUTS, build_config(args, INPUTS)))
     assert said[0] == "distributed_backend fsdp with HYBRID_SHARD is DeepSpeed's ZeRO stage 3 over 8 ranks in bf16"
     of_offload = ("cpu_offload_optimizer_pin_memory", "cpu_offload_optimizer_ratio")
     for name in ("use_liger", "use_dolomite", "is_padding_free", *of_offload):
         assert any(line.startswith(f"{name} changes nothing") for line in said)
     saves_nothing = arguments(checkpoint_at_epoch=False)
-    assert "nothing will be saved" in "".join(remarks(saves_nothing, SETTING, build_config(saves_nothing, SETTING)))
+    assert "nothing will be saved" in "".join(remarks(saves_nothing, INPUTS, build_config(saves_nothing, INPUTS)))
     lora = {"target_modules": ["q_proj", "v_proj"], "quantize_data_type": "nf4"}
     for given, expected in (
         (lora, "adapters of rank 4 on q_proj v_proj, over a base in 4 bits; exports are whole models"),
         (lora | {"rank": 0}, "lora.quantize_data_type changes nothing: lora.rank is 0"),
     ):
         adapted = arguments(lora=given)
-        assert expected in "".join(remarks(adapted, SETTING, build_config(adapted, SETTING)))
+        assert expected in "".join(remarks(adapted, INPUTS, build_config(adapted, INPUTS)))
     weights = arguments(accelerate_full_state_at_epoch=False)
-    assert "starts with a new optimizer" in "".join(remarks(weights, SETTING, build_config(weights, SETTING)))
+    assert "starts with a new optimizer" in "".join(remarks(weights, INPUTS, build_config(weights, INPUTS)))
 
 
 # a value that is not the default, for arguments that neither `build_config` nor `refusals` need look at
@@ -200,8 +200,8 @@ CHANGED: dict[str, Any] = {
 def outcome(**changed: Any) -> tuple[Any, ...]:
     # without the full state, or on_demand_checkpointing has nothing to add
     args = arguments(**({"accelerate_full_state_at_epoch": False} | changed))
-    config = build_config(args, SETTING)
-    return list(refusals(TorchrunArgs(), args)), list(remarks(args, SETTING, config)), config
+    config = build_config(args, INPUTS)
+    return list(refusals(TorchrunArgs(), args)), list(remarks(args, INPUTS, config)), config
 
 
 @pytest.mark.parametrize("name", CHANGED)
