@@ -387,13 +387,13 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
     (
         "",
         "",
-        "--nodes 0 stray -- --train-iters 5",
+        "--nodes 0 stray --dry-run -- --train-iters 5",
         ["--nodes 0: input should be greater than 0", "'stray' does not follow a flag"],
     ),
     (
         "",
         "",
-        "--dry-run stray -- --train-iters 5",
+        "--dry-run stray -- --train-iters 5 --data-path corpus",
         ["--dry-run stray: input should be a valid boolean"],
     ),
     (
