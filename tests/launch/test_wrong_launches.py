@@ -393,8 +393,8 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
     (
         "",
         "",
-        "--dry-run stray -- --train-iters 5 --data-path corpus",
-        ["--dry-run stray: input should be a valid boolean"],
+        "--dry-run stray -- --train-iters 5 --data-path corpus --split x",
+        ["--dry-run stray: input should be a valid boolean", "split='x'"],
     ),
     (
         "",
