@@ -1,6 +1,6 @@
 """Memory of the core of an attention, for its backward pass and in it, by the kernel that a device attends with.
 
-Sizes are bytes of one rank and one microbatch.
+Sizes are of one rank and one microbatch.
 """
 
 from __future__ import annotations
@@ -11,85 +11,135 @@ from dataclasses import dataclass
 from megatron.options.config import Config
 from megatron.parallel.block_sizes import ATTENTION_QUERIES
 from megatron.parallel.costs import Attention
-from megatron.plan.flops import num_tokens, number_size
+from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS, attends_blockwise
 from megatron.runtime.devices import planned_device
 from megatron.tasks.registry import load_task
 
+FLOAT32 = BYTES["fp32"]
+"""Bytes of a number that a kernel holds in float32 whatever the precision of the run."""
+
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """The core of an attention on one rank: sizes in numbers and bytes of a microbatch."""
+    """The core of an attention on one rank: what it is given, keeps, and needs for a moment."""
 
     declared: Attention
-    config: Config
+    sizes: MicrobatchSizes
 
     @property
     def heads(self) -> int:
-        return self.declared.num_heads // self.config.parallel.tensor_model_parallel_size
+        """Query heads of this rank."""
+        return self.declared.num_heads // self.sizes.tensor_size
 
     @property
-    def query(self) -> int:
-        """Channels of q on a rank."""
-        return self.declared.num_heads * self.declared.head_size // self.config.parallel.tensor_model_parallel_size
+    def query_channels(self) -> int:
+        """Channels of q, and of the output."""
+        return self.declared.num_heads * self.declared.head_size // self.sizes.tensor_size
 
     @property
-    def key(self) -> int:
+    def key_channels(self) -> int:
         """Channels of k, or of v; with fewer key/value heads than ranks, each rank gathers one whole head of both."""
-        own = self.declared.num_kv_heads * self.declared.head_size // self.config.parallel.tensor_model_parallel_size
+        own = self.declared.num_kv_heads * self.declared.head_size // self.sizes.tensor_size
         return max(own, self.declared.head_size)
 
     @property
     def scores(self) -> int:
         """Number of attention scores."""
-        return num_tokens(self.config) * load_task(self.config).data.row_length * self.heads
+        return self.sizes.tokens * self.sizes.data.row_length * self.heads
 
     @property
-    def inputs(self) -> int:
+    def output_bytes(self) -> int:
+        return self.sizes.tokens * self.query_channels * self.sizes.number_bytes
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of the softmax's sums, a float32 for each token and head, from which backward computes its results."""
+        return self.sizes.tokens * self.heads * FLOAT32
+
+    @property
+    def recomputed_from_bytes(self) -> int:
         """Bytes kept where the core is recomputed: the fused projection, and the output."""
-        return num_tokens(self.config) * (2 * self.query + 2 * self.key) * number_size(self.config)
+        channels = 2 * self.query_channels + 2 * self.key_channels
+        return self.sizes.tokens * channels * self.sizes.number_bytes
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes of its inputs, of its output, which the output projection keeps too, and of its statistics."""
-        config, query, key = self.config, self.query, self.key
-        model, number, tokens = config.model, number_size(config), num_tokens(config)
-        rotary = model.position_embedding_type == "rope"
-        device = planned_device(config.parallel.device)
-        # v is a view of the fused projection, all of which it keeps; q and k too, unless they are rotated
-        inputs = query + 2 * key
-        if key < query and _repeats_heads(config):  # key and value heads are repeated for their group
-            inputs = (query if rotary else inputs) + 2 * query
-        elif rotary:
-            inputs += query + key
-        kept = tokens * (inputs + query) * number + tokens * self.heads * 4
-        if load_task(config).data.packs_documents and device.is_host:
-            kept += tokens * query * number  # the outputs of documents, concatenated
-        if device.has_flash_attention and number == 4 and config.training.micro_batch_size > 1:
-            kept += tokens * query * number  # no flash kernel: the output comes by sample, and is copied by position
-        if not stores_attention_scores(config):
+        sizes, device = self.sizes, self.sizes.device
+        kept = sizes.tokens * self._input_channels * sizes.number_bytes + self.output_bytes + self.statistics_bytes
+        if sizes.data.packs_documents and device.is_host:
+            kept += self.output_bytes  # documents are attended one by one, and their outputs concatenated
+        batch = sizes.config.training.micro_batch_size
+        if device.has_flash_attention and not sizes.is_16_bit and batch > 1:
+            kept += self.output_bytes  # no flash kernel: the output comes by sample, and is copied by position
+        if not stores_attention_scores(sizes.config):
             return kept
-        # torch's plain attention, in float32: probabilities, dropout mask, product; q, k, v; output twice
         if device.is_host:
-            copies = 8 * query + (4 * query if number == 2 else number * (query + 2 * key))
-            return 12 * self.scores + tokens * (copies + number * query)
-        return kept + self.scores * (number + (1 + number if model.attention_dropout > 0 else 0))
+            return self._unfused_on_host_bytes
+        # probabilities, and with dropout its mask of truth values and the product of both
+        score_bytes = sizes.number_bytes
+        if sizes.config.model.attention_dropout > 0:
+            score_bytes += 1 + sizes.number_bytes
+        return kept + self.scores * score_bytes
 
     @property
-    def blockwise_backward(self) -> int:
+    def _input_channels(self) -> int:
+        """Channels of q, k and v as the kernel keeps them.
+
+        v is a view of the fused projection, all of which it keeps; q and k are too, unless they are rotated.
+        """
+        query, key = self.query_channels, self.key_channels
+        fused = query + 2 * key
+        is_rotated = self.sizes.config.model.position_embedding_type == "rope"
+        if key < query and _repeats_heads(self.sizes.config):
+            # k and v are copied for each query head of their group
+            return (query if is_rotated else fused) + 2 * query
+        return fused + query + key if is_rotated else fused
+
+    @property
+    def _unfused_on_host_bytes(self) -> int:
+        """Bytes kept by torch's plain attention on the CPU, which computes in float32."""
+        sizes, query, key = self.sizes, self.query_channels, self.key_channels
+        score_bytes = 3 * FLOAT32  # probabilities, dropout mask, and their product
+        scaled_bytes = 2 * FLOAT32 * query  # q and k, each times the root of the scale
+        # v is a copy in float32, or a view that keeps the whole fused projection
+        value_bytes = FLOAT32 * query if sizes.is_16_bit else FLOAT32 * (query + 2 * key)
+        return self.scores * score_bytes + sizes.tokens * (scaled_bytes + value_bytes) + self.output_bytes
+
+    @property
+    def blockwise_backward_bytes(self) -> int:
         """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given.
 
         Of 16-bit numbers it holds the keys and values, and the sums of their gradients, in float32, and of a block of
         scores the probabilities, their gradient before and after the softmax, and that rounded.
         """
-        if not is_blockwise(self.config):
+        sizes = self.sizes
+        if not is_blockwise(sizes.config):
             return 0
-        number, tokens = number_size(self.config), num_tokens(self.config)
-        copies = 2 * 4 if number == 2 else 0
-        sums = 2 * 4
-        scores = 3 * 4 + (number if number == 2 else 0)
-        of_tokens = self.query * number + self.key * (copies + sums)
-        return tokens * of_tokens + tokens * self.heads * ATTENTION_QUERIES * scores
+        key_bytes = 2 * FLOAT32  # sums of the gradients of k and v
+        score_bytes = 3 * FLOAT32
+        if sizes.is_16_bit:
+            key_bytes += 2 * FLOAT32
+            score_bytes += sizes.number_bytes
+        token_bytes = self.query_channels * sizes.number_bytes + self.key_channels * key_bytes
+        return sizes.tokens * (token_bytes + self.heads * ATTENTION_QUERIES * score_bytes)
+
+
+def attention_mask_bytes(sizes: MicrobatchSizes) -> int:
+    """Return the bytes of the attention mask that a rank's layers share: [rows, heads, S, S]."""
+    model, device = sizes.config.model, sizes.device
+    if "flex" in device.attention and model.suits_flex and model.attention_backend in ("auto", "flex"):
+        return 0  # flex_attention computes it within its kernel
+    # the CPU attends document by document, so that only positions are masked
+    is_packed = sizes.data.packs_documents and not device.is_host
+    rows = sizes.config.training.micro_batch_size if is_packed else 1
+    square = sizes.data.row_length**2
+    if model.position_embedding_type == "alibi":
+        number_bytes = FLOAT32 if sizes.widens_products else sizes.number_bytes
+        heads = model.num_attention_heads // sizes.tensor_size
+        return rows * heads * square * number_bytes
+    return rows * square if is_packed else 0
 
 
 def stores_attention_scores(config: Config) -> bool:
@@ -113,10 +163,10 @@ def is_blockwise(config: Config) -> bool:
         return False
     if model.kernels == "plain" or training.torch_compile or model.attention_dropout > 0:
         return False
-    task = load_task(config)
-    if task.data.packs_documents:  # document by document, of lengths that the plan does not know
+    data = load_task(config).data
+    if data.packs_documents:  # document by document, of lengths that the plan does not know
         return False
-    return task.data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
+    return data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
 
 
 @functools.cache
@@ -133,6 +183,9 @@ def _repeats_heads(config: Config) -> bool:
         return False
     if device.sdpa_groups == "never":
         return not model.uses_fused_sdpa(device)
-    masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
+    # SDPA has kernels for groups where nothing is masked, and of 16-bit numbers alone
+    is_masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
     in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
-    return (config.training.precision == "fp32" and (in_sdpa or not masked)) or (masked and in_sdpa)
+    if is_masked:
+        return in_sdpa
+    return config.training.precision == "fp32"

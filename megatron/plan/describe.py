@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.options.config import Config, ModelConfig, batch_sizes, samples_after
+from megatron.options.config import Config, batch_sizes, samples_after
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
-from megatron.plan.fit import MOST_DEVICES, Rules, capacity, fit_text, for_device, needed_bytes, propose
+from megatron.plan.fit import MOST_DEVICES, Proposal, Rules, capacity, fit_text, for_device, needed_bytes, propose
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, layer_flops
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
 from megatron.plan.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
@@ -22,60 +22,84 @@ from megatron.tasks.registry import load_task
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
 
+Row = tuple[str, str]
+"""Title and text of a line; without a title it continues the one above."""
+
+
 def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, check: Rules) -> str:
     """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide.
 
     `check` yields the rules that proposed layouts keep.
     """
     config = for_device(config)
-    model, parallel, training = config.model, config.parallel, config.training
-    world_size = nodes * devices_per_node
-    sizes = Layout.of(parallel, world_size)
-    stages = memory_by_stage(config, sizes)
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
-    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(sizes.tensor_size)}"
-    largest = max(stage.parameters for stage in stages)
-    kind = "device" if parallel.device == "auto" else f"{parallel.device} device"
-    ranks = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(world_size, 'rank')}"
-    layout = f"PP {sizes.num_stages} x TP {sizes.tensor_size} x DP {sizes.num_batch_ranks}"
-    layout += ", sequence parallel" if parallel.sequence_parallel else ""
-    task = load_task(config)
-    tokens = training.global_batch_size * task.data.sample_length
-    products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
-    most = "at most " if task.data.pads_rows else ""
+    num_devices = nodes * devices_per_node
+    layout = Layout.of(config.parallel, num_devices)
+    stages = memory_by_stage(config, layout)
+    kind = "device" if config.parallel.device == "auto" else f"{config.parallel.device} device"
+    devices = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(num_devices, 'rank')}"
     rows = [
-        ("model", f"{model.architecture}, {shape}{_kv_text(model)}"),
-        ("", f"{model.position_embedding_type} positions, sequence {training.seq_length}, {vocabulary}"),
-        ("parameters", f"{count_parameters(config):,} in all; at most {largest:,} a rank"),
-        *(("", text) for text in _frozen_text(config)),
-        ("devices", ranks),
-        ("layout", layout + ("" if config.uses_pipeline else ", sequential engine")),
-        ("precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"),
-        *_widened_row(parallel.device, training.precision),
-        ("ZeRO", _zero_text(config)),
-        ("batch", task.data.batch_text(sizes.num_batch_ranks)),
+        *_model_rows(config, layout, stages),
+        ("devices", devices),
+        *_layout_rows(config, layout),
+        *_batch_rows(config, layout),
+        *_step_rows(config, num_devices),
     ]
-    if training.rampup_batch_size is not None:
-        ramp_start, increment, ramp_samples = training.rampup_batch_size
-        rows.append(("ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"))
-    rows.append(("length", _length_text(config)))
-    rows.append(("bubble", _bubble_text(config, sizes.num_batch_ranks)))
-    forward = task.objective.num_forwards * sum(flops.forward for flops in layer_flops(config))
-    tflop = (flops_per_token(config) + forward) * tokens / 1e12
-    rows.append(("a step", f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / world_size)} a device"))
-    if forward:
-        passes = _count(task.objective.num_forwards, "forward pass", "es")
-        rows.append(("", f"with {passes} over as many tokens before it"))
-    lines = [title, ""] + [f"  {name:<11}{text}" for name, text in rows]
-    lines += ["", f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})"]
+    lines = [title, "", *(f"  {name:<11}{text}" for name, text in rows), ""]
+    lines.append(f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})")
     lines += ["  " + line for line in _memory_table(config, stages)]
-    lines += ["", *_fit_lines(config, stages, world_size, devices_per_node, check)]
+    lines += ["", *_fit_lines(config, stages, num_devices, devices_per_node, check)]
     return "\n".join(lines) + "\n"
 
 
-def _widened_row(device: str, precision: str) -> list[tuple[str, str]]:
-    """Return the row that says how this machine's CPU computes products of 16 bits, if it has no instruction."""
-    return [("", WIDENED.format(precision))] if precision in planned_device(device).widened() else []
+def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iterator[Row]:
+    model = config.model
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads"
+    if model.num_kv_heads != model.num_attention_heads:
+        shape += f", {model.num_kv_heads} key/value heads"
+    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size(layout.tensor_size)}"
+    yield "model", f"{model.architecture}, {shape}"
+    yield "", f"{model.position_embedding_type} positions, sequence {config.training.seq_length}, {vocabulary}"
+    largest = max(stage.parameters for stage in stages)
+    yield "parameters", f"{count_parameters(config):,} in all; at most {largest:,} a rank"
+    for text in _frozen_text(config):
+        yield "", text
+
+
+def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
+    parallel, training = config.parallel, config.training
+    text = f"PP {layout.num_stages} x TP {layout.tensor_size} x DP {layout.num_batch_ranks}"
+    if parallel.sequence_parallel:
+        text += ", sequence parallel"
+    if not config.uses_pipeline:
+        text += ", sequential engine"
+    yield "layout", text
+    products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
+    yield "precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"
+    if training.precision in planned_device(parallel.device).widened():
+        yield "", WIDENED.format(training.precision)
+    yield "ZeRO", _zero_text(config)
+
+
+def _batch_rows(config: Config, layout: Layout) -> Iterator[Row]:
+    yield "batch", load_task(config).data.batch_text(layout.num_batch_ranks)
+    if config.training.rampup_batch_size is not None:
+        ramp_start, increment, ramp_samples = config.training.rampup_batch_size
+        yield "ramp-up", f"from {ramp_start} by {increment} over {ramp_samples:,} samples"
+    yield "length", _length_text(config)
+    yield "bubble", _bubble_text(config, layout.num_batch_ranks)
+
+
+def _step_rows(config: Config, num_devices: int) -> Iterator[Row]:
+    task = load_task(config)
+    tokens = config.training.global_batch_size * task.data.sample_length
+    # an objective may compute with the model before a step, such as a reference's log-probabilities
+    forward_flops = task.objective.num_forwards * sum(flops.forward for flops in layer_flops(config))
+    tflop = (flops_per_token(config) + forward_flops) * tokens / 1e12
+    most = "at most " if task.data.pads_rows else ""
+    yield "a step", f"{most}{tokens:,} tokens, {_figure(tflop)} TFLOP, {_figure(tflop / num_devices)} a device"
+    if forward_flops:
+        passes = _count(task.objective.num_forwards, "forward pass", "es")
+        yield "", f"with {passes} over as many tokens before it"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -93,20 +117,18 @@ def _frozen_text(config: Config) -> list[str]:
     return [f"{trained:,} trained ({trained / total:.2%})", f"frozen: {frozen}"]
 
 
-def _kv_text(model: ModelConfig) -> str:
-    return "" if model.num_kv_heads == model.num_attention_heads else f", {model.num_kv_heads} key/value heads"
-
-
 def _figure(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _zero_text(config: Config) -> str:
     optimizer, stage = config.optimizer, config.effective_zero_stage
-    text = f"stage {stage}" + (", optimizer in host memory" if optimizer.offload_optimizer else "")
-    if stage == optimizer.zero_stage:
-        return text
-    return f"{text}: zero_stage is {optimizer.zero_stage}, and 16 bit always shards its optimizer"
+    text = f"stage {stage}"
+    if optimizer.offload_optimizer:
+        text += ", optimizer in host memory"
+    if stage != optimizer.zero_stage:
+        text += f": zero_stage is {optimizer.zero_stage}, and 16 bit always shards its optimizer"
+    return text
 
 
 def _length_text(config: Config) -> str:
@@ -123,15 +145,15 @@ def _length_text(config: Config) -> str:
 
 
 def _bubble_text(config: Config, data_parallel_size: int) -> str:
-    p = config.parallel.pipeline_model_parallel_size
-    if p == 1:
+    if config.parallel.pipeline_model_parallel_size == 1:
         return "none, one stage"
-    m = load_task(config).data.num_microbatches(data_parallel_size)
-    if m is None:
+    num_microbatches = load_task(config).data.num_microbatches(data_parallel_size)
+    if num_microbatches is None:
         return "depends on the data: as many microbatches as the samples of a step fill"
-    text = f"{schedule_bubble(config, m):.1%} of a step: {_bubble_formula(config, m)}"
+    bubble = schedule_bubble(config, num_microbatches)
+    text = f"{bubble:.1%} of a step: {_bubble_formula(config, num_microbatches)}"
     first = batch_sizes(config.training)[0] // (config.training.micro_batch_size * data_parallel_size)
-    if first == m:
+    if first == num_microbatches:
         return text
     return f"{text}\n{'':<13}{schedule_bubble(config, max(1, first)):.1%} at the start of the ramp-up"
 
@@ -145,6 +167,7 @@ def _schedule_text(config: Config) -> str:
 
 
 def _bubble_formula(config: Config, m: int) -> str:
+    """The formula of p stages, m microbatches and v chunks a stage, where the schedule has a closed one."""
     p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_virtual_stages_per_pipeline_rank
     sizes = f"with p={p}, m={m}"
     if waits_like_1f1b(config):
@@ -157,24 +180,39 @@ def _bubble_formula(config: Config, m: int) -> str:
 
 
 def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
-    host = any(stage.host_bytes for stage in stages)
-    heads = ["weights", "grads", "master", "optim", "activ", "temp", "total"] + (["host"] if host else [])
+    """A line for each stage: GiB by purpose, and with several stages the share of the FLOPs and which needs most."""
     layers = declared_layers(config)
+    is_cut, has_host = len(stages) > 1, any(stage.host_bytes for stage in stages)
     worst = max(stages, key=lambda stage: stage.memory.total)
-    is_cut = len(stages) > 1
-    of_ranges = cost_shares(config, stage_bounds(config, layers))
-    shares = [sum(of_ranges[number :: len(stages)]) for number in range(len(stages))]
-    lines = [" ".join(["stage", *(f"{head:>7}" for head in heads), *(["cost"] if is_cut else []), "holds"])]
-    for number, (stage, share) in enumerate(zip(stages, shares, strict=True)):
-        parts = [getattr(stage.memory, field.name) for field in fields(StageMemory)]
-        figures = [*parts, stage.memory.total, *([stage.host_bytes] if host else [])]
+    heads = ["weights", "grads", "master", "optim", "activ", "temp", "total"]
+    if has_host:
+        heads.append("host")
+    lines = [_table_line("stage", heads, "cost" if is_cut else None, "holds")]
+    for number, (stage, share) in enumerate(zip(stages, _shares_by_stage(config, len(stages)), strict=True)):
+        sizes = [getattr(stage.memory, field.name) for field in fields(StageMemory)] + [stage.memory.total]
+        if has_host:
+            sizes.append(stage.host_bytes)
         mark = "*" if stage is worst and is_cut else " "
-        cells = [f"{number:>4}{mark}", *(f"{_gib(figure):>7}" for figure in figures)]
-        cells += [f"{share:>4.0%}"] if is_cut else []
-        lines.append(" ".join([*cells, _holds_text(layers, stage)]))
+        cost = f"{share:>4.0%}" if is_cut else None
+        lines.append(
+            _table_line(f"{number:>4}{mark}", [_gib(size) for size in sizes], cost, _holds_text(layers, stage))
+        )
     if is_cut:
         lines.append("   * the stage that needs most; cost: share of a microbatch's FLOPs")
     return lines
+
+
+def _table_line(stage: str, cells: Sequence[str], cost: str | None, holds: str) -> str:
+    columns = [stage, *(f"{cell:>7}" for cell in cells)]
+    if cost is not None:
+        columns.append(cost)
+    return " ".join([*columns, holds])
+
+
+def _shares_by_stage(config: Config, num_stages: int) -> list[float]:
+    """Return each stage's share of a microbatch's FLOPs; its chunks lie `num_stages` ranges apart."""
+    of_ranges = cost_shares(config, stage_bounds(config, declared_layers(config)))
+    return [sum(of_ranges[stage::num_stages]) for stage in range(num_stages)]
 
 
 def _holds_text(layers: Sequence[LayerDeclaration], stage: Stage) -> str:
@@ -192,25 +230,29 @@ def _fit_lines(
     lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT)
     if room.is_enough_for(size):
         return lines
-    found = propose(config, num_devices, devices_per_node, room, check)
-    if not found:
-        return [
-            *lines,
-            f"  nothing fits on up to {num_devices * MOST_DEVICES} devices by layout, recomputation and ZeRO",
-        ]
-    more = "" if found[0].num_devices == num_devices else f" on {found[0].num_devices} devices, as none does on fewer"
+    proposals = propose(config, num_devices, devices_per_node, room, check)
+    if not proposals:
+        most = num_devices * MOST_DEVICES
+        return [*lines, f"  nothing fits on up to {most} devices by layout, recomputation and ZeRO"]
+    number = proposals[0].num_devices
+    more = "" if number == num_devices else f" on {number} devices, as none does on fewer"
     lines.append(f"  nearest layouts that fit{more}, by estimated cost:")
-    for proposal in found:
-        label = f"  {proposal.size_bytes / GIB:>7.1f} GiB  "
-        whole = " ".join(text.replace(" ", "\0") for text in proposal.flags)  # a flag stays beside its value
-        wrapped = textwrap.wrap(
-            whole or "this layout", 78, **_INDENT | {"initial_indent": label, "subsequent_indent": " " * len(label)}
-        )
-        lines += [line.replace("\0", " ") for line in wrapped]
+    for proposal in proposals:
+        lines += _proposal_lines(proposal)
     return lines
 
 
+def _proposal_lines(proposal: Proposal) -> list[str]:
+    label = f"  {proposal.size_bytes / GIB:>7.1f} GiB  "
+    indent = _INDENT | {"initial_indent": label, "subsequent_indent": " " * len(label)}
+    # textwrap keeps NUL within a word, so that a flag stays beside its value
+    flags = " ".join(text.replace(" ", "\0") for text in proposal.flags)
+    return [line.replace("\0", " ") for line in textwrap.wrap(flags or "this layout", 78, **indent)]
+
+
 def _gib(size_bytes: int) -> str:
-    return (
-        "-" if size_bytes == 0 else f"{size_bytes / GIB:.2f}" if size_bytes >= GIB / 10 else f"{size_bytes / GIB:.4f}"
-    )
+    if size_bytes == 0:
+        return "-"
+    # a small model takes less than 0.1 GiB, of which two digits would show little
+    digits = 2 if size_bytes >= GIB / 10 else 4
+    return f"{size_bytes / GIB:.{digits}f}"

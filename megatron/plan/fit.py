@@ -26,7 +26,8 @@ MOST_PROPOSALS = 4
 MOST_DEVICES = 64
 """Times the devices of the run, up to which larger numbers are tried."""
 
-
+Changes = tuple[tuple[str, Any], ...]
+"""Options that differ from those of the run, with their values."""
 Rules = Callable[[Config, int], Sequence[str]]
 """Returns the faults of a config on a number of ranks: megatron/settings/validation.py, check."""
 
@@ -45,16 +46,26 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that fits: the flags that differ from the run's, and its largest rank."""
+    """A layout that fits: the options that differ from the run's, and its largest rank."""
 
     num_devices: int
-    changes: tuple[tuple[str, Any], ...]
+    changes: Changes
     size_bytes: int
 
     @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.changes}
+
+    @property
     def flags(self) -> list[str]:
-        words = {name: " ".join(value) if isinstance(value, tuple) else value for name, value in self.changes}
-        return [flag(name) if value is True else f"{flag(name)} {value}" for name, value in words.items()]
+        return [_flag_text(name, value) for name, value in self.changes]
+
+
+def _flag_text(name: str, value: Any) -> str:
+    if value is True:
+        return flag(name)
+    words = " ".join(value) if isinstance(value, tuple) else value
+    return f"{flag(name)} {words}"
 
 
 def for_device(config: Config) -> Config:
@@ -72,9 +83,10 @@ def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
     On the CPU the ranks of a node share its memory.
     """
     given, device = config.parallel.device_memory, planned_device(config.parallel.device)
-    if given is not None and (gib := parse_memory_gib(given)) is not None:
+    given_gib = None if given is None else parse_memory_gib(given)
+    if given_gib is not None:
         known = known_chip(given)
-        return Capacity("device" if known is None else known[1].title, int(gib * GIB))
+        return Capacity("device" if known is None else known[1].title, int(given_gib * GIB))
     if device.is_host:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         shared = "" if ranks_per_node == 1 else f" / {ranks_per_node} ranks"
@@ -85,8 +97,9 @@ def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
 
 def needed_bytes(config: Config, stage: Stage) -> int:
     """Return what a rank needs of its device: on the CPU, host memory too."""
-    on_host = planned_device(config.parallel.device).is_host
-    return stage.memory.total + (stage.host_bytes if on_host else 0)
+    if planned_device(config.parallel.device).is_host:
+        return stage.memory.total + stage.host_bytes
+    return stage.memory.total
 
 
 def largest_rank(config: Config, num_devices: int) -> int:
@@ -120,77 +133,121 @@ def propose(config: Config, num_devices: int, devices_per_node: int, room: Capac
 
     Each is a valid config, and fits by its own plan. None changes all the options that a cheaper one changes.
     """
-    number = num_devices
-    while number <= MOST_DEVICES * num_devices:
-        found: list[Proposal] = []
-        for candidate, changes in _candidates(config, number, devices_per_node):
-            names = {name for name, _ in changes}
-            if any({name for name, _ in other.changes} <= names for other in found) or check(candidate, number):
-                continue
-            size = largest_rank(candidate, number)
-            if room.is_enough_for(size):
-                found.append(Proposal(number, changes, size))
-            if len(found) == MOST_PROPOSALS:
-                break
-        if found:
-            return found
-        number *= 2
+    tried_devices = num_devices
+    while tried_devices <= MOST_DEVICES * num_devices:
+        proposals = _proposals(config, tried_devices, devices_per_node, room, check)
+        if proposals:
+            return proposals
+        tried_devices *= 2
     return []
 
 
-def _candidates(
-    config: Config, num_devices: int, devices_per_node: int
-) -> Iterator[tuple[Config, tuple[tuple[str, Any], ...]]]:
-    """Yield configs with other layouts and their changes, by estimated cost."""
+def _proposals(config: Config, num_devices: int, devices_per_node: int, room: Capacity, check: Rules) -> list[Proposal]:
+    proposals: list[Proposal] = []
+    for candidate in _candidates(config, num_devices, devices_per_node):
+        is_more_than_needed = any(proposal.names <= candidate.names for proposal in proposals)
+        if is_more_than_needed or check(candidate.config, num_devices):
+            continue
+        size_bytes = largest_rank(candidate.config, num_devices)
+        if room.is_enough_for(size_bytes):
+            proposals.append(Proposal(num_devices, candidate.changes, size_bytes))
+        if len(proposals) == MOST_PROPOSALS:
+            break
+    return proposals
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A config with another layout, and the options that it changes."""
+
+    config: Config
+    changes: Changes
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.changes}
+
+
+def _candidates(config: Config, num_devices: int, devices_per_node: int) -> list[_Candidate]:
+    """Return configs with other layouts, by estimated cost, and with fewer changes first among equals."""
+    candidates = []
+    axes = _axes(config, num_devices, devices_per_node)
+    for values in itertools.product(*axes.values()):
+        layout = dict(zip(axes, values, strict=True))
+        tensor_size, stages = layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"]
+        # DeepSpeed's pipeline engine runs with ZeRO-1 at most
+        if num_devices % (tensor_size * stages) or (stages > 1 and layout["zero_stage"] >= 2):
+            continue
+        layout |= _dependent_options(config, layout)
+        candidates += [_changed(config, layout | extra) for extra in _extras(layout)]
+    return sorted(
+        candidates,
+        key=lambda candidate: (_cost(candidate.config, num_devices, devices_per_node), len(candidate.changes)),
+    )
+
+
+def _axes(config: Config, num_devices: int, devices_per_node: int) -> dict[str, list[Any]]:
+    """Return the options whose values are combined freely, each with those to try and the run's own."""
     parallel, training = config.parallel, config.training
     powers = [2**power for power in range(num_devices.bit_length())]
-    tensor = [size for size in powers if size <= devices_per_node] + [parallel.tensor_model_parallel_size]
-    pipeline = [size for size in powers if size <= config.model.num_layers] + [parallel.pipeline_model_parallel_size]
-    zero = [config.optimizer.zero_stage, *range(config.effective_zero_stage + 1, 4)]
-    own = training.recompute_granularity
-    recompute = [own, "selective", "full"]
-    micro = [training.micro_batch_size] + [size for size in powers if size < training.micro_batch_size]
-    if load_task(config).data.num_microbatches(1) is None:
-        micro = micro[:1]  # the data decides what a microbatch holds
-    choices = itertools.product(
-        *(sorted(set(values), key=str) for values in (tensor, pipeline, zero, recompute, micro))
-    )
-    found = []
-    for t, p, stage, granularity, size in choices:
-        if num_devices % (t * p) or (p > 1 and stage >= 2):
-            continue
-        layout = {
-            "tensor_model_parallel_size": t,
-            "pipeline_model_parallel_size": p,
-            "sequence_parallel": parallel.sequence_parallel and t > 1,
-            "zero_stage": stage,
-            "recompute_granularity": granularity,
-            "recompute_modules": PARTS if granularity == "selective" != own else training.recompute_modules,
-            "micro_batch_size": size,
-        }
-        if p == 1 and parallel.schedule != "1f1b":  # which needs a pipeline
-            layout |= {"num_virtual_stages_per_pipeline_rank": 1}
-            layout |= {"pipeline_schedule": "1f1b"} if parallel.pipeline_schedule else {}
-        for extra in ({}, {"sequence_parallel": True} if t > 1 else None, {"offload_optimizer": True}):
-            if extra is None or ("offload_optimizer" in extra and stage < 2):
-                continue
-            candidate, changes = _changed(config, layout | extra)
-            found.append((_cost(candidate, num_devices, devices_per_node), len(changes), candidate, changes))
-    for _, _, candidate, changes in sorted(found, key=lambda entry: entry[:2]):
-        yield candidate, changes
+    micro_batch_sizes = [training.micro_batch_size]
+    if load_task(config).data.num_microbatches(1) is not None:  # else the data decides what a microbatch holds
+        micro_batch_sizes += [size for size in powers if size < training.micro_batch_size]
+    axes: dict[str, list[Any]] = {
+        # within a node: its all-reduces are on the critical path of every layer
+        "tensor_model_parallel_size": [
+            *(size for size in powers if size <= devices_per_node),
+            parallel.tensor_model_parallel_size,
+        ],
+        "pipeline_model_parallel_size": [
+            *(size for size in powers if size <= config.model.num_layers),
+            parallel.pipeline_model_parallel_size,
+        ],
+        "zero_stage": [config.optimizer.zero_stage, *range(config.effective_zero_stage + 1, 4)],
+        "recompute_granularity": [training.recompute_granularity, "selective", "full"],
+        "micro_batch_size": micro_batch_sizes,
+    }
+    # sorted by text: the order in which candidates of equal cost are tried
+    return {name: sorted(set(values), key=str) for name, values in axes.items()}
 
 
-def _changed(config: Config, values: dict[str, Any]) -> tuple[Config, tuple[tuple[str, Any], ...]]:
+def _dependent_options(config: Config, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that follow from the values of the axes."""
+    parallel, training = config.parallel, config.training
+    options: dict[str, Any] = {
+        "sequence_parallel": parallel.sequence_parallel and layout["tensor_model_parallel_size"] > 1,
+        "recompute_modules": training.recompute_modules,
+    }
+    granularity = layout["recompute_granularity"]
+    if granularity == "selective" and granularity != training.recompute_granularity:
+        options["recompute_modules"] = PARTS
+    if layout["pipeline_model_parallel_size"] == 1 and parallel.schedule != "1f1b":  # which needs a pipeline
+        options["num_virtual_stages_per_pipeline_rank"] = 1
+        if parallel.pipeline_schedule:
+            options["pipeline_schedule"] = "1f1b"
+    return options
+
+
+def _extras(layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a layout may have on top, one at a time."""
+    yield {}
+    if layout["tensor_model_parallel_size"] > 1:
+        yield {"sequence_parallel": True}
+    if layout["zero_stage"] >= 2:
+        yield {"offload_optimizer": True}
+
+
+def _changed(config: Config, values: dict[str, Any]) -> _Candidate:
     """Return the config with these values, and those that differ from its own."""
     changes: list[tuple[str, Any]] = []
     for section, cls in sections().items():
-        names = {field.name for field in dataclasses.fields(cls)} & set(values)
         own = getattr(config, section)
-        differing = {name: values[name] for name in sorted(names) if getattr(own, name) != values[name]}
+        names = sorted({field.name for field in dataclasses.fields(cls)} & set(values))
+        differing = {name: values[name] for name in names if getattr(own, name) != values[name]}
         if differing:
             config = dataclasses.replace(config, **{section: dataclasses.replace(own, **differing)})
             changes += differing.items()
-    return config, tuple(changes)
+    return _Candidate(config, tuple(changes))
 
 
 def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
@@ -201,10 +258,13 @@ def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
     """
     parallel, optimizer = config.parallel, config.optimizer
     layout = Layout.of(parallel, num_devices)
-    t, m = layout.tensor_size, num_microbatches(config.training, layout.num_batch_ranks)
-    cost = 1 / (1 - schedule_bubble(config, m))
+    microbatches = num_microbatches(config.training, layout.num_batch_ranks)
+    cost = 1 / (1 - schedule_bubble(config, microbatches))
+    # 4 units of work in place of 3: forward, forward again, and two for backward
     cost *= {"none": 1.0, "selective": 1.03, "full": 4 / 3}[config.training.recompute_granularity]
-    cost *= 1 + 0.05 * math.log2(t) + (1.0 if t > devices_per_node else 0.0)
+    across_nodes = 1.0 if layout.tensor_size > devices_per_node else 0.0
+    cost *= 1 + 0.05 * math.log2(layout.tensor_size) + across_nodes
     cost *= {3: 1.15, 2: 1.05}.get(optimizer.zero_stage, 1.0)
-    cost *= 2.0 if optimizer.offload_optimizer else 1.0
-    return cost * (1 + 0.02 * math.log2(1 + m))
+    if optimizer.offload_optimizer:
+        cost *= 2.0
+    return cost * (1 + 0.02 * math.log2(1 + microbatches))

@@ -1,4 +1,4 @@
-"""Parameters of a model, from its declared layers.
+"""Parameters and FLOPs of a model, from its declared layers.
 
 Nothing here or beside it imports torch or deepspeed, so a plan answers at once on a machine without either.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.costs import Attention, MatrixProduct
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
-from megatron.tasks.registry import load_task
 
 
 def declared_layers(config: Config) -> list[LayerDeclaration]:
@@ -38,20 +37,6 @@ def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int
     """Parameters of one layer that one tensor-parallel rank holds."""
     shards = (shard for shard in layer.shards.values() if shard.trained or not trained_only)
     return sum(math.prod(shard.local_shape(tensor_model_parallel_size)) for shard in shards)
-
-
-def number_size(config: Config) -> int:
-    """Bytes of a weight, and of an activation."""
-    return 4 if config.training.precision == "fp32" else 2
-
-
-def num_tokens(config: Config) -> int:
-    """Tokens of the largest microbatch."""
-    return config.training.micro_batch_size * load_task(config).data.row_length
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# FLOPs of a model's layers, from its declared shapes.
 
 
 @dataclass(frozen=True)
@@ -96,26 +81,28 @@ def _is_trained(layer: LayerDeclaration) -> bool:
 
 
 def _flops(layer: LayerDeclaration, config: Config, *, propagates: bool) -> LayerFlops:
-    training = config.training
+    """`propagates`: a parameter of this layer or of one before it is trained, so that its input needs a gradient."""
     products = [shard for shard in layer.shards.values() if _multiplies(shard, layer)]
-    costs = [shard.cost for shard in products if isinstance(shard.cost, MatrixProduct)]
-    cores = [cost.reads for cost in costs if isinstance(cost.reads, Attention)]
-    attention = sum(core.flops_per_token(training.seq_length) for core in cores)
-    forward, of_weights = _products(products), _products([shard for shard in products if shard.trained])
-    forward += attention
+    attention = _attention(products, config.training.seq_length)
+    forward = _products(products) + attention
+    of_weights = _products([shard for shard in products if shard.trained])
     if not propagates:
         return LayerFlops(forward, of_weights, 0)
     recomputed = 0
-    if layer.number is not None and training.recompute_granularity == "full":
+    if layer.number is not None and config.training.recompute_granularity == "full":
         recomputed = forward
-    else:
-        parts = training.recomputed_modules
-        if "core_attn" in parts:
-            recomputed += attention
-        if "mlp" in parts:
-            recomputed += _products([shard for shard in products if _is_of_mlp(shard)])
+    if "core_attn" in config.training.recomputed_modules:
+        recomputed += attention
+    if "mlp" in config.training.recomputed_modules:
+        recomputed += _products([shard for shard in products if _is_of_mlp(shard)])
     # each product has one more for the gradient of its input, the core of the attention two
     return LayerFlops(forward, forward + attention + recomputed + of_weights, recomputed)
+
+
+def _attention(products: Sequence[Shard], seq_length: int) -> int:
+    """FLOPs of the cores of attentions whose results these products read."""
+    costs = [shard.cost for shard in products if isinstance(shard.cost, MatrixProduct)]
+    return sum(cost.reads.flops_per_token(seq_length) for cost in costs if isinstance(cost.reads, Attention))
 
 
 def _multiplies(shard: Shard, layer: LayerDeclaration) -> bool:
@@ -128,5 +115,6 @@ def _is_of_mlp(shard: Shard) -> bool:
     return isinstance(shard.cost, MatrixProduct) and shard.cost.part == "mlp"
 
 
-def _products(matrices: list[Shard]) -> int:
+def _products(matrices: Sequence[Shard]) -> int:
+    """FLOPs of the products with these matrices for one token: an addition and a multiplication a number."""
     return sum(2 * math.prod(matrix.shape) for matrix in matrices)

@@ -9,15 +9,11 @@ from dataclasses import dataclass, fields
 from megatron.options.config import Config, num_microbatches
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
-from megatron.plan.activations import (
-    adds_to_optimizers_sum,
-    deferred_bytes,
-    layer_memory,
-    loss_memory,
-    mask_bytes,
-    stream_bytes,
-)
-from megatron.plan.flops import declared_layers, number_size, parameters_of_layer
+from megatron.plan.activations import LayerMemory, deferred_bytes, layer_memory
+from megatron.plan.attention_core import attention_mask_bytes
+from megatron.plan.flops import declared_layers, parameters_of_layer
+from megatron.plan.loss_memory import adds_to_optimizers_sum, loss_memory
+from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.plan.pipeline import schedule_of, stage_ranges
 from megatron.plan.pipeline_schedules import PipelineSchedule
 from megatron.plan.zero import SharedState, held_layers, shared_state
@@ -69,15 +65,33 @@ def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
         chunks = [layers[start:stop] for start, stop in ranges]
         held = held_layers(list(itertools.chain(*chunks)))  # a tied weight is held once a stage
         state = shared_state(config, layout, held)
-        walk = _Walk(config, chunks, state, number, schedule)
-        peak, memory = max(walk.moments(), key=lambda moment: moment[1].total)
+        step = _Step(config, chunks, state, number, schedule)
+        peak, memory = max(step.moments(), key=lambda moment: moment[1].total)
         parameters = sum(parameters_of_layer(layer, layout.tensor_size) for layer in held)
-        stages.append(Stage(tuple(ranges), parameters, walk.in_flight, memory, peak, state.host))
+        stages.append(Stage(tuple(ranges), parameters, step.in_flight, memory, peak, state.host))
     return stages
 
 
-class _Walk:
-    """A step of one stage, moment by moment: what is alive as activations come and go and gradients appear."""
+Moment = tuple[str, StageMemory]
+"""A moment of a step, and the bytes that are alive then."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of the stage, and bytes of one microbatch in it."""
+
+    declaration: LayerDeclaration
+    memory: LayerMemory
+    gradient: int
+    """Gradients of its trained parameters, in the dtype of the weights."""
+
+    @property
+    def name(self) -> str:
+        return self.declaration.name
+
+
+class _Step:
+    """A step of one stage: what is alive as activations come and go and gradients appear."""
 
     def __init__(
         self,
@@ -87,91 +101,143 @@ class _Walk:
         stage: int,
         schedule: PipelineSchedule,
     ) -> None:
-        num_stages, layers = schedule.num_stages, list(itertools.chain(*chunks))
-        self.config, self.layers, self.state, self.schedule = config, layers, state, schedule
-        self.microbatches, self.stage = schedule.num_microbatches, stage
+        self.config, self.state, self.schedule, self.stage = config, state, schedule, stage
         self.in_flight = schedule.in_flight(stage)
-        self.is_last = stage == num_stages - 1
-        t, number = config.parallel.tensor_model_parallel_size, number_size(config)
-        self.memories = [layer_memory(layer, config) for layer in layers]
-        self.gradients = [parameters_of_layer(layer, t, trained_only=True) * number for layer in layers]
-        self.kept = [sum(layer_memory(layer, config).kept for layer in chunk) for chunk in chunks]
-        self.deferred = [sum(deferred_bytes(layer, config) for layer in chunk) for chunk in chunks]
-        self.passed = self._passed(stage)
+        self.is_last_stage = stage == schedule.num_stages - 1
+        self.number_bytes = BYTES[config.training.precision]
+        by_chunk = [[self._layer(declaration) for declaration in chunk] for chunk in chunks]
+        self.layers = list(itertools.chain(*by_chunk))
+        self._kept = [sum(layer.memory.kept for layer in chunk) for chunk in by_chunk]
+        self._deferred = [sum(deferred_bytes(layer, config) for layer in chunk) for chunk in chunks]
+        self._messages = self._message_bytes()
 
-    def _passed(self, stage: int) -> int:
-        """Bytes of what is received from and sent to other stages."""
-        config, stream, others = self.config, stream_bytes(self.config), self.in_flight
-        size = mask_bytes(config)
-        if config.uses_own_schedule:  # outputs until their gradients come, and one gradient each way
-            return size + (others + 2) * stream
-        if stage > 0:  # received, beside the copy that the first layer is given
-            size += max(2, others) * stream
-        if not self.is_last:  # sent, and the gradient received for it
-            size += (others + 1) * stream
-        elif config.uses_pipeline and self.microbatches > 1:
-            size += stream  # DeepSpeed holds the previous microbatch's output
-        return size
+    def _layer(self, declaration: LayerDeclaration) -> _Layer:
+        tensor_size = self.config.parallel.tensor_model_parallel_size
+        trained = parameters_of_layer(declaration, tensor_size, trained_only=True)
+        return _Layer(declaration, layer_memory(declaration, self.config), trained * self.number_bytes)
 
-    def moments(self) -> Iterator[tuple[str, StageMemory]]:
-        """Yield each moment at which the total may be largest, with the bytes then alive."""
-        state, config = self.state, self.config
-        if config.training.skip_train:
-            yield "forward", self._at(0, 0, max(memory.kept for memory in self.memories))
-            return
-        yield from self._backward(0)
-        if self.microbatches > 1:
-            yield from self._backward(1)
-        whole = sum(self._own_gradients().values()) if state.keeps_gradients else 0
-        held = state.gradients + state.step_gradients + state.later_gradients + whole
-        if not state.bucket:
-            yield "reduction", self._at(held, 0, state.at_reduction)
-        yield "update", self._at(held, 0, state.at_update)
+    def _message_bytes(self) -> int:
+        """Bytes of what is received from and sent to other stages: tensors as large as the residual stream."""
+        sizes = MicrobatchSizes(self.config)
+        num_tensors = 0
+        if self.config.uses_own_schedule:
+            num_tensors = self.in_flight + 2  # outputs until their gradients come, and one gradient each way
+        else:
+            if self.stage > 0:
+                num_tensors += max(2, self.in_flight)  # received, beside the copy that the first layer is given
+            if not self.is_last_stage:
+                num_tensors += self.in_flight + 1  # sent, and the gradient received for it
+            elif self.config.uses_pipeline and self.schedule.num_microbatches > 1:
+                num_tensors += 1  # DeepSpeed holds the previous microbatch's output
+        return attention_mask_bytes(sizes) + num_tensors * sizes.stream_bytes
 
-    def _own_gradients(self) -> dict[str, int]:
-        return {layer.name: size for layer, size in zip(self.layers, self.gradients, strict=True)}
+    @property
+    def whole_gradients(self) -> dict[str, int]:
+        """Bytes of the gradient of each parameter of a layer by the layer's name: of a tied one once."""
+        return {layer.name: layer.gradient for layer in self.layers}
 
-    def _backward(self, index: int) -> Iterator[tuple[str, StageMemory]]:
-        """The backward pass of the first or second microbatch, which comes after all forward passes in flight."""
+    def alive_activations(self, *, without: int) -> int:
+        """Return the most that forward passes keep, as if there were so many fewer microbatches."""
+        return self.schedule.kept(self.stage, self._kept, self._deferred, without=without)
+
+    def moments(self) -> Iterator[Moment]:
+        """Yield each moment at which the total may be largest."""
         state = self.state
-        activations = self.schedule.kept(self.stage, self.kept, self.deferred, without=index)
-        seen = self._own_gradients() if index and state.keeps_gradients else {}
-        gradients = state.gradients + sum(seen.values())
-        gradients += state.step_gradients + state.later_gradients if index else 0
-        temporary = state.gathered
-        if self.is_last:
-            loss = loss_memory(self.layers[-1], self.config)
-            yield "loss, forward", self._at(gradients, activations, temporary + loss.forward)
-            yield "loss, backward", self._at(gradients, activations, temporary + loss.backward)
-        gradients += state.microbatch_gradients + (0 if index else state.step_gradients)
-        output = self.layers[-1] if self.is_last and adds_to_optimizers_sum(self.config) else None
-        tied = self.layers[-1].name if self.layers[-1].name in {layer.name for layer in self.layers[:-1]} else None
-        tied = None if output else tied
-        pending, number, waiting = 0, number_size(self.config), 0
-        for layer, memory, size in reversed(list(zip(self.layers, self.memories, self.gradients, strict=True))):
-            # a gradient that is added to another is alive beside it for a moment, also in the dtype of the sum
-            added = number if state.keeps_gradients or state.bucket else number + 4
-            is_added = (layer.name in seen or not state.keeps_gradients) and layer is not output
-            work = max(size + is_added * added * numel for size, numel in memory.products)
-            if layer.name == tied and waiting:  # the sum of both uses too
-                work = max(work, memory.backward + 2 * size)
-            alive = temporary + max(memory.backward, work) + waiting
-            yield f"backward of {layer.name}", self._at(gradients, activations, alive)
-            if state.bucket and pending + size // number > state.bucket:
-                yield "reduction", self._at(gradients, activations, temporary + waiting + state.at_reduction)
-                pending = 0
-            pending += size // number
-            activations -= memory.kept
-            if layer.name == tied:  # autograd adds both uses before it hands on the gradient
-                waiting = 0 if waiting else size
-            if state.keeps_gradients and layer.name not in seen and not waiting:
-                seen[layer.name] = size
-                gradients += size
-        if state.bucket:
-            yield "reduction", self._at(gradients, activations, state.at_reduction)
+        if self.config.training.skip_train:
+            yield "forward", self.at(0, 0, max(layer.memory.kept for layer in self.layers))
+            return
+        yield from _BackwardPass(self, is_first=True).moments()
+        if self.schedule.num_microbatches > 1:
+            yield from _BackwardPass(self, is_first=False).moments()
+        gradients = state.gradients + state.step_gradients + state.later_gradients
+        if state.keeps_gradients:
+            gradients += sum(self.whole_gradients.values())
+        if not state.bucket:
+            yield "reduction", self.at(gradients, 0, state.at_reduction)
+        yield "update", self.at(gradients, 0, state.at_update)
 
-    def _at(self, gradients: int, activations: int, temporary: int) -> StageMemory:
+    def at(self, gradients: int, activations: int, temporary: int) -> StageMemory:
         state = self.state
         return StageMemory(
-            state.weights, gradients, state.master_weights, state.optimizer_states, self.passed + activations, temporary
+            weights=state.weights,
+            gradients=gradients,
+            master_weights=state.master_weights,
+            optimizer_states=state.optimizer_states,
+            activations=self._messages + activations,
+            temporary=temporary,
         )
+
+
+class _BackwardPass:
+    """Backward pass of the step's first or a later microbatch, which comes after all forward passes in flight.
+
+    It goes through the layers from the last to the first: activations are freed, and gradients of weights appear.
+    """
+
+    def __init__(self, step: _Step, *, is_first: bool) -> None:
+        state = step.state
+        self._step, self._state, self._is_first = step, state, is_first
+        self._activations = step.alive_activations(without=0 if is_first else 1)
+        self._gradients = state.gradients
+        self._with_gradient: set[str] = set()
+        """Layers whose parameters have a gradient that stays: the next microbatch's is added to it."""
+        if not is_first:
+            self._gradients += state.step_gradients + state.later_gradients
+        if not is_first and state.keeps_gradients:
+            self._gradients += sum(step.whole_gradients.values())
+            self._with_gradient.update(step.whole_gradients)
+        self._bucketed = 0
+        """Numbers of gradients in the bucket."""
+        self._waiting = 0
+        """Bytes of a tied weight's first gradient, which autograd holds until it can add the second."""
+        self._loss_adds_gradient = step.is_last_stage and adds_to_optimizers_sum(step.config)
+        *others, last = [layer.name for layer in step.layers]
+        self._tied_name = last if last in others and not self._loss_adds_gradient else None
+        """Name of the last layer, where an earlier one has the same weight and autograd adds the gradients of both."""
+
+    def moments(self) -> Iterator[Moment]:
+        step, state = self._step, self._state
+        if step.is_last_stage:
+            loss = loss_memory(step.layers[-1].declaration, step.config)
+            yield "loss, forward", self._at(loss.forward)
+            yield "loss, backward", self._at(loss.backward)
+        self._gradients += state.microbatch_gradients
+        if self._is_first:
+            self._gradients += state.step_gradients
+        for layer in reversed(step.layers):
+            yield f"backward of {layer.name}", self._at(max(layer.memory.backward, self._weight_gradients(layer)))
+            numbers = layer.gradient // step.number_bytes
+            if state.bucket and self._bucketed + numbers > state.bucket:
+                yield "reduction", self._at(state.at_reduction)
+                self._bucketed = 0
+            self._bucketed += numbers
+            self._free(layer)
+        if state.bucket:
+            yield "reduction", step.at(self._gradients, self._activations, state.at_reduction)
+
+    def _weight_gradients(self, layer: _Layer) -> int:
+        """Return the most bytes at the moments at which the gradient of one of the layer's weights is there."""
+        state, number_bytes = self._state, self._step.number_bytes
+        # a gradient that is added to another is alive beside it for a moment, also in the dtype of the sum
+        added_bytes = 0
+        if not state.keeps_gradients or layer.name in self._with_gradient:
+            added_bytes = number_bytes if state.keeps_gradients or state.bucket else number_bytes + BYTES["fp32"]
+        if self._loss_adds_gradient and layer is self._step.layers[-1]:
+            added_bytes = 0
+        most = max(moment.beside + added_bytes * moment.numbers for moment in layer.memory.products)
+        if self._waiting and layer.name == self._tied_name:  # the sum of both uses too
+            most = max(most, layer.memory.backward + 2 * layer.gradient)
+        return most
+
+    def _free(self, layer: _Layer) -> None:
+        """Count what is alive once the layer's backward pass has ended."""
+        self._activations -= layer.memory.kept
+        if layer.name == self._tied_name:
+            self._waiting = 0 if self._waiting else layer.gradient
+        if self._state.keeps_gradients and not self._waiting and layer.name not in self._with_gradient:
+            self._with_gradient.add(layer.name)
+            self._gradients += layer.gradient
+
+    def _at(self, work: int) -> StageMemory:
+        """Return what is alive with so many bytes of work for a moment."""
+        return self._step.at(self._gradients, self._activations, self._state.gathered + self._waiting + work)

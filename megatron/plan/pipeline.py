@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron.options.config import Config
 from megatron.options.flags import flag
@@ -35,33 +35,53 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
     Range i holds the layers [bounds[i], bounds[i + 1]). Every method but a list makes its largest range as small as
     possible, in FLOPs, parameters or layers; of equal cuts, it takes those that need the least memory.
     """
-    method, num_ranges = config.parallel.pipeline_partition_method, config.parallel.num_pipeline_ranges
-    listed = config.parallel.listed_layers
+    num_ranges, listed = config.parallel.num_pipeline_ranges, config.parallel.listed_layers
     if num_ranges == 1:
         return [0, len(layers)]
     if listed is not None:
         return _listed_bounds(listed, layers)
-    t = config.parallel.tensor_model_parallel_size
-    trained = [parameters_of_layer(layer, t, trained_only=True) for layer in layers]
+    required = _required_layers(config, layers)
+    if sum(required) < num_ranges:  # refused by the rules, which need sizes all the same
+        return [min(index, len(layers)) for index in range(num_ranges + 1)]
+    tensor_size = config.parallel.tensor_model_parallel_size
+    schedule = schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size)
+    bounds = _balanced(
+        weights=tuple(_weights(config, layers)),
+        state=tuple(STATE_BYTES * parameters_of_layer(layer, tensor_size) for layer in layers),
+        kept=tuple(layer_memory(layer, config).kept for layer in layers),
+        deferred=tuple(deferred_bytes(layer, config) for layer in layers),
+        required=required,
+        alive=_alive(schedule),
+    )
+    return list(bounds)
+
+
+def _weights(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
+    """Return the weight of each layer in the measure of `pipeline_partition_method`."""
+    method, tensor_size = config.parallel.pipeline_partition_method, config.parallel.tensor_model_parallel_size
     if method == "parameters":
-        weights = trained
-    elif method == "uniform":
-        weights = [1] * len(layers)
-    elif method == "cost":
-        weights = [flops.total for flops in layer_flops(config)]
-    else:  # type:TransformerLayer
-        weights = [0 if layer.number is None else 1 for layer in layers]
-    # a range holds a transformer layer or the output projection, and the optimizer needs something to train there
-    holds = [layer.number is not None or layer is layers[-1] for layer in layers]
-    of_trained = [is_held and size > 0 for is_held, size in zip(holds, trained, strict=True)]
-    holds = of_trained if sum(of_trained) >= num_ranges else holds
-    if sum(holds) < num_ranges:  # refused by the rules, which need sizes all the same
-        return [min(place, len(layers)) for place in range(num_ranges + 1)]
-    state = [STATE_BYTES * parameters_of_layer(layer, t) for layer in layers]
-    kept = [layer_memory(layer, config).kept for layer in layers]
-    deferred = [deferred_bytes(layer, config) for layer in layers]
-    alive = _alive(schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size))
-    return list(_balanced(tuple(weights), tuple(state), tuple(kept), tuple(deferred), tuple(holds), alive))
+        return [parameters_of_layer(layer, tensor_size, trained_only=True) for layer in layers]
+    if method == "uniform":
+        return [1] * len(layers)
+    if method == "cost":
+        return [flops.total for flops in layer_flops(config)]
+    # type:TransformerLayer
+    return [0 if layer.number is None else 1 for layer in layers]
+
+
+def _required_layers(config: Config, layers: Sequence[LayerDeclaration]) -> tuple[bool, ...]:
+    """Return for each layer whether it is one of those of which every range holds one or more.
+
+    They are the transformer layers and the output projection; of these the trained ones where there are enough, since
+    the optimizer of a stage needs something to train.
+    """
+    tensor_size = config.parallel.tensor_model_parallel_size
+    required = tuple(layer.number is not None or layer is layers[-1] for layer in layers)
+    trained = tuple(
+        is_required and parameters_of_layer(layer, tensor_size, trained_only=True) > 0
+        for is_required, layer in zip(required, layers, strict=True)
+    )
+    return trained if sum(trained) >= config.parallel.num_pipeline_ranges else required
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,8 +93,8 @@ def _alive(schedule: PipelineSchedule) -> tuple[tuple[int, int], ...]:
 
 def _listed_bounds(listed: Sequence[int], layers: Sequence[LayerDeclaration]) -> list[int]:
     """Cut after so many transformer layers; the first range begins with the embedding, the last ends with the head."""
-    places = [place for place, layer in enumerate(layers) if layer.number is not None]
-    return [0, *(places[0] + done for done in itertools.accumulate(listed[:-1])), len(layers)]
+    first = next(index for index, layer in enumerate(layers) if layer.number is not None)
+    return [0, *(first + done for done in itertools.accumulate(listed[:-1])), len(layers)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,15 +103,16 @@ def _balanced(
     state: tuple[int, ...],
     kept: tuple[int, ...],
     deferred: tuple[int, ...],
-    holds: tuple[bool, ...],
+    required: tuple[bool, ...],
     alive: tuple[tuple[int, int], ...],
 ) -> tuple[int, ...]:
     """Return the cuts with the lightest heaviest range, of these with the least largest memory, and then the most even.
 
-    Each range has at least one of the layers marked in `holds`. `state`, `kept` and `deferred`: bytes of a layer,
+    Each range has at least one of the layers marked in `required`. `state`, `kept` and `deferred`: bytes of a layer,
     once, for each forward pass and for each deferred gradient that is alive; `alive`: numbers of these of each range.
     """
     num_ranges = len(alive)
+    # sums of all layers before an index: a range's sum is the difference of two
     weight_before = [0, *itertools.accumulate(weights)]
     before = [[0, *itertools.accumulate(sizes)] for sizes in (state, kept, deferred)]
 
@@ -107,48 +128,69 @@ def _balanced(
         size = memory(index, start, stop)
         return size**2 if size <= least else math.inf
 
-    lightest, _ = _best_cuts(weight, max, holds, num_ranges)
-    least, _ = _best_cuts(memory, max, holds, num_ranges)
-    return _best_cuts(squared_memory, operator.add, holds, num_ranges)[1]
+    lightest, _ = _best_cuts(weight, max, required, num_ranges)
+    least, _ = _best_cuts(memory, max, required, num_ranges)
+    return _best_cuts(squared_memory, operator.add, required, num_ranges)[1]
+
+
+Cuts = tuple[float, tuple[int, ...]]
+"""Combined value of ranges, and their bounds."""
 
 
 def _best_cuts(
     value: Callable[[int, int, int], float],
     combine: Callable[[float, float], float],
-    holds: Sequence[bool],
+    required: Sequence[bool],
     num_ranges: int,
-) -> tuple[float, tuple[int, ...]]:
+) -> Cuts:
     """Return the least combined value of the ranges, and its cuts.
 
     `value` of (index, start, stop) is that of one range; a longer range has no smaller one.
     """
-    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}  # of the layers before each place
+    best: dict[int, Cuts] = {0: (0, (0,))}
+    """The best cuts of the layers before each index into as many ranges as are done."""
     for index in range(num_ranges):
-        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for stop in range(index + 1, len(holds) + 1):
-            best = math.inf
-            for start in range(stop - 1, index - 1, -1):
-                last = value(index, start, stop)
-                if last >= best:
-                    break
-                if start in found and any(holds[start:stop]):
-                    total = combine(found[start][0], last)
-                    if total < best:
-                        best, longer[stop] = total, (total, (*found[start][1], stop))
-        found = longer
-    return found[len(holds)]
+        extended = {}
+        for stop in range(index + 1, len(required) + 1):
+            cuts = _with_last_range(best, functools.partial(value, index), combine, required, stop)
+            if cuts is not None:
+                extended[stop] = cuts
+        best = extended
+    return best[len(required)]
+
+
+def _with_last_range(
+    best: Mapping[int, Cuts],
+    value: Callable[[int, int], float],
+    combine: Callable[[float, float], float],
+    required: Sequence[bool],
+    stop: int,
+) -> Cuts | None:
+    """Return the best of these cuts with one more range, which ends at `stop`; None: there is none."""
+    least, result = math.inf, None
+    has_required = False
+    for start in range(stop - 1, min(best) - 1, -1):
+        last = value(start, stop)
+        if last >= least:  # as would be every longer range
+            break
+        has_required = has_required or required[start]
+        if not has_required or start not in best:
+            continue
+        before, bounds = best[start]
+        total = combine(before, last)
+        if total < least:
+            least, result = total, (total, (*bounds, stop))
+    return result
 
 
 def stage_work(config: Config) -> list[tuple[float, float]]:
     """Return the FLOPs of forward and backward for one token, for each stage: all its chunks and tensor ranks."""
     flops = layer_flops(config)
-    return [
-        (
-            float(sum(layer.forward for start, stop in ranges for layer in flops[start:stop])),
-            float(sum(layer.backward for start, stop in ranges for layer in flops[start:stop])),
-        )
-        for ranges in stage_ranges(config, declared_layers(config))
-    ]
+    work = []
+    for ranges in stage_ranges(config, declared_layers(config)):
+        held = [layer for start, stop in ranges for layer in flops[start:stop]]
+        work.append((float(sum(layer.forward for layer in held)), float(sum(layer.backward for layer in held))))
+    return work
 
 
 def cost_shares(config: Config, bounds: Sequence[int]) -> list[float]:
@@ -184,9 +226,9 @@ def schedule_of(config: Config, num_microbatches: int) -> PipelineSchedule:
 
 def waits_like_1f1b(config: Config) -> bool:
     """Return True for 1F1B, and for the zero-bubble schedule of a model whose linear layers' weights are all frozen."""
-    is_zero_bubble = config.parallel.schedule == "zero-bubble"
-    defers = is_zero_bubble and any(deferred_bytes(layer, config) for layer in declared_layers(config))
-    return config.parallel.schedule == "1f1b" or (is_zero_bubble and not defers)
+    if config.parallel.schedule == "zero-bubble":
+        return not any(deferred_bytes(layer, config) for layer in declared_layers(config))
+    return config.parallel.schedule == "1f1b"
 
 
 def schedule_bubble(config: Config, num_microbatches: int) -> float:
@@ -199,12 +241,20 @@ def schedule_bubble(config: Config, num_microbatches: int) -> float:
 
 def stage_text(layers: Sequence[LayerDeclaration], start: int, stop: int) -> str:
     """'embed 0-19' for entries [start, stop) of the list of layers. A norm beside the head is left out."""
-    numbers = [layer.number for layer in layers[start:stop] if layer.number is not None]
-    parts = ["embed"] if start == 0 < stop else []
-    if numbers:
-        parts.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    if start < len(layers) == stop:
+    if start == stop:
+        return "nothing"
+    held = layers[start:stop]
+    numbers = [layer.number for layer in held if layer.number is not None]
+    has_head = stop == len(layers)
+    parts = []
+    if start == 0:
+        parts.append("embed")
+    if len(numbers) == 1:
+        parts.append(str(numbers[0]))
+    elif numbers:
+        parts.append(f"{numbers[0]}-{numbers[-1]}")
+    if has_head:
         parts.append("head")
-    elif any(layer.name == "final_norm" for layer in layers[start:stop]):
+    elif any(layer.name == "final_norm" for layer in held):
         parts.append("norm")
     return " ".join(parts) or "nothing"

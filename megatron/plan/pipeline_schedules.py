@@ -12,8 +12,8 @@ zero-bubble     ZB-H1 of Qi et al. 2023 (arXiv:2401.10241): the gradients of wei
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -66,6 +66,17 @@ COSTS: Mapping[PassKind, float] = {PassKind.FORWARD: 1, PassKind.BACKWARD: 2, Pa
 """Costs of matrix products: each gradient takes as long as the forward pass."""
 
 
+GRADIENTS = (PassKind.BACKWARD, PassKind.INPUT)
+"""Passes that give the gradient of a chunk's input."""
+ALIVE: Mapping[PassKind, tuple[int, int]] = {
+    PassKind.FORWARD: (1, 0),
+    PassKind.BACKWARD: (-1, 0),
+    PassKind.INPUT: (-1, 1),
+    PassKind.WEIGHT: (0, -1),
+}
+"""Change of the forward passes, and of the deferred gradients, whose tensors are alive after a pass."""
+
+
 class PipelineSchedule(NamedTuple):
     """A schedule and its sizes."""
 
@@ -77,29 +88,48 @@ class PipelineSchedule(NamedTuple):
     """Number on each stage."""
 
     def order(self, stage: int) -> list[Action]:
-        """Return the passes of a stage."""
-        p, m, v = self.num_stages, self.num_microbatches, self.num_chunks
-        forward = [
+        """Return the passes of a stage: some forward passes ahead, then forward and backward passes in turn."""
+        forward, ahead = self._rounds(), self._forward_ahead(stage)
+        if self.name == "forward":
+            return [action for action in forward if action.microbatch < self.num_microbatches]
+        kind = PassKind.INPUT if self._defers else PassKind.BACKWARD
+        backward = [Action(kind, self.num_chunks - 1 - chunk, microbatch) for _, chunk, microbatch in forward]
+        weight = [action._replace(kind=PassKind.WEIGHT) for action in backward] if self._defers else []
+        lag = stage if self._defers else 0
+        order = forward[:ahead]
+        for index, action in enumerate(backward):
+            order += forward[ahead + index : ahead + index + 1]
+            order.append(action)
+            if index >= lag:
+                order += weight[index - lag : index - lag + 1]
+        order += weight[max(0, len(weight) - lag) :]
+        # the passes that would complete the last round are left out, which keeps every other in a possible order
+        return [action for action in order if action.microbatch < self.num_microbatches]
+
+    @property
+    def _defers(self) -> bool:
+        return self.name == "zero-bubble"
+
+    def _rounds(self) -> list[Action]:
+        """Return the forward passes of a stage: of p microbatches in its first chunk, then in its next, and so on."""
+        p = self.num_stages
+        return [
             Action(PassKind.FORWARD, chunk, first + index)
-            for first in range(0, m, p)
-            for chunk in range(v)
+            for first in range(0, self.num_microbatches, p)
+            for chunk in range(self.num_chunks)
             for index in range(p)
         ]
-        defers = self.name == "zero-bubble"
-        kind, lag = (PassKind.INPUT, stage) if defers else (PassKind.BACKWARD, 0)
-        backward = [Action(kind, v - 1 - action.chunk, action.microbatch) for action in forward]
-        weight = [action._replace(kind=PassKind.WEIGHT) for action in backward] if defers else []
-        ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
-        if self.name == "forward":
-            backward, ahead = [], len(forward)
-        found = forward[:ahead]
-        for index, action in enumerate(backward):
-            found += forward[ahead + index : ahead + index + 1]
-            found.append(action)
-            found += weight[index - lag : index - lag + 1] if index >= lag else []
-        found += weight[max(0, len(weight) - lag) :]
-        # the passes that would complete the last round are left out, which keeps every other in a possible order
-        return [action for action in found if action.microbatch < m]
+
+    def _forward_ahead(self, stage: int) -> int:
+        """Return the forward passes of a stage before the first that is followed by a backward pass.
+
+        With several chunks, as in Megatron-LM: all but the last of this stage for the first p microbatches, and two
+        passes for each later stage, since to there an activation travels and from there its gradient.
+        """
+        later_stages = self.num_stages - stage - 1
+        if self.num_chunks == 1:
+            return later_stages
+        return 2 * later_stages + (self.num_chunks - 1) * self.num_stages
 
     def timeline(self, costs: Mapping[PassKind, float] = COSTS) -> list[Timed]:
         """Return every pass with its times, each stage's in order, in the unit of the costs of a chunk's passes.
@@ -108,28 +138,32 @@ class PipelineSchedule(NamedTuple):
         time. Raises ValueError if no stage could go on.
         """
         ends: dict[tuple[PassKind, int, int], float] = {}
-        orders = [self.order(stage) for stage in range(self.num_stages)]
-        free, done = [0.0] * self.num_stages, [0] * self.num_stages
-        found: list[Timed] = []
-        while any(done[stage] < len(order) for stage, order in enumerate(orders)):
-            before = len(found)
-            for stage, order in enumerate(orders):
-                while done[stage] < len(order):
-                    action = order[done[stage]]
-                    needed = self._needed(stage, action)
-                    if any(key not in ends for key in needed):
+        free = [0.0] * self.num_stages
+        """Time at which each stage has ended what it has started."""
+        timeline: list[Timed] = []
+        left = [deque(self.order(stage)) for stage in range(self.num_stages)]
+        while any(left):
+            num_before = len(timeline)
+            for stage, actions in enumerate(left):
+                while actions:
+                    needed = self._needed(stage, actions[0])
+                    if not all(key in ends for key in needed):
                         break
+                    action = actions.popleft()
                     start = max([free[stage], *(ends[key] for key in needed)])
                     free[stage] = ends[self._key(stage, action)] = start + costs[action.kind]
-                    found.append(Timed(stage, action, start, free[stage]))
-                    done[stage] += 1
-            if len(found) == before:
+                    timeline.append(Timed(stage, action, start, free[stage]))
+            if len(timeline) == num_before:
                 raise ValueError(f"{self} stops: every stage waits for another")
-        return found
+        return timeline
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Return the place of a chunk in the model."""
+        """Return the virtual stage of a chunk: its position in the model."""
         return chunk * self.num_stages + stage
+
+    @property
+    def last_virtual_stage(self) -> int:
+        return self.num_stages * self.num_chunks - 1
 
     def _key(self, stage: int, action: Action) -> tuple[PassKind, int, int]:
         kind = PassKind.INPUT if action.kind is PassKind.BACKWARD else action.kind
@@ -137,14 +171,15 @@ class PipelineSchedule(NamedTuple):
 
     def _needed(self, stage: int, action: Action) -> list[tuple[PassKind, int, int]]:
         """Return the passes whose results a pass needs."""
-        kind, place, microbatch = self._key(stage, action)
-        last = self.num_stages * self.num_chunks - 1
+        kind, virtual_stage, microbatch = self._key(stage, action)
         if kind is PassKind.FORWARD:
-            return [(kind, place - 1, microbatch)] if place > 0 else []
+            return [(kind, virtual_stage - 1, microbatch)] if virtual_stage > 0 else []
         if kind is PassKind.WEIGHT:
-            return [(PassKind.INPUT, place, microbatch)]
-        own = (PassKind.FORWARD, place, microbatch)
-        return [own, (PassKind.INPUT, place + 1, microbatch)] if place < last else [own]
+            return [(PassKind.INPUT, virtual_stage, microbatch)]
+        needed = [(PassKind.FORWARD, virtual_stage, microbatch)]
+        if virtual_stage < self.last_virtual_stage:
+            needed.append((PassKind.INPUT, virtual_stage + 1, microbatch))
+        return needed
 
     def instructions(self, stage: int) -> list[Instruction]:
         """Return what a stage does, in order.
@@ -165,7 +200,9 @@ class PipelineSchedule(NamedTuple):
     def _shorter(self) -> PipelineSchedule:
         """Return one with the same time of waiting: in the middle all stages are busy, for as long as it may be."""
         p, m = self.num_stages, self.num_microbatches
-        return self if m < 4 * p else self._replace(num_microbatches=3 * p + m % p)
+        if m < 4 * p:
+            return self
+        return self._replace(num_microbatches=3 * p + m % p)
 
     def in_flight(self, stage: int) -> int:
         """Return the largest number of forward passes of a stage whose activations are alive at once."""
@@ -174,13 +211,13 @@ class PipelineSchedule(NamedTuple):
     def alive(self, stage: int) -> list[tuple[int, int]]:
         """Return for each chunk its forward passes and deferred gradients that are alive when most of both are."""
         alive = [(0, 0)] * self.num_chunks
-        most = alive
+        most = list(alive)
         for kind, chunk, _ in self.order(stage):
             forward, deferred = alive[chunk]
-            forward += {PassKind.FORWARD: 1, PassKind.WEIGHT: 0}.get(kind, -1)
-            deferred += {PassKind.INPUT: 1, PassKind.WEIGHT: -1}.get(kind, 0)
-            alive = [*alive[:chunk], (forward, deferred), *alive[chunk + 1 :]]
-            most = max(most, alive, key=lambda found: sum(map(sum, found)))
+            more_forward, more_deferred = ALIVE[kind]
+            alive[chunk] = forward + more_forward, deferred + more_deferred
+            if sum(map(sum, alive)) > sum(map(sum, most)):
+                most = list(alive)
         return most
 
     def kept(self, stage: int, activations: Sequence[int], deferred: Sequence[int], *, without: int = 0) -> int:
@@ -190,44 +227,50 @@ class PipelineSchedule(NamedTuple):
         deferred keeps `deferred[c]`. `without`: as if there were so many fewer microbatches.
         """
         schedule = self._replace(num_microbatches=max(1, self.num_microbatches - without))._shorter()
-        changes = (
-            {
-                PassKind.FORWARD: activations[chunk],
-                PassKind.BACKWARD: -activations[chunk],
-                PassKind.INPUT: deferred[chunk] - activations[chunk],
-                PassKind.WEIGHT: -deferred[chunk],
-            }[kind]
-            for kind, chunk, _ in schedule.order(stage)
-        )
-        return max(itertools.accumulate(changes))
+        sums, kept = [], 0
+        for kind, chunk, _ in schedule.order(stage):
+            more_forward, more_deferred = ALIVE[kind]
+            kept += more_forward * activations[chunk] + more_deferred * deferred[chunk]
+            sums.append(kept)
+        return max(sums)
 
 
 @functools.lru_cache(maxsize=16)
 def _instructions(schedule: PipelineSchedule, stage: int) -> list[Instruction]:
-    p, last = schedule.num_stages, schedule.num_stages * schedule.num_chunks - 1
-    found: list[Instruction] = []
-
-    def add(there: int, kind: PassKind | Message, chunk: int, microbatch: int) -> None:
-        if there == stage:
-            found.append(Instruction(kind, chunk, microbatch))
-
+    instructions: list[Instruction] = []
     timeline = schedule.timeline()
-    moments = [(timed.start, True, timed.stage, timed.action) for timed in timeline]
-    moments += [(timed.end, False, timed.stage, timed.action) for timed in timeline]
+    events = [(timed.start, True, timed) for timed in timeline] + [(timed.end, False, timed) for timed in timeline]
     # the messages of a pass that ends are posted before the passes that start then
-    for _, is_start, here, (kind, chunk, microbatch) in sorted(moments, key=lambda moment: moment[:3]):
-        place = schedule.virtual_stage(here, chunk)
-        is_forward, is_backward = kind is PassKind.FORWARD, kind in (PassKind.BACKWARD, PassKind.INPUT)
-        if is_start:
-            if is_forward and place > 0:
-                add(here, Message.WAIT_ACTIVATION, chunk, microbatch)
-            if is_backward and place < last:
-                add(here, Message.WAIT_GRAD, chunk, microbatch)
-            add(here, kind, chunk, microbatch)
-        elif is_forward and place < last:
-            add(here, Message.SEND_ACTIVATION, chunk, microbatch)
-            add((place + 1) % p, Message.POST_ACTIVATION, (place + 1) // p, microbatch)
-        elif is_backward and place > 0:
-            add(here, Message.SEND_GRAD, chunk, microbatch)
-            add((place - 1) % p, Message.POST_GRAD, (place - 1) // p, microbatch)
-    return found
+    for _, is_start, timed in sorted(events, key=lambda event: (event[0], event[1], event[2].stage)):
+        steps = _at_start(schedule, timed) if is_start else _at_end(schedule, timed)
+        instructions += [instruction for on_stage, instruction in steps if on_stage == stage]
+    return instructions
+
+
+Step = tuple[int, Instruction]
+"""A stage, and what it does."""
+
+
+def _at_start(schedule: PipelineSchedule, timed: Timed) -> Iterator[Step]:
+    """Yield what the stage of a pass does when the pass starts."""
+    kind, chunk, microbatch = timed.action
+    virtual_stage = schedule.virtual_stage(timed.stage, chunk)
+    if kind is PassKind.FORWARD and virtual_stage > 0:
+        yield timed.stage, Instruction(Message.WAIT_ACTIVATION, chunk, microbatch)
+    if kind in GRADIENTS and virtual_stage < schedule.last_virtual_stage:
+        yield timed.stage, Instruction(Message.WAIT_GRAD, chunk, microbatch)
+    yield timed.stage, Instruction(kind, chunk, microbatch)
+
+
+def _at_end(schedule: PipelineSchedule, timed: Timed) -> Iterator[Step]:
+    """Yield what the stage of a pass, and the stage that needs its result, do when the pass ends."""
+    kind, chunk, microbatch = timed.action
+    virtual_stage = schedule.virtual_stage(timed.stage, chunk)
+    if kind is PassKind.FORWARD and virtual_stage < schedule.last_virtual_stage:
+        next_chunk, next_stage = divmod(virtual_stage + 1, schedule.num_stages)
+        yield timed.stage, Instruction(Message.SEND_ACTIVATION, chunk, microbatch)
+        yield next_stage, Instruction(Message.POST_ACTIVATION, next_chunk, microbatch)
+    if kind in GRADIENTS and virtual_stage > 0:
+        previous_chunk, previous_stage = divmod(virtual_stage - 1, schedule.num_stages)
+        yield timed.stage, Instruction(Message.SEND_GRAD, chunk, microbatch)
+        yield previous_stage, Instruction(Message.POST_GRAD, previous_chunk, microbatch)

@@ -1,7 +1,7 @@
 """Memory of weights, gradients and optimizer states as DeepSpeed 0.19.8 allocates them, by optimizer and ZeRO stage.
 
 Its optimizers and training/deepspeed/reduction.py hold flat buffers, and reduce gradients in buckets; both count.
-Sizes in bytes, of one rank.
+Sizes in bytes, of one rank, where the name does not say numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron.options.config import Config, ConfigError
@@ -16,8 +17,10 @@ from megatron.options.deepspeed_file import read_settings
 from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.plan.flops import declared_layers, number_size, parameters_of_layer
+from megatron.plan.flops import declared_layers, parameters_of_layer
+from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import stage_ranges
+from megatron.runtime.device import Device
 from megatron.runtime.devices import planned_device
 
 REDUCE_BUCKET = 500_000_000
@@ -28,11 +31,11 @@ REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's `stage3_max_reuse_distance`: gathered parameters stay until they are used again, if within so many."""
 PERSISTENT_PARAMETER = 100_000
 """DeepSpeed's `stage3_param_persistence_threshold`: smaller parameters are never cut."""
-
-
 BUCKETS = 8
 """Into which we cut the gradients of a model, within the two sizes below: more overlap, and fewer large collectives."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 40_000_000
+FLOAT32 = BYTES["fp32"]
+"""Bytes of a number of the master weights and the optimizer's states, whatever the precision of the run."""
 
 
 def reduce_bucket_size(config: Config) -> int:
@@ -41,15 +44,15 @@ def reduce_bucket_size(config: Config) -> int:
     Under ZeRO-2 and 3 and offload DeepSpeed's default: it allocates the whole bucket, 2 GB in float32, for a model of
     any size.
     """
-    layers, t = declared_layers(config), config.parallel.tensor_model_parallel_size
-    held = [
-        held_layers([layer for start, stop in ranges for layer in layers[start:stop]])
-        for ranges in stage_ranges(config, layers)
-    ]
-    most = max(1, *(_parameters(stage, t, trained_only=True) for stage in held))
+    layers, tensor_size = declared_layers(config), config.parallel.tensor_model_parallel_size
+    largest_stage = 1
+    for ranges in stage_ranges(config, layers):
+        stage = held_layers([layer for start, stop in ranges for layer in layers[start:stop]])
+        largest_stage = max(largest_stage, _parameters(stage, tensor_size, trained_only=True))
     if not has_gradient_buffers(config):
-        return min(REDUCE_BUCKET, most)
-    return min(max(SMALLEST_BUCKET, min(LARGEST_BUCKET, most // BUCKETS)), most)
+        return min(REDUCE_BUCKET, largest_stage)
+    bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, largest_stage // BUCKETS))
+    return min(bucket, largest_stage)
 
 
 def has_gradient_buffers(config: Config) -> bool:
@@ -78,26 +81,26 @@ class SharedState:
     """Bytes that a rank allocates for its parameters, by when it holds them."""
 
     weights: int
-    master_weights: int
-    optimizer_states: int
-    gradients: int
+    master_weights: int = 0
+    optimizer_states: int = 0
+    gradients: int = 0
     """Held always."""
-    step_gradients: int
+    step_gradients: int = 0
     """Held from the first gradient of a step to its end."""
-    later_gradients: int
+    later_gradients: int = 0
     """Held from the end of a step's first microbatch to the end of the step."""
-    microbatch_gradients: int
+    microbatch_gradients: int = 0
     """Held from the first to the last gradient of each microbatch: the buckets."""
-    bucket: int
+    bucket: int = 0
     """Gradients of so many numbers are reduced together, while the backward pass runs; 0: all of a step at its end."""
-    keeps_gradients: bool
+    keeps_gradients: bool = True
     """Each parameter's gradient, in the dtype of the weights, stays from its first microbatch to the end of the step;
     otherwise it moves into the bucket as soon as it is complete."""
-    at_reduction: int
+    at_reduction: int = 0
     """Allocated for a moment to reduce the gradients of a step, or of a full bucket."""
-    at_update: int
+    at_update: int = 0
     """Allocated for a moment when the optimizer updates, instead of `microbatch_gradients`."""
-    gathered: int
+    gathered: int = 0
     """Weights gathered, from other ranks or the host, at the end of the forward pass (ZeRO-3)."""
     host: int = 0
     """Offloaded to the host's memory."""
@@ -105,169 +108,248 @@ class SharedState:
 
 def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
     """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
-    state, t = _state_of_parameters(config, layout, layers), layout.tensor_size
+    rank = _Rank(config, layout.tensor_size, layout.grad_size, layers)
+    state = _of_evaluation(rank) if config.training.skip_train else _of_training(rank)
     # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
-    quantized = sum(nf4_layout.num_bytes(shard, t) for layer in layers for shard in _quantized(layer))
+    quantized = sum(nf4_layout.num_bytes(shard, rank.tensor_size) for layer in layers for shard in _quantized(layer))
     return replace(state, weights=state.weights + quantized)
 
 
-def _state_of_parameters(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
-    t, dp, number = layout.tensor_size, layout.grad_size, number_size(config)
-    parameters, trained = _parameters(layers, t), _parameters(layers, t, trained_only=True)
-    share = -(-trained // dp)
-    stage = config.effective_zero_stage
-    optimizer = config.optimizer
-    bare = SharedState(
-        weights=parameters * number,
-        master_weights=0 if stage == 0 else 4 * share,
-        optimizer_states=4 * len(optimizer.states) * (trained if stage == 0 else share),
-        gradients=0,
-        step_gradients=0,
-        later_gradients=0,
-        microbatch_gradients=0,
-        bucket=0,
-        keeps_gradients=True,
-        at_reduction=0,
-        at_update=0,
-        gathered=0,
-    )
-    if config.training.skip_train:
-        weights = parameters * number if stage < 3 else -(-parameters * number // dp)
-        return replace(bare, weights=weights, master_weights=0, optimizer_states=0)
-    if stage == 0 and dp == 1:
-        return bare
-    dense = (shard for layer in layers for shard in layer.shards.values() if not shard.quantized)
-    sizes = [math.prod(shard.local_shape(t)) for shard in dense]
-    largest = max(sizes, default=0)
+@dataclass(frozen=True)
+class _Rank:
+    """Parameters of a rank and the buffers that DeepSpeed makes for them."""
+
+    config: Config
+    tensor_size: int
+    grad_size: int
+    """Ranks that hold copies of these parameters, over which gradients are summed."""
+    layers: Sequence[LayerDeclaration]
+
+    # Numbers
+
+    @cached_property
+    def parameters(self) -> int:
+        return _parameters(self.layers, self.tensor_size)
+
+    @cached_property
+    def trained(self) -> int:
+        return _parameters(self.layers, self.tensor_size, trained_only=True)
+
+    @property
+    def share(self) -> int:
+        """Trained numbers that this rank updates where ZeRO cuts the optimizer's states."""
+        return -(-self.trained // self.grad_size)
+
+    @cached_property
+    def parameter_sizes(self) -> list[int]:
+        """Numbers of each parameter of the rank."""
+        shards = [shard for layer in self.layers for shard in layer.shards.values()]
+        return [math.prod(shard.local_shape(self.tensor_size)) for shard in shards if not shard.quantized]
+
+    @property
+    def largest_parameter(self) -> int:
+        return max(self.parameter_sizes, default=0)
+
+    @property
+    def bucket(self) -> int:
+        """Numbers of DeepSpeed's bucket: the user's own size, or ours."""
+        size: int = self.user.get("reduce_bucket_size", reduce_bucket_size(self.config))
+        return size
+
+    @cached_property
+    def user(self) -> dict[str, Any]:
+        return zero_settings(self.config)
+
+    # Bytes of a number
+
+    @property
+    def number_bytes(self) -> int:
+        """A weight, and its gradient as autograd makes it."""
+        return BYTES[self.config.training.precision]
+
+    @property
+    def sum_bytes(self) -> int:
+        """A gradient summed over microbatches."""
+        return BYTES[self.config.training.grad_accum_dtype]
+
+    @property
+    def sent_bytes(self) -> int:
+        """A gradient summed over ranks."""
+        training = self.config.training
+        return BYTES[training.grad_reduce_dtype or training.grad_accum_dtype]
+
+    @property
+    def sums_apart(self) -> bool:
+        """Gradients are summed over microbatches in another dtype than theirs, so in other memory."""
+        return self.sum_bytes != self.number_bytes
+
+    @property
+    def device(self) -> Device:
+        return planned_device(self.config.parallel.device)
+
+    def without_gradients(self) -> SharedState:
+        """Return weights and optimizer states, as every optimizer but that of ZeRO-3 holds them."""
+        weights = self.parameters * self.number_bytes
+        state_bytes = FLOAT32 * len(self.config.optimizer.states)
+        if self.config.effective_zero_stage == 0:  # float32: the weights are their own master weights
+            return SharedState(weights, optimizer_states=state_bytes * self.trained)
+        return SharedState(weights, FLOAT32 * self.share, state_bytes * self.share)
+
+    def flat_bucket(self, staged_bytes: int) -> int:
+        """Return what DeepSpeed makes of a full bucket, whose numbers have so many bytes, to reduce it."""
+        numbers = min(self.bucket, self.trained)
+        flat = staged_bytes * numbers if self.grad_size > 1 or self.sums_apart else 0
+        if self.sent_bytes != staged_bytes:  # and in the dtype of communication, where that differs
+            flat += self.sent_bytes * numbers
+        return flat
+
+
+def _of_evaluation(rank: _Rank) -> SharedState:
+    weights = rank.parameters * rank.number_bytes
+    if rank.config.effective_zero_stage < 3:
+        return SharedState(weights)
+    return SharedState(-(-weights // rank.grad_size))
+
+
+def _of_training(rank: _Rank) -> SharedState:
+    config, stage = rank.config, rank.config.effective_zero_stage
+    if stage == 0 and rank.grad_size == 1:
+        # torch's own optimizer reads each gradient where autograd has left it
+        return rank.without_gradients()
     if stage == 3:
-        persistent = sum(size for size in sizes if size <= PERSISTENT_PARAMETER)
-        ends = _parameters(held_layers([layers[0], layers[-1]]), t)
-        state = _zero_3(config, bare, dp, parameters, share, persistent, ends)
+        state = _zero_3(rank)
     elif has_gradient_buffers(config):
-        state = _buffered(config, bare, dp, trained, share)
+        state = _buffered(rank)
+    elif stage == 2:
+        state = _zero_2(rank)
     else:
-        state = _zero_1_and_2(config, bare, dp, trained, share)
-    if optimizer.kind.copies_gradient and optimizer.weight_decay > 0:
-        state = replace(state, at_update=state.at_update + 4 * share)
-    if optimizer.offload_optimizer:
-        state = _offloaded(config, state, share, largest)
-    if stage in (1, 2) and dp > 1 and planned_device(config.parallel.device).collectives_are_gloo:
+        state = _zero_1(rank)
+    if config.optimizer.kind.copies_gradient and config.optimizer.weight_decay > 0:
+        state = replace(state, at_update=state.at_update + FLOAT32 * rank.share)
+    if config.optimizer.offload_optimizer:
+        state = _offloaded(rank, state)
+    if stage in (1, 2) and rank.grad_size > 1 and rank.device.collectives_are_gloo:
         # gloo gathers the updated weights into a tensor of its own before it copies them
-        state = replace(state, at_update=max(state.at_update, number * min(trained, ALLGATHER_BUCKET)))
+        gathered = rank.number_bytes * min(rank.trained, ALLGATHER_BUCKET)
+        state = replace(state, at_update=max(state.at_update, gathered))
     return state
 
 
-def _buffered(config: Config, bare: SharedState, dp: int, trained: int, share: int) -> SharedState:
-    """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent` bytes."""
-    accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
-    sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
+def _buffered(rank: _Rank) -> SharedState:
+    """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent_bytes`."""
+    is_copied = rank.grad_size > 1 and rank.sent_bytes != rank.sum_bytes
     return replace(
-        bare,
-        gradients=accumulated * trained,
+        rank.without_gradients(),
+        gradients=rank.sum_bytes * rank.trained,
         keeps_gradients=False,
-        at_reduction=sent * trained if dp > 1 and sent != accumulated else 0,
-        at_update=4 * share if accumulated == 2 else 0,
+        at_reduction=rank.sent_bytes * rank.trained if is_copied else 0,
+        # the optimizer reads float32
+        at_update=FLOAT32 * rank.share if rank.sum_bytes == 2 else 0,
     )
 
 
-def _zero_1_and_2(config: Config, bare: SharedState, dp: int, trained: int, share: int) -> SharedState:
-    """DeepSpeedZeroOptimizer: gradients are copied into a bucket, reduced, and kept as this rank's partition."""
-    number, stage, user = number_size(config), config.effective_zero_stage, zero_settings(config)
-    bucket = user.get("reduce_bucket_size", reduce_bucket_size(config))
-    full = min(bucket, trained)
-    accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
-    separate = accumulated != number
-    # ZeRO-1 puts the accumulated gradients into its bucket; ZeRO-2 those of the weights' dtype
-    staged = accumulated if stage == 1 else number
-    buffers = 2 if user.get("overlap_comm", False) else 1
-    # flattened, and in the dtype of communication, where that differs
-    flat = staged * full if dp > 1 or separate else 0
-    sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
-    flat += sent * full if sent != staged else 0
-    partition = accumulated * share
-    if stage == 1:
-        # every gradient lives until then; accumulated in float32, each slice is added to the partition as it comes
-        reduced = flat + partition if separate else max(flat, partition)
-        at_reduction = max(0, reduced - staged * full)
-        step = accumulated * trained if separate else 0
-        return replace(
-            bare,
-            step_gradients=step + staged * bucket * buffers,
-            keeps_gradients=not separate,
-            at_reduction=at_reduction,
-            at_update=0,
-        )
+# DeepSpeedZeroOptimizer: gradients are copied into a bucket, reduced, and kept as this rank's partition. With
+# `overlap_comm` one bucket fills while the other is reduced.
+
+
+def _zero_1(rank: _Rank) -> SharedState:
+    """The bucket takes the sums over microbatches, at the end of a step."""
+    buffers = 2 if rank.user.get("overlap_comm", False) else 1
+    flat, partition = rank.flat_bucket(rank.sum_bytes), rank.sum_bytes * rank.share
+    step_gradients = rank.sum_bytes * rank.bucket * buffers
+    if rank.sums_apart:
+        # each slice of the partition is added as it comes, while all sums live
+        step_gradients += rank.sum_bytes * rank.trained
+        reduced = flat + partition
+    else:
+        reduced = max(flat, partition)
     return replace(
-        bare,
-        step_gradients=partition if separate else 0,
-        later_gradients=0 if separate else partition,
-        microbatch_gradients=staged * bucket * buffers,
-        bucket=bucket,
-        keeps_gradients=False,
-        at_reduction=max(flat, 0 if separate else partition),
-        # the partition flattened, and in float32
-        at_update=0 if separate else partition + (4 * share if accumulated == 2 else 0),
+        rank.without_gradients(),
+        step_gradients=step_gradients,
+        keeps_gradients=not rank.sums_apart,
+        # the full bucket is counted in `step_gradients`, and its memory used for what it is flattened to
+        at_reduction=max(0, reduced - rank.sum_bytes * min(rank.bucket, rank.trained)),
     )
 
 
-def _zero_3(
-    config: Config, bare: SharedState, dp: int, parameters: int, share: int, persistent: int, ends: int
-) -> SharedState:
-    """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients live in one flat partition.
-
-    `persistent` parameters are held whole as well; those of the two `ends`, the first and the last layer, are still
-    gathered at the reduction.
-    """
-    number, user = number_size(config), zero_settings(config)
-    bucket = user.get("reduce_bucket_size", reduce_bucket_size(config))
-    sent = 4 if (config.training.grad_reduce_dtype or config.training.grad_accum_dtype) == "fp32" else 2
-    accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
-    full = sent * min(bucket, parameters)
-    device = planned_device(config.parallel.device)
-    copied = full if device.collectives_are_gloo else 0  # gloo copies what it reduces
-    gathers = dp > 1 or (config.optimizer.offload_param and not device.is_host)
-    return replace(
-        bare,
-        weights=(-(-parameters // dp) + (persistent if dp > 1 else 0)) * number,
-        gradients=sent * bucket + accumulated * share,
-        bucket=bucket,
+def _zero_2(rank: _Rank) -> SharedState:
+    """The bucket takes each microbatch's gradients, in the dtype of the weights."""
+    buffers = 2 if rank.user.get("overlap_comm", False) else 1
+    flat, partition = rank.flat_bucket(rank.number_bytes), rank.sum_bytes * rank.share
+    state = replace(
+        rank.without_gradients(),
+        microbatch_gradients=rank.number_bytes * rank.bucket * buffers,
+        bucket=rank.bucket,
         keeps_gradients=False,
-        at_reduction=full + copied + (ends * number if gathers else 0),
-        at_update=0,
-        gathered=min(parameters, REUSE_DISTANCE // 2) * number if gathers else 0,
+    )
+    if rank.sums_apart:
+        return replace(state, step_gradients=partition, at_reduction=flat)
+    # for the update the partition is flattened, and converted to float32
+    converted = FLOAT32 * rank.share if rank.sum_bytes == 2 else 0
+    return replace(state, later_gradients=partition, at_reduction=max(flat, partition), at_update=partition + converted)
+
+
+def _zero_3(rank: _Rank) -> SharedState:
+    """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients are one flat partition."""
+    weights = -(-rank.parameters // rank.grad_size)
+    if rank.grad_size > 1:
+        weights += sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
+    # those of the first and the last layer are still gathered at the reduction
+    ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.tensor_size)
+    offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
+    gathers = rank.grad_size > 1 or offloads_to_host
+    full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
+    at_reduction = full_bucket
+    if rank.device.collectives_are_gloo:  # it copies what it reduces
+        at_reduction += full_bucket
+    if gathers:
+        at_reduction += ends * rank.number_bytes
+    return replace(
+        rank.without_gradients(),
+        weights=weights * rank.number_bytes,
+        gradients=rank.sent_bytes * rank.bucket + rank.sum_bytes * rank.share,
+        bucket=rank.bucket,
+        keeps_gradients=False,
+        at_reduction=at_reduction,
+        gathered=min(rank.parameters, REUSE_DISTANCE // 2) * rank.number_bytes if gathers else 0,
     )
 
 
-def _offloaded(config: Config, state: SharedState, share: int, largest: int) -> SharedState:
+def _offloaded(rank: _Rank, state: SharedState) -> SharedState:
     """Master weights, moments and a copy of the gradients in host memory."""
-    number = number_size(config)
-    accumulated = 4 if config.training.grad_accum_dtype == "fp32" else 2
-    host = state.master_weights + state.optimizer_states + 4 * share
+    host = state.master_weights + state.optimizer_states + FLOAT32 * rank.share
     state = replace(state, master_weights=0, optimizer_states=0, at_update=0)
-    if config.effective_zero_stage == 3:
-        host += accumulated * share
-        if config.optimizer.offload_param:
-            host, state = host + state.weights, replace(state, weights=0)
-        return replace(state, gradients=state.gradients - accumulated * share, host=host)
-    host += number * (share + largest)
-    if accumulated == number:  # partial sums of the microbatches
-        host += number * share
-    of_norm = 8 if planned_device(config.parallel.device).has_64_bits else 4
+    if rank.config.effective_zero_stage == 3:
+        partition = rank.sum_bytes * rank.share
+        host += partition
+        state = replace(state, gradients=state.gradients - partition)
+        if rank.config.optimizer.offload_param:
+            host += state.weights
+            state = replace(state, weights=0)
+        return replace(state, host=host)
+    host += rank.number_bytes * (rank.share + rank.largest_parameter)
+    # its norm is computed in the widest floating-point numbers that the device has
+    norm_bytes = 8 if rank.device.has_64_bits else FLOAT32
+    at_reduction = norm_bytes * rank.largest_parameter
+    if rank.sums_apart:
+        at_reduction = max(at_reduction, state.at_reduction)
+    else:
+        host += rank.number_bytes * rank.share  # partial sums of the microbatches
     return replace(
         state,
-        gradients=state.gradients + number * largest,
+        gradients=state.gradients + rank.number_bytes * rank.largest_parameter,
         later_gradients=0,
-        at_reduction=max(state.at_reduction if accumulated != number else 0, of_norm * largest),
+        at_reduction=at_reduction,
         host=host,
     )
 
 
-def _parameters(layers: Sequence[LayerDeclaration], t: int, *, trained_only: bool = False) -> int:
+def _parameters(layers: Sequence[LayerDeclaration], tensor_size: int, *, trained_only: bool = False) -> int:
     """Numbers of the parameters that a rank holds, which quantised weights are not among."""
-    total = sum(parameters_of_layer(layer, t, trained_only=trained_only) for layer in layers)
+    total = sum(parameters_of_layer(layer, tensor_size, trained_only=trained_only) for layer in layers)
     if trained_only:
         return total
-    return total - sum(math.prod(shard.local_shape(t)) for layer in layers for shard in _quantized(layer))
+    return total - sum(math.prod(shard.local_shape(tensor_size)) for layer in layers for shard in _quantized(layer))
 
 
 def _quantized(layer: LayerDeclaration) -> list[Shard]:
