@@ -35,7 +35,7 @@ from megatron.options.config import Config
 from megatron.options.progress import Progress
 from megatron.options.stored import to_yaml
 from megatron.parallel.context import ParallelContext
-from megatron.resilience import shutdown
+from megatron.resilience import job
 from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
 from megatron.runtime.files import IMPORT_ROOT, parse_json, replacing
@@ -105,7 +105,7 @@ class RunFolder:
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
             # since the start of the job: users wait for imports, the build and restarts too
-            "wall_s": round(time.monotonic() - shutdown.began_s(), 3),
+            "wall_s": round(time.monotonic() - job.began_s(), 3),
             **self._mix(),
             **self._best(),
         }
@@ -158,7 +158,7 @@ class RunFolder:
     def _continues(self, starts: list[dict[str, Any]]) -> bool:
         if self._progress.iteration > 0:
             return True
-        return bool(starts) and shutdown.restarts() > 0 and starts[-1].get("job") == shutdown.identity()
+        return bool(starts) and job.restarts() > 0 and starts[-1].get("job") == job.identity()
 
     def _write_starts(self) -> None:
         self._write(RUN_FILE, json.dumps({"starts": self._starts}, indent=2, ensure_ascii=False) + "\n")
@@ -292,9 +292,9 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
     return {
         "started": _now(),
         "resumed_iteration": progress.iteration,
-        "job": shutdown.identity(),
-        "restart": shutdown.restarts(),
-        "command": shutdown.command(),
+        "job": job.identity(),
+        "restart": job.restarts(),
+        "command": job.command(),
         "folder": os.getcwd(),
         "world_size": ctx.world_size,
         "hosts": {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)},

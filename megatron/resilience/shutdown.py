@@ -1,17 +1,18 @@
-"""The job that this rank belongs to: the agent that started it, through all restarts, and the command that was typed.
+"""End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
 
-A rank without an agent is a job by itself.
+All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each rank
+contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a shared file
+system would leave some of them waiting in a collective for those that ended.) A reason on a single rank is enough: a
+scheduler may signal one rank only, and a kill switch may be on the disk of one node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,62 +20,11 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import TrainingConfig
+from megatron.resilience import job
 
 if TYPE_CHECKING:
     from megatron.options.progress import Progress
     from megatron.parallel.context import ParallelContext
-
-BEGAN = "MEGATRON_JOB_BEGAN_S"
-"""Variable with the start of the agent, before any restart, on the host's monotonic clock."""
-COMMAND = "MEGATRON_JOB_COMMAND"
-"""Variable with the command that started the agent, a JSON list: a forked rank has that of its fork server."""
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Variable with the number of restarts by the agent so far, as torchrun calls it."""
-
-
-def began_s() -> float:
-    """Return when the job began, by time.monotonic()."""
-    began = os.environ.get(BEGAN)
-    return time.monotonic() - process_age_s() if began is None else float(began)
-
-
-def identity() -> str | None:
-    """Return a name that no other job has; None without an agent."""
-    began = os.environ.get(BEGAN)
-    return None if began is None else f"{socket.gethostname()} {began}"
-
-
-def is_launched() -> bool:
-    """Return True if the launcher has started this rank, and has printed what it knows of the options."""
-    return COMMAND in os.environ
-
-
-def restarts() -> int:
-    """Return the number of restarts of this job so far."""
-    return int(os.environ.get(RESTARTS, "0"))
-
-
-def command() -> list[str]:
-    """Return the words of the command that started the job."""
-    typed: list[str] = json.loads(os.environ.get(COMMAND, "null")) or sys.orig_argv
-    return typed
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process began."""
-    import psutil
-
-    created_s: float = psutil.Process().create_time()
-    return time.time() - created_s
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
-#
-# All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each
-# rank contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a
-# shared file system would leave some of them waiting in a collective for those that ended.) A reason on a single rank
-# is enough: a scheduler may signal one rank only, and a kill switch may be on the disk of one node.
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +105,9 @@ class Signals:
                 if first_s is None:
                     first_s = now_s
                     self.first = self.first or signum
-                elif now_s - first_s >= REPEAT_S and signum != signal.SIGXCPU:
+                    continue
+                is_repeated = now_s - first_s < REPEAT_S or signum == signal.SIGXCPU
+                if not is_repeated:
                     end_at_once(signum)
 
 
@@ -257,7 +209,7 @@ class Shutdown:
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
         self._limit_s = 60 * (self._limit_mins or 0.0)
-        self._began_s = 0.0 if self._limit_mins is None else began_s()
+        self._began_s = 0.0 if self._limit_mins is None else job.began_s()
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
 
@@ -299,21 +251,22 @@ class Shutdown:
         code, place = divmod(self._ctx.largest(self._seen() * size + size - 1 - self._ctx.rank), size)
         if code == GO_ON:
             return False
+        self.is_error = code == ERROR
+        self.reason = self._reason(code, size - 1 - place, progress)
+        return True
+
+    def _reason(self, code: int, rank: int, progress: Progress | None) -> str:
+        """Return the reason that a rank saw, as text. Collective of an error, which its rank alone knows."""
+        if code == ERROR:
+            return f"rank {rank}: {self._ctx.gather_objects(self.find_error())[rank]}"
         where = "before the first iteration" if progress is None else f"iteration={progress.iteration}"
         if code == KILL_SWITCH:  # the words of Habana's scripts, which users search logs for
-            self.reason = f"Detected kill switch at {self._kill_switch_path}, {where}. Exiting"
-            return True
+            return f"Detected kill switch at {self._kill_switch_path}, {where}. Exiting"
         if progress is not None:
             where += f", consumed_samples={progress.consumed_samples}"
-        if code == ERROR:
-            self.is_error = True
-            rank = size - 1 - place
-            self.reason = f"rank {rank}: {self._ctx.gather_objects(self.find_error())[rank]}"
-        elif code == TIME_OVER:
-            self.reason = f"Reached exit_duration_in_mins={self._limit_mins:g}, {where}. Exiting"
-        else:
-            self.reason = f"Received {signal.Signals(code - SIGNAL).name} on rank {size - 1 - place}, {where}. Exiting"
-        return True
+        if code == TIME_OVER:
+            return f"Reached exit_duration_in_mins={self._limit_mins:g}, {where}. Exiting"
+        return f"Received {signal.Signals(code - SIGNAL).name} on rank {rank}, {where}. Exiting"
 
     def decide_error(self) -> None:
         """Make an error on any rank the reason, in place of a request to stop. Collective."""

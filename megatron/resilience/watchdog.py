@@ -29,7 +29,8 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.messages import wait_for
 from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_peer, is_passing
-from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, Channel, Report, verdict
+from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, LastSign, Report, verdict
+from megatron.resilience.report_channel import Channel
 from megatron.runtime.agent_link import AgentLink
 from megatron.runtime.commands import HUNG
 from megatron.runtime.descriptors import shortage
@@ -386,9 +387,7 @@ COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.s
 """Folders of the libraries whose calls wait for other ranks; `wait_for` is our own."""
 
 
-def _all_ended(
-    channel: Channel, answers: Mapping[int, Report], silent: Mapping[int, tuple[Report | str, float]]
-) -> bool:
+def _all_ended(channel: Channel, answers: Mapping[int, Report], silent: Mapping[int, LastSign]) -> bool:
     """Return True where nothing more is to be heard of any rank."""
     # a rank that has not failed may be about to, because another one has ended
     if any(report.state == RUNNING for report in answers.values()) or not set(silent) <= set(channel.endings):

@@ -10,8 +10,8 @@ from typing import Any
 from megatron.options.config import Config, ConfigError, on_device
 from megatron.options.dependents import slow_mode
 from megatron.parallel.layout import Layout
+from megatron.resilience.job import is_launched
 from megatron.resilience.process import print_error
-from megatron.resilience.shutdown import is_launched
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import find_device, set_graph_variables
 from megatron.settings.command_line import load_command_line

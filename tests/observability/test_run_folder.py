@@ -22,7 +22,7 @@ from megatron.observability.step_metrics import LossAt, RunTotals
 from megatron.options.config import CheckpointConfig, Config, LoggingConfig, TrainingConfig
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.resilience import shutdown
+from megatron.resilience import job
 from tests import runs
 from tests.ranks import RankPools
 
@@ -83,11 +83,9 @@ def test_restarts_and_time_are_those_of_jobs(tmp_path: Path, monkeypatch: pytest
     """A job whose first attempt saved nothing and whose third was killed, and another one, each with its command."""
 
     def attempt(began_s: float, restart: int, progress: Progress, *, is_killed: bool = False) -> None:
-        monkeypatch.setenv(
-            shutdown.BEGAN, repr(time.monotonic() - began_s) if restart == 0 else os.environ[shutdown.BEGAN]
-        )
-        monkeypatch.setenv(shutdown.RESTARTS, str(restart))
-        monkeypatch.setenv(shutdown.COMMAND, json.dumps(["scripts/run.sh", str(began_s)]))
+        monkeypatch.setenv(job.BEGAN, repr(time.monotonic() - began_s) if restart == 0 else os.environ[job.BEGAN])
+        monkeypatch.setenv(job.RESTARTS, str(restart))
+        monkeypatch.setenv(job.COMMAND, json.dumps(["scripts/run.sh", str(began_s)]))
         with contextlib.suppress(RuntimeError):
             live(config_of(tmp_path), progress, 2, fault=RuntimeError("lost") if is_killed else None)
 

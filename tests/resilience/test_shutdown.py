@@ -27,7 +27,7 @@ from megatron.data.index.indexed import DataError
 from megatron.options.config import TrainingConfig
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
-from megatron.resilience import shutdown
+from megatron.resilience import job
 from megatron.resilience import shutdown as stop
 from megatron.resilience.errors import OtherRankFailed, exit_status, message_of
 from megatron.resilience.shutdown import KillSwitch, Shutdown, Signals
@@ -114,9 +114,9 @@ def test_exit_duration_counts_from_the_start_of_the_job(monkeypatch: pytest.Monk
     """That of the agent, before its restarts, or of a process without one."""
     now_s = 5000.0
     if began_s is not None:
-        monkeypatch.setenv(shutdown.BEGAN, began_s)
-    monkeypatch.setattr(shutdown, "process_age_s", lambda: 600.0 if began_s is None else 2.0)
-    for module in (stop, shutdown):
+        monkeypatch.setenv(job.BEGAN, began_s)
+    monkeypatch.setattr(job, "process_age_s", lambda: 600.0 if began_s is None else 2.0)
+    for module in (stop, job):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     decision = alone(exit_duration_in_mins=12.5)
     assert not decision.decide(at(1))
@@ -128,9 +128,7 @@ def test_exit_duration_counts_from_the_start_of_the_job(monkeypatch: pytest.Monk
 
 
 def test_the_age_of_the_process_is_known() -> None:
-    code = (
-        "import time; time.sleep(1.5); from megatron.resilience.shutdown import process_age_s; print(process_age_s())"
-    )
+    code = "import time; time.sleep(1.5); from megatron.resilience.job import process_age_s; print(process_age_s())"
     began_s = time.monotonic()
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     # the kernel tells its own start in whole seconds

@@ -23,10 +23,11 @@ import pytest
 from megatron.options.config import Config, GuardConfig, LoggingConfig, ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.messages import wait_for
-from megatron.resilience import rank_reports
+from megatron.resilience import report_channel
 from megatron.resilience import watchdog as module
 from megatron.resilience.errors import PeerLostError, is_lost_peer
-from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Channel, Report, verdict
+from megatron.resilience.rank_reports import FAILED, LOST, SHOWN, STUCK, Report, verdict
+from megatron.resilience.report_channel import Channel
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import agent_link
 from megatron.runtime.descriptors import raise_limit
@@ -125,7 +126,7 @@ def test_a_host_that_nothing_reaches_is_named_in_place_of_its_ranks() -> None:
 def test_a_host_that_refuses_a_connection_is_reached_and_one_that_says_nothing_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_reports, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(report_channel, "PATIENCE_S", 0.3)
     with contextlib.ExitStack() as opened:
         full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(8):  # the kernel drops what comes to a full queue, as a broken link does
@@ -134,13 +135,13 @@ def test_a_host_that_refuses_a_connection_is_reached_and_one_that_says_nothing_i
             filler.connect_ex(full.getsockname())
         held = opened.enter_context(socket.socket())
         held.bind(("127.0.0.1", 0))  # and does not listen
-        probe = rank_reports.HostProbe({"refuses": held.getsockname(), "silent": full.getsockname()})
+        probe = report_channel.HostProbe({"refuses": held.getsockname(), "silent": full.getsockname()})
         assert probe.unreachable() == [], "too early"
         time.sleep(0.4)
         assert probe.unreachable() == ["silent"]
         assert probe.unreachable() == ["silent"]
         probe.close()
-        assert rank_reports.HostProbe({"no route": ("240.0.0.1", 9)})._attempts.keys() <= {"no route"}
+        assert report_channel.HostProbe({"no route": ("240.0.0.1", 9)})._attempts.keys() <= {"no route"}
 
 
 def test_without_a_majority_no_rank_is_blamed() -> None:

@@ -29,7 +29,7 @@ from megatron.launch.agents.rendezvous import Membership
 from megatron.launch.agents.restart_policy import Failure
 from megatron.launch.child_processes import blocked_signals, end_with_parent, report
 from megatron.launch.host_environment import own_sockets, ranges, rank_cores
-from megatron.resilience import shutdown
+from megatron.resilience import job
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.agent_link import AGENT_SOCKET, RankLink, send_endings
 from megatron.runtime.commands import FAILED
@@ -167,9 +167,9 @@ class NodeRanks:
             "LOCAL_WORLD_SIZE": per_node,
             "MASTER_ADDR": membership.master_addr,
             "MASTER_PORT": membership.master_port,
-            shutdown.RESTARTS: membership.restarts,
-            shutdown.BEGAN: self._began_s,
-            shutdown.COMMAND: json.dumps(sys.orig_argv),
+            job.RESTARTS: membership.restarts,
+            job.BEGAN: self._began_s,
+            job.COMMAND: json.dumps(sys.orig_argv),
         }
         return {name: str(value) for name, value in values.items()}
 
