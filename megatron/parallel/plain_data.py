@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 TAG = "%"
 """Key of an object that JSON has no form of: a list of its kind and its content."""
+TUPLE = "tuple"
 
 
 def encode(value: Any) -> bytes:
@@ -32,25 +35,51 @@ def decode(content: bytes) -> Any:
         raise ValueError(f"a message of another rank is not plain data: {error!r}") from None
 
 
+class _Form(NamedTuple):
+    """A type that JSON lacks: its kind, its content in JSON, and the value of that content."""
+
+    kind: str
+    types: type | tuple[type, ...]
+    content: Callable[[Any], Any]
+    value: Callable[[Any], Any]
+
+
+def _tagged_all(values: Iterable[Any]) -> list[Any]:
+    return [_tagged(value) for value in values]
+
+
+def _untagged_all(content: Iterable[Any]) -> list[Any]:
+    return [_untagged(value) for value in content]
+
+
+_FORMS = (
+    # a dict as pairs: the keys of JSON are strings alone
+    _Form(
+        "dict",
+        dict,
+        lambda value: [_tagged_all(pair) for pair in value.items()],
+        lambda content: dict(_untagged_all(content)),
+    ),
+    _Form("bytes", bytes, bytes.hex, bytes.fromhex),
+    _Form("path", Path, str, Path),
+    _Form("set", (set, frozenset), _tagged_all, lambda content: set(_untagged_all(content))),
+)
+
+
 def _tagged(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (NoneType, bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [_tagged(one) for one in value]
-    if isinstance(value, dict):
-        return {TAG: ["dict", [[_tagged(key), _tagged(one)] for key, one in value.items()]]}
-    if isinstance(value, bytes):
-        return {TAG: ["bytes", value.hex()]}
-    if isinstance(value, Path):
-        return {TAG: ["path", str(value)]}
-    if isinstance(value, (set, frozenset)):
-        return {TAG: ["set", [_tagged(one) for one in value]]}
+        return _tagged_all(value)
+    for form in _FORMS:
+        if isinstance(value, form.types):
+            return {TAG: [form.kind, form.content(value)]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        content = [_tagged(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
-        return {TAG: [_name(type(value)), content]}
-    if isinstance(value, tuple):
-        kind = "tuple" if type(value) is tuple else _name(type(value))
-        return {TAG: [kind, [_tagged(one) for one in value]]}
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {TAG: [_name(type(value)), _tagged_all(getattr(value, name) for name in fields)]}
+    if isinstance(value, tuple):  # or a NamedTuple
+        kind = TUPLE if type(value) is tuple else _name(type(value))
+        return {TAG: [kind, _tagged_all(value)]}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return _tagged(value.tolist())
     raise TypeError(f"ranks exchange plain data, and {type(value).__qualname__} is not; convert it first")
@@ -58,20 +87,15 @@ def _tagged(value: Any) -> Any:
 
 def _untagged(value: Any) -> Any:
     if isinstance(value, list):
-        return [_untagged(one) for one in value]
+        return _untagged_all(value)
     if not isinstance(value, dict):
         return value
     kind, content = value[TAG]
-    if kind == "dict":
-        return {_untagged(key): _untagged(one) for key, one in content}
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "path":
-        return Path(content)
-    items = [_untagged(one) for one in content]
-    if kind in ("tuple", "set"):
-        return tuple(items) if kind == "tuple" else set(items)
-    return _class(kind)(*items)
+    for form in _FORMS:
+        if form.kind == kind:
+            return form.value(content)
+    items = _untagged_all(content)
+    return tuple(items) if kind == TUPLE else _class(kind)(*items)
 
 
 def _name(kind: type) -> str:
