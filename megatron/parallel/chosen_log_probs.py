@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import Head, head_of, join_rows
+from megatron.parallel.losses import Head, InputGradients, head_of, join_rows
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, sum_dtype
-from megatron.parallel.operators.weight_gradient import WeightGradient, scaled
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -36,24 +35,19 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(function: Any, grad_NK: Tensor) -> Any:
         hidden_NH, weight, peak, total = function.saved_tensors
         head: Head = function.head
-        slices, buffer = head.slices(), head.logits_buffer()
+        buffer = head.logits_buffer()
         # each token's gradients are divided by their size, which 16-bit logits could not hold of a large batch
         sizes_N = grad_NK.abs().sum(-1)
         units_NK = grad_NK / sizes_N.clamp(min=torch.finfo(grad_NK.dtype).tiny).unsqueeze(-1)
-        needs_hidden, needs_weight = function.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = WeightGradient(weight, head.num_rows, len(slices), sizes_N) if needs_weight else None
-        for part in slices:
+        gradients = InputGradients(head, hidden_NH, weight, function.needs_input_grad[:2], sizes_N)
+        for part in head.slices():
             logits = head.logits(part, buffer)
             normalise_(logits, RowSums(peak[part], total[part]))
             _to_gradient_(head, part, logits, units_NK[part])
-            if grad_hidden is not None:
-                head.hidden_gradient(logits, grad_hidden[part]).mul_(sizes_N[part].unsqueeze(-1))
-            if grad_weight is not None:
-                grad_weight.add(part, logits, head.inputs(part))
-        if grad_weight is None or grad_weight.unit is None:
-            return grad_hidden, grad_weight and grad_weight.total, None
-        return grad_hidden, scaled(grad_weight.total, grad_weight.unit, weight.dtype), None
+            gradients.add(part, logits, sizes_N[part])
+        if gradients.weight is None:
+            return gradients.hidden, None, None
+        return gradients.hidden, gradients.weight.result(), None
 
 
 def _to_gradient_(head: Head, part: slice, softmax: Tensor, grad_CK: Tensor) -> None:

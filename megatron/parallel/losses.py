@@ -147,6 +147,42 @@ def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[R
     return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), gathered[:, 2:].transpose(1, 2)
 
 
+class InputGradients:
+    """Gradients of a loss by hidden states and weight, chunk by chunk, each where it is needed."""
+
+    def __init__(
+        self,
+        head: Head,
+        hidden_NH: Tensor,
+        weight: Tensor,
+        needs: Sequence[bool],
+        token_weights_N: Tensor,
+        into: GradientSum | None = None,
+    ) -> None:
+        """`needs`: that of hidden states, and that of the weight, whose tokens count by `token_weights_N`."""
+        needs_hidden, needs_weight = needs
+        self._head = head
+        self.hidden = torch.empty_like(hidden_NH) if needs_hidden else None
+        self.weight: WeightGradient | None = None
+        if needs_weight:
+            self.weight = WeightGradient(weight, head.num_rows, len(head.slices()), token_weights_N, into)
+
+    def add(self, part: slice, grad_logits: Tensor, token_weights_C: Tensor | None = None) -> None:
+        """Add a chunk. `token_weights_C`: factors of its hidden states' gradients."""
+        if self.hidden is not None:
+            hidden = self._head.hidden_gradient(grad_logits, self.hidden[part])
+            if token_weights_C is not None:
+                hidden.mul_(token_weights_C.unsqueeze(-1))
+        if self.weight is not None:
+            self.weight.add(part, grad_logits, self._head.inputs(part))
+
+
+def _needed(function: Any, *, with_gradients: bool) -> tuple[bool, bool]:
+    """Return whether hidden states and weight need gradients; `with_gradients`: autograd was on where it is applied."""
+    needs_hidden, needs_weight = function.needs_input_grad[:2]
+    return with_gradients and needs_hidden, with_gradients and needs_weight
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of weighted token losses over several chunks. The gradients of both inputs are computed in forward, so that
     no logits outlive their chunk and none are computed twice; backward only scales them by the gradient of the sum. Of
@@ -157,28 +193,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         function: Any, hidden_NH: Tensor, weight: Tensor, token_weights_N: Tensor, head: Head, with_gradients: bool
     ) -> Tensor:
-        needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
-        slices, buffer = head.slices(), head.logits_buffer()
-        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = None
-        if needs_weight:
-            factors_N = token_weights_N if head.into is None else token_weights_N * head.into.loss_gradient
-            grad_weight = WeightGradient(weight, head.num_rows, len(slices), factors_N, head.into)
-        log_probs_N = torch.empty_like(token_weights_N)
-        for part in slices:
+        needs = _needed(function, with_gradients=with_gradients)
+        factors_N = token_weights_N if head.into is None else token_weights_N * head.into.loss_gradient
+        gradients = InputGradients(head, hidden_NH, weight, needs, factors_N, head.into)
+        buffer, log_probs_N = head.logits_buffer(), torch.empty_like(token_weights_N)
+        for part in head.slices():
             logits = head.logits(part, buffer)
-            log_probs, _ = head.log_probs(part, logits, to_softmax=needs_hidden or needs_weight)
+            log_probs, _ = head.log_probs(part, logits, to_softmax=any(needs))
             log_probs_N[part] = head.smoothed(log_probs).squeeze(-1)
-            if needs_hidden or needs_weight:
+            if any(needs):
                 head.subtract_labels_(part, logits, log_probs)
-            if grad_hidden is not None:
-                head.hidden_gradient(logits, grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight.add(part, logits, head.inputs(part))
-        function.weight_dtype, function.into = weight.dtype, head.into if grad_weight else None
-        function.loss_gradient = head.into.loss_gradient if head.into else 1.0
-        sums = (grad_weight.total, grad_weight.unit) if grad_weight and head.into is None else (None, None)
-        function.save_for_backward(grad_hidden, token_weights_N, *sums)
+                gradients.add(part, logits)
+        function.weight_dtype, function.into = weight.dtype, None
+        total = unit = None
+        if gradients.weight is not None and head.into is not None:
+            function.into, function.loss_gradient = head.into, head.into.loss_gradient
+        elif gradients.weight is not None:
+            total, unit = gradients.weight.total, gradients.weight.unit
+        function.save_for_backward(gradients.hidden, token_weights_N, total, unit)
         return _weighted_sum(log_probs_N, token_weights_N)
 
     @staticmethod
@@ -206,24 +238,26 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: Head, with_gradients: bool) -> Tensor:
         slices, buffer, results = head.slices(), head.logits_buffer(), []
-        needs_hidden, needs_weight = (with_gradients and needed for needed in function.needs_input_grad[:2])
-        keeps = len(slices) == 1 and (needs_hidden or needs_weight)
-        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden and not needs_weight and not keeps else None
+        needs_hidden, needs_weight = _needed(function, with_gradients=with_gradients)
+        keeps_logits = len(slices) == 1 and (needs_hidden or needs_weight)
+        makes_gradient = needs_hidden and not needs_weight and not keeps_logits
+        grad_hidden = torch.empty_like(hidden_NH) if makes_gradient else None
         for part in slices:
             logits = head.logits(part, buffer)
-            results.append(head.log_probs(part, logits, to_softmax=keeps or grad_hidden is not None))
+            results.append(head.log_probs(part, logits, to_softmax=keeps_logits or makes_gradient))
             if grad_hidden is not None:
                 head.subtract_labels_(part, logits, results[-1][0])
                 head.hidden_gradient(logits, grad_hidden[part])
         log_probs_NK = torch.cat([log_probs for log_probs, _ in results])
-        peak, total = (torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True))
-        if keeps:
-            head.subtract_labels_(slices[0], buffer, log_probs_NK)
-        function.head, function.has_gradient = head, grad_hidden is not None
+        sums = RowSums(*(torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True)))
+        function.head, function.has_gradient = head, makes_gradient
         if grad_hidden is not None:
             function.save_for_backward(grad_hidden)
+        elif keeps_logits:
+            head.subtract_labels_(slices[0], buffer, log_probs_NK)
+            function.save_for_backward(hidden_NH, weight, log_probs_NK, *sums, buffer)
         else:
-            function.save_for_backward(hidden_NH, weight, log_probs_NK, peak, total, buffer if keeps else None)
+            function.save_for_backward(hidden_NH, weight, log_probs_NK, *sums, None)
         return head.smoothed(log_probs_NK).squeeze(-1).clone()
 
     @staticmethod
@@ -234,28 +268,21 @@ class _TokenLogProbs(torch.autograd.Function):
             return (grad_hidden * -grad_N.unsqueeze(-1)).to(grad_hidden.dtype), None, None, None
         hidden_NH, weight, log_probs_NK, peak, total, kept = function.saved_tensors
         head: Head = function.head
-        slices, token_weights_N = head.slices(), -grad_N
-        needs_hidden, needs_weight = function.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight = None
-        if needs_weight:
-            grad_weight = WeightGradient(weight, head.num_rows, len(slices), token_weights_N, head.into)
+        token_weights_N = -grad_N
+        gradients = InputGradients(head, hidden_NH, weight, function.needs_input_grad[:2], token_weights_N, head.into)
         buffer = head.logits_buffer() if kept is None else kept
-        for part in slices:
+        for part in head.slices():
             logits = buffer[: part.stop - part.start]
             if kept is None:
                 normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
                 head.subtract_labels_(part, logits, log_probs_NK[part])
-            if grad_hidden is not None:
-                head.hidden_gradient(logits, grad_hidden[part]).mul_(token_weights_N[part].unsqueeze(-1))
-            if grad_weight is not None:
-                grad_weight.add(part, logits, head.inputs(part))
-        if grad_weight is not None and head.into is not None:
+            gradients.add(part, logits, token_weights_N[part])
+        if gradients.weight is None:
+            return gradients.hidden, None, None, None
+        if head.into is not None:
             head.into.close()
-            return grad_hidden, None, None, None
-        if grad_weight is None or grad_weight.unit is None:
-            return grad_hidden, grad_weight and grad_weight.total, None, None
-        return grad_hidden, scaled(grad_weight.total, grad_weight.unit, weight.dtype), None, None
+            return gradients.hidden, None, None, None
+        return gradients.hidden, gradients.weight.result(), None, None
 
 
 def _weighted_sum(log_probs_N: Tensor, token_weights_N: Tensor) -> Tensor:
@@ -340,7 +367,8 @@ def head_of(
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
     if places_K is not None:
         hidden_NH = hidden_NH.index_select(0, places_K)
-    trained, base = (weight, None) if (up := _up(weight)) is None else (up, weight)
+    up = _up(weight)
+    trained, base = (weight, None) if up is None else (up, weight)
     rows, vocabulary = own_vocabulary(weight, ctx), shard_of(weight).shape[0]
     return Head(hidden_NH, trained, labels_NK, *rows, ctx, into, base, smoothing, vocabulary)
 

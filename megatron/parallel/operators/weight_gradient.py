@@ -57,6 +57,7 @@ class WeightGradient:
         """
         self.unit: Tensor | None = None
         """Factor by which `total` is still to be multiplied; None: there is none."""
+        self._dtype = weight.dtype
         has_gradient = False
         if into is not None:
             self.total, has_gradient = into.open()
@@ -85,6 +86,12 @@ class WeightGradient:
         else:
             self._add_blocks(outputs, inputs)
         self._beta = 1
+
+    def result(self) -> Tensor:
+        """Return the gradient in the dtype of the weight."""
+        if self.unit is None:
+            return self.total
+        return scaled(self.total, self.unit, self._dtype)
 
     def _add_blocks(self, outputs_VC: Tensor, inputs: Tensor) -> None:
         if inputs.dtype == torch.float16:  # whose range a sum over a chunk may leave
