@@ -44,9 +44,9 @@ from torch import Tensor
 from benchmarks.alternating import alternate, positive, quotients, spread
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.step_counts import largest_operators
-from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy
+from megatron.parallel.operators import block_sizes
 from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import Shard
 

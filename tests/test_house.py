@@ -57,7 +57,6 @@ LIMITS = {
 MOST_FILES = 18
 CROWDED = {
     "megatron/generation": 20,
-    "megatron/parallel": 19,
 }
 """Rooms with more files than MOST_FILES: split or join."""
 LEAST_COMMENTS = 1.7

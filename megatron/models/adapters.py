@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 from megatron.options.config import Config
 from megatron.options.model import LoraConfig
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.costs import Attention, MatrixProduct, PassSizes
-from megatron.parallel.shards import LayerDeclaration, Shard
+from megatron.parallel.shards import Adapter, LayerDeclaration, Shard
 
 ALL_LINEAR = "all-linear"
 OUTPUT, OUR_OUTPUT = "lm_head", "output"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_sizes import ATTENTION_QUERIES
+from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
 from megatron.runtime.device_cpu import attends_blockwise
 
 

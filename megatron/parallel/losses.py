@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_sizes import chunk_size, chunks
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.operators import products
+from megatron.parallel.operators.block_sizes import chunk_size, chunks
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
 from megatron.parallel.operators.weight_gradient import GradientSum, WeightGradient, scaled
 from megatron.parallel.phase_clock import WAIT
@@ -310,7 +310,7 @@ def linear_cross_entropy(
     label outside the vocabulary with another weight makes the sum infinite.
     `label_smoothing`: this share of a label's probability is spread evenly over the vocabulary, as in torch's
     cross_entropy. The weights take no gradient. Holds the logits of one chunk of tokens at a time
-    (megatron/parallel/block_sizes.py).
+    (megatron/parallel/operators/block_sizes.py).
 
     `is_total`: the loss of the microbatch that a task returns to the engine is this result, or this plus other terms.
     The gradient of the weight is then added to the optimizer's float32 sum, where there is one, and does not pass

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.mappings import all_reduce, enter_tensor_region
 from megatron.parallel.operators import products
 from megatron.parallel.rng import derive_seed
-from megatron.parallel.shards import Shard, shard_of
+from megatron.parallel.shards import Adapter, Shard, shard_of
 from megatron.runtime.devices import device_of
 
 

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import with_adapter
 from megatron.parallel.low_rank import START, dropped, gain, plus, row_norms, start_of
 from megatron.parallel.mappings import copy_to_tensor_region
 from megatron.parallel.operators import products
-from megatron.parallel.shards import Shards, alias, shard_of
+from megatron.parallel.shards import Adapter, Shards, alias, shard_of
 
 EMBEDDING_MAGNITUDE, OUTPUT_MAGNITUDE = "lora_embedding_magnitude_vector", "lora_magnitude_vector"
 

@@ -141,6 +141,22 @@ class Shard:
         return self.take(full, rank, size)
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one module, as a part of the linear layer that holds it: declared and computed by one record."""
+
+    suffix: str
+    first: int
+    stop: int
+    """[first, stop) are its pieces of the base weight's rows."""
+    rank: int
+    scale: float
+    is_principal: bool = False
+    """It starts from the principal singular vectors of its weight (PiSSA)."""
+    svd_iterations: int | None = None
+    """Iterations of an approximate decomposition for that; None: an exact one."""
+
+
 class Shards(Mapping[str, Shard]):
     """Declared parameters of one module: shards by the names below its prefix, and what allocates them.
 

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import block_bytes
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, PassSizes, Projection
+from megatron.parallel.operators.block_sizes import block_bytes
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
 from megatron.plan.attention_core import AttentionCore, is_blockwise, stores_attention_scores

@@ -9,8 +9,8 @@ import functools
 from dataclasses import dataclass
 
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import ATTENTION_QUERIES
 from megatron.parallel.costs import Attention
+from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS, attends_blockwise
 from megatron.runtime.devices import planned_device

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
+from megatron.parallel.operators.block_sizes import BLOCK_LOGITS, BLOCK_NUMBERS, block_bytes, chunk_size
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
 

@@ -17,9 +17,8 @@ from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.adapters import LowRank, VocabularyLowRank
 from megatron.models.registry import family_of
 from megatron.options.config import Config
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import LayerDeclaration, declared_shards
+from megatron.parallel.shards import Adapter, LayerDeclaration, declared_shards
 from megatron.weights.adapted import AdaptedSource, base_of
 from megatron.weights.huggingface import parameters_of
 from megatron.weights.model import WholeModel, base_config

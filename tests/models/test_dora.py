@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.registry import family_of
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.low_rank import LowRankMethod
-from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
+from megatron.parallel.shards import Adapter, LayerDeclaration, Shard, declared_shards
 from tests.models import test_adapters as lora
 from tests.models.outputs import Outputs, config_of, in_float64, run_in_float64
 from tests.models.test_hf_logits import CASES, to_ours

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.options.config import ParallelConfig
-from megatron.parallel import block_sizes, chosen_log_probs, layers, linear, losses, messages
+from megatron.parallel import chosen_log_probs, layers, linear, losses, messages
 from megatron.parallel import mappings as regions
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.operators import block_sizes
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards, allocate, shard_of
 
 Array = np.ndarray[Any, Any]

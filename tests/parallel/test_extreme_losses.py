@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import linear_cross_entropy, token_log_probs
+from megatron.parallel.operators import block_sizes
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
 from megatron.models.adapters import LowRank
-from megatron.parallel.block_sizes import Adapter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.parallel.operators.fused import EAGER
-from megatron.parallel.shards import LayerDeclaration, Shard, Shards
+from megatron.parallel.shards import Adapter, LayerDeclaration, Shard, Shards
 
 ROWS, BATCH, IN, PIECES = 48, 2, 128, (64, 64, 128)
 SLACK = 0.25

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.options.stored import from_dict
-from megatron.parallel import block_sizes
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.operators import block_sizes
 from megatron.settings.command_line import parse_arguments
 from megatron.tasks.data import Microbatch
 from megatron.tasks.loss_result import LossResult

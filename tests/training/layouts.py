@@ -159,7 +159,7 @@ def train_in_chunks(arguments: str, steps: int, chunk_tokens: int) -> tuple[dict
     from megatron.training.deepspeed.reduction import BufferedSum
 
     with (
-        patch("megatron.parallel.block_sizes.least_tokens", lambda _: chunk_tokens),
+        patch("megatron.parallel.operators.block_sizes.least_tokens", lambda _: chunk_tokens),
         patch.object(BufferedSum, "open", autospec=True, side_effect=BufferedSum.open) as opened,
     ):
         return train(arguments, steps), opened.call_count

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_sizes import COLUMNS, FEW_COLUMNS, FEW_ROWS, ROWS, SUMMED
+from megatron.parallel.operators.block_sizes import COLUMNS, FEW_COLUMNS, FEW_ROWS, ROWS, SUMMED
 from megatron.runtime.accelerator import processor
 
 WIDENED = frozenset(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.parallel.block_sizes import BLOCK_LOGITS, BLOCK_LOGITS_OF_A_DEVICE
+from megatron.parallel.operators.block_sizes import BLOCK_LOGITS, BLOCK_LOGITS_OF_A_DEVICE
 
 
 class RowSums(NamedTuple):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.block_sizes import BLOCK_NUMBERS
 from megatron.parallel.operators import products
+from megatron.parallel.operators.block_sizes import BLOCK_NUMBERS
 from megatron.runtime.devices import device_of
 
 

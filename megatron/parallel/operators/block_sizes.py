@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 MIN_CHUNK_TOKENS = 1024
 """Each chunk reads the output weight twice, and reads and writes the float32 sum of its gradient. With fewer tokens
@@ -45,11 +44,9 @@ def chunks(num_tokens: int, hidden_size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, num_tokens))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks of products that a CPU without 16-bit ones computes in float32: parallel/operators/products.py.
-
 ROWS, SUMMED, COLUMNS = 2048, 1024, 1024
-"""Largest block of each dimension: two copies of 8 MiB and one of 4 MiB at once."""
+"""Largest block of each dimension of a product that a CPU without 16-bit ones computes in float32 (products.py): two
+copies of 8 MiB and one of 4 MiB at once."""
 FEW_ROWS, FEW_COLUMNS = 64, 128
 """With so few rows a converted block of the weight is read as often as it is written, so it is to stay in the cache."""
 
@@ -61,23 +58,3 @@ def block_bytes(m: int, k: int, n: int, *, adds: bool = False) -> int:
     """
     rows, summed, columns = min(m, ROWS), min(k, SUMMED), min(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS)
     return 4 * (rows * summed + summed * columns + (0 if adds else rows * columns))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The adapters of one linear layer, as its declaration names them and its method computes them. Without torch.
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The adapter of one module, as a part of the linear layer that holds it."""
-
-    suffix: str
-    first: int
-    stop: int
-    """[first, stop) are its pieces of the base weight's rows."""
-    rank: int
-    scale: float
-    is_principal: bool = False
-    """It starts from the principal singular vectors of its weight (PiSSA)."""
-    svd_iterations: int | None = None
-    """Iterations of an approximate decomposition for that; None: an exact one."""
