@@ -1,6 +1,6 @@
-"""Products with low-rank adapters in few passes over memory: they are added to what the base layer has computed.
+"""Linear layers with low-rank adapters, whose products are added to what the base layer has computed.
 
-Shapes: R the ranks of a layer's adapters together, A [R, in], B [out, R].
+Shapes: S sequence, B batch, R the ranks of a layer's adapters together, A [R, in], B [out, R]; "rows" as in linear.py.
 """
 
 from __future__ import annotations
@@ -89,22 +89,18 @@ def _rows(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Start of a low-rank adapter from the principal singular vectors of its weight (PiSSA).
-#
-# Source: Meng et al. 2024 (arXiv:2404.02948). There, and in PEFT, what the adapter holds at its start is subtracted
-# from the base. Here the base stays as it is: the adapter's start is kept beside it, frozen, and subtracted from its
-# output.
-
 START = "lora_start_"
 """Begins the names of the frozen copies: `lora_start_A`, `lora_start_B`."""
 
 
+# PiSSA (Meng et al. 2024, arXiv:2404.02948) and PEFT subtract what the adapter holds at its start from the base. Here
+# the base stays as it is: the start is kept beside the adapter, frozen, and subtracted from its output.
 @torch.no_grad()
 def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: ParallelContext) -> dict[str, Tensor]:
     """Return this rank's part of the start of A and B and of their frozen copies, by local name, float32. Collective.
 
-    `local` is this rank's part of the adapted rows, cut as `whole` says. One rank computes for all of its stage.
+    They are the weight's principal singular vectors. `local` is this rank's part of the adapted rows, cut as
+    `whole` says. One rank computes for all of its stage.
     """
     parts = [local.contiguous()]
     if ctx.tensor_size > 1:
@@ -119,8 +115,10 @@ def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: Par
         for tensor, values in zip(found, computed, strict=True):
             tensor.copy_(values)
     for group, size in ((ctx.tensor_group, ctx.tensor_size), (ctx.grad_group, ctx.grad_size)):
-        for tensor in found if size > 1 else ():
-            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+        if group is None or size == 1:
+            continue
+        for tensor in found:
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
     start: dict[str, Tensor] = {}
     for name, parameter, full in zip("AB", parameters, found, strict=True):
         own = shard_of(parameter).take(full, ctx.tensor_rank, ctx.tensor_size)
@@ -142,13 +140,6 @@ def _factors(weight: Tensor, adapter: Adapter, seed: int) -> tuple[Tensor, Tenso
         right = right.t()
     roots = (values[:rank] / adapter.scale).sqrt()
     return roots[:, None] * right[:rank], left[:, :rank] * roots
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear layers with low-rank adapters (models/adapters.py says which have some).
-#
-# Shapes: S sequence, B batch, R the ranks of a layer's adapters together, tp tensor-parallel ranks; "rows" as in
-# linear.py.
 
 
 class LowRankMethod(LinearMethod):
@@ -239,13 +230,13 @@ class LowRankMethod(LinearMethod):
     def _gains(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
         """Return the factor of each output, [out/tp]: its magnitude by its norm, 1 without an adapter."""
         norms = self._norms(layer, down, up)
-        parts = [
-            up.new_ones(rows.stop - rows.start)
-            if adapter is None
-            else gain(layer.get_parameter(magnitude_of(adapter)), norms[rows])
-            for adapter, rows in self._row_blocks(layer)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = []
+        for adapter, rows in self._row_blocks(layer):
+            if adapter is None:
+                parts.append(up.new_ones(rows.stop - rows.start))
+            else:
+                parts.append(gain(layer.get_parameter(magnitude_of(adapter)), norms[rows]))
+        return _joined(parts)
 
     def _norms(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
         """Return the norms of the rows of base and adapters together, [out/tp]. Collective where `in` is cut."""
@@ -256,7 +247,7 @@ class LowRankMethod(LinearMethod):
     def _down(self, layer: ParallelLinear, kind: str = "lora_") -> Tensor:
         """[R, in]"""
         parts: list[Tensor] = [layer.get_parameter(f"{kind}A{adapter.suffix}") for adapter in self.adapters]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _joined(parts)
 
     def _up(self, layer: ParallelLinear, kind: str = "lora_") -> Tensor:
         """[out, R], scaled: a block for each adapter, zeros where an output has none."""
@@ -268,21 +259,31 @@ class LowRankMethod(LinearMethod):
                 continue
             blocks.append(F.pad(parts[adapter.suffix], (left, total - left - adapter.rank)))
             left += adapter.rank
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        return _joined(blocks)
 
     def _row_blocks(self, layer: ParallelLinear) -> list[tuple[Adapter | None, slice]]:
         """Return the adapters with their rows of this rank's weight, in order; None for rows without one."""
-        weight, found, piece, row = layer.weight_shard, [], 0, 0
+        weight = layer.weight_shard
         if weight.dim != 0:  # its adapter is of the whole output
             return [(self.adapters[0], slice(0, weight.shape[0]))]
-        for adapter in (*self.adapters, None):
-            first = len(weight.pieces) if adapter is None else adapter.first
-            for each, stop in ((None, first), (adapter, first if adapter is None else adapter.stop)):
-                rows = sum(weight.pieces[piece:stop]) // layer.ctx.tensor_size
-                if rows:
-                    found.append((each, slice(row, row + rows)))
-                piece, row = stop, row + rows
-        return found
+        pieces: list[tuple[Adapter | None, int, int]] = []
+        done = 0
+        for adapter in self.adapters:
+            pieces += [(None, done, adapter.first), (adapter, adapter.first, adapter.stop)]
+            done = adapter.stop
+        pieces.append((None, done, len(weight.pieces)))
+        blocks, row = [], 0
+        for owner, first, stop in pieces:
+            num_rows = sum(weight.pieces[first:stop]) // layer.ctx.tensor_size
+            if num_rows:
+                blocks.append((owner, slice(row, row + num_rows)))
+            row += num_rows
+        return blocks
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts below each other; one part without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def magnitude_of(adapter: Adapter) -> str:

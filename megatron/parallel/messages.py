@@ -1,7 +1,8 @@
-"""The one place where collectives and messages that run in the background are waited for.
+"""Messages from rank to rank that are received whole, or not at all, and the one place where work is waited for.
 
-Their own `wait` is native code without a frame in Python. The watchdog recognises `wait_for`, so that it can
-distinguish a rank that waits for others from one that hangs.
+gloo gives a receiver a message that is shorter than its buffer without a word, and what lies in the rest would be
+computed with. So a sender compares the shape with the one that both sides derive, and a receiver marks the last number
+of its buffer, which a whole message overwrites. Shapes: S tokens, B rows, H hidden.
 """
 
 from __future__ import annotations
@@ -16,26 +17,18 @@ from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
 
-
-def wait_for(works: Iterable[Any]) -> None:
-    """Wait until each `torch.distributed.Work` is done."""
-    for work in works:
-        work.wait()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages from rank to rank that are received whole, or not at all.
-#
-# gloo gives a receiver a message that is shorter than its buffer without a word, and what lies in the rest would be
-# computed with. So a sender compares the shape with the one that both sides derive, and a receiver marks the last
-# number of its buffer, which a whole message overwrites.
-#
-# Shapes: S tokens, B rows, H hidden.
-
 MOST_SENDS = 4
 """Messages that a rank may have under way: each keeps its tensor."""
 _MARK = 0x7FA5
 """Last 16 bits of a marked buffer: in a floating-point one a NaN that no arithmetic gives."""
+
+
+# The `wait` of a work is native code without a frame in Python. The watchdog recognises this function, and so can
+# distinguish a rank that waits for others from one that hangs.
+def wait_for(works: Iterable[Any]) -> None:
+    """Wait until each `torch.distributed.Work` is done."""
+    for work in works:
+        work.wait()
 
 
 class MessageError(RuntimeError):
@@ -50,7 +43,7 @@ def check_shape(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Non
         )
 
 
-# gloo takes a message shorter than its buffer without an error. The mark costs some 30 microseconds a message.
+# costs some 30 microseconds a message
 def mark(buffer: Tensor) -> None:
     """Mark the last number of a buffer that a message is to fill. It is contiguous, of 16 bits or more a number."""
     if buffer.is_cpu and buffer.numel():
