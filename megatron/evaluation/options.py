@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -51,19 +51,28 @@ class EvaluationOptions:
         if not self.tasks and not self.dataset:
             yield "nothing to measure is given; use --tasks TASK ... or --dataset PREFIX ..."
         if not self.tasks:
-            for name in OF_TASKS:
-                if getattr(self, name) != DEFAULTS[name]:
-                    yield f"--{name.replace('_', '-')} is for --tasks, which is not given; leave it out"
+            for name in self._changed(OF_TASKS):
+                yield f"--{name.replace('_', '-')} is for --tasks, which is not given; leave it out"
         if not self.apply_chat_template:
-            for name in ("chat_template", "fewshot_as_multiturn"):
-                if getattr(self, name) != DEFAULTS[name]:
-                    yield f"--{name.replace('_', '-')} is for --apply-chat-template; add that, or leave it out"
-        if self.log_samples and self.output is None:
-            yield "--log-samples writes into the output file; give one with --output"
-        if self.output is not None and not Path(self.output).absolute().parent.is_dir():
+            for name in self._changed(("chat_template", "fewshot_as_multiturn")):
+                yield f"--{name.replace('_', '-')} is for --apply-chat-template; add that, or leave it out"
+        yield from self._faults_of_output()
+        yield from self._missing_files()
+
+    def _changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of the options that are not the defaults."""
+        return [name for name in names if getattr(self, name) != DEFAULTS[name]]
+
+    def _faults_of_output(self) -> Iterator[str]:
+        if self.output is None:
+            if self.log_samples:
+                yield "--log-samples writes into the output file; give one with --output"
+        elif not Path(self.output).absolute().parent.is_dir():
             yield f"--output {self.output}: the folder does not exist; create it"
-        elif self.output is not None and Path(self.output).is_dir():
+        elif Path(self.output).is_dir():
             yield f"--output {self.output} is a folder; give a file"
+
+    def _missing_files(self) -> Iterator[str]:
         for prefix in self.dataset:
             if not Path(f"{prefix}.idx").is_file():
                 yield f"--dataset {prefix}: there is no {prefix}.idx; give the path without .bin or .idx"

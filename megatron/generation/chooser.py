@@ -114,21 +114,22 @@ class BeamSearch:
         if self._penalties.changes_logits:
             self._penalties.apply(scores_BV, rows)
         firsts = rows[:: self.num_beams]
-        running = [self._sequences[row].scores if row in self._sequences else [0.0] * self.num_beams for row in firsts]
+        running = [self._scores_of(first) for first in firsts]
         scores_BV += torch.tensor(running, device=scores_BV.device).view(-1, 1)
         joined = scores_BV.view(len(firsts), self.num_beams * self._vocab_size)
-        values, places = joined.topk(min(self._num_candidates, joined.shape[1]), dim=1)
-        ids, sources, finished = [], list[int](), dict[int, list[BeamResult]]()
-        for number, (first, scores, found) in enumerate(zip(firsts, values.tolist(), places.tolist(), strict=True)):
-            here = range(number * self.num_beams, (number + 1) * self.num_beams)
+        values, indices = joined.topk(min(self._num_candidates, joined.shape[1]), dim=1)
+        ids, sources, finished = list[int](), list[int](), dict[int, list[BeamResult]]()
+        for number, (first, scores, choices) in enumerate(zip(firsts, values.tolist(), indices.tolist(), strict=True)):
+            start = number * self.num_beams
             if first not in self._sequences:
                 ids += [0] * self.num_beams
-                sources += here
+                sources += range(start, start + self.num_beams)
                 continue
-            candidates = [(score, *divmod(place, self._vocab_size)) for score, place in zip(scores, found, strict=True)]
+            beams_and_tokens = [divmod(index, self._vocab_size) for index in choices]
+            candidates = [(score, *pair) for score, pair in zip(scores, beams_and_tokens, strict=True)]
             kept, results = self._advance(self._sequences[first], candidates)
             ids += [token for _, token in kept]
-            sources += [here[beam] for beam, _ in kept]
+            sources += [start + beam for beam, _ in kept]
             if results:
                 finished[first] = results
         ids_B = torch.tensor(ids)
@@ -136,6 +137,10 @@ class BeamSearch:
             self._penalties.copy([rows[source] for source in sources], rows)
         self._penalties.extend(ids_B.to(logits_BV.device), rows)
         return BeamStep(ids_B, sources, finished)
+
+    def _scores_of(self, first_row: int) -> list[float]:
+        sequence = self._sequences.get(first_row)
+        return [0.0] * self.num_beams if sequence is None else sequence.scores
 
     def _advance(
         self, sequence: _Sequence, candidates: list[tuple[float, int, int]]
@@ -147,43 +152,53 @@ class BeamSearch:
         count, options = self.num_beams, self.options
         divisor = (len(sequence.texts[0]) + 1) ** options.length_penalty
         reasons = [self._reason(sequence, beam, token) for _, beam, token in candidates]
-        ends = [reason is not None for reason in reasons]
-        if not (options.early_stopping and len(sequence.complete) == count):
-            sequence.complete += [
-                BeamResult((*sequence.texts[beam], token), score / divisor, reason)
-                for (score, beam, token), reason in zip(candidates[:count], reasons, strict=False)
-                if reason is not None
-            ]
-            sequence.complete = sorted(sequence.complete, key=lambda text: -text.score)[:count]
+        if not options.early_stopping or len(sequence.complete) < count:
+            self._complete(sequence, candidates[:count], reasons, divisor)
+        ongoing = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]
         # those that end fill up where too few go on, and then win nothing
-        ongoing = sorted(zip(ends, candidates, strict=True), key=lambda pair: pair[0])[:count]
-        kept = [candidate for _, candidate in ongoing]
+        ended = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is not None]
+        ended = [(IMPOSSIBLE, beam, token) for _, beam, token in ended]
+        kept = [*ongoing, *ended][:count]
         sequence.texts = [(*sequence.texts[beam], token) for _, beam, token in kept]
-        sequence.scores = [IMPOSSIBLE if ended else score for ended, (score, _, _) in ongoing]
-        is_full = len(sequence.complete) == count
-        can_improve = not is_full or sequence.scores[0] / divisor > sequence.complete[-1].score
-        has_ended = all(ends) or not can_improve or (options.early_stopping and is_full)
-        results = sequence.complete[: options.num_samples] if has_ended else []
+        sequence.scores = [score for score, _, _ in kept]
+        results = sequence.complete[: options.num_samples] if self._has_ended(sequence, divisor, ongoing) else []
         return [(beam, token) for _, beam, token in kept], results
+
+    def _complete(
+        self,
+        sequence: _Sequence,
+        candidates: Sequence[tuple[float, int, int]],
+        reasons: Sequence[Reason | None],
+        divisor: float,
+    ) -> None:
+        """Add the texts that end to the best ones. `candidates`: only the first num_beams count, as in transformers."""
+        for (score, beam, token), reason in zip(candidates, reasons, strict=False):
+            if reason is not None:
+                sequence.complete.append(BeamResult((*sequence.texts[beam], token), score / divisor, reason))
+        sequence.complete = sorted(sequence.complete, key=lambda text: -text.score)[: self.num_beams]
+
+    def _has_ended(self, sequence: _Sequence, divisor: float, ongoing: Collection[tuple[float, int, int]]) -> bool:
+        """Return true if no candidate goes on, or none could be better than all texts that are complete."""
+        if not ongoing:
+            return True
+        if len(sequence.complete) < self.num_beams:
+            return False
+        return self.options.early_stopping or sequence.scores[0] / divisor <= sequence.complete[-1].score
 
     def _reason(self, sequence: _Sequence, beam: int, token: int) -> Reason | None:
         """Return why a beam ends if this token continues it."""
         ids = (*sequence.texts[beam], token)
         # of each candidate: the next ones may continue it
-        found = None if self._is_finished is None else self._is_finished(sequence.number, beam, ids)
+        reason = None if self._is_finished is None else self._is_finished(sequence.number, beam, ids)
         if token in self._final:
             return "stop"
-        if found is not None and len(ids) >= self.options.min_new_tokens:
-            return found
+        if reason is not None and len(ids) >= self.options.min_new_tokens:
+            return reason
         return "length" if len(ids) == self.options.max_new_tokens else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decisions of the rank that decides: the next token of each row, and which texts end with it.
-
-
 class Chooser:
-    """Chooses tokens from logits for the rows of a batch."""
+    """Decisions of the rank that decides: the next token of each row, and which texts end with it."""
 
     def __init__(
         self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int], is_finished: IsFinished | None
@@ -214,8 +229,8 @@ class Chooser:
         logprobs = [None] * len(ids) if choice.logprobs_B is None else choice.logprobs_B.tolist()
         others: list[tuple[tuple[int, float], ...]] = [()] * len(ids)
         if choice.alternatives is not None:
-            found = (part.tolist() for part in choice.alternatives)
-            others = [tuple(zip(*pair, strict=True)) for pair in zip(*found, strict=True)]
+            tokens, values = (part.tolist() for part in choice.alternatives)
+            others = [tuple(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
         reasons = [self._reason(active.get(row), token) for row, token in zip(rows, ids, strict=True)]
         self._sampler.remove([row for row, reason in zip(rows, reasons, strict=True) if reason])
         verdicts = [Verdict(*each) for each in zip(ids, reasons, rows, logprobs, others, strict=True)]
@@ -238,8 +253,8 @@ class Chooser:
         assert self._beams is not None
         step, count = self._beams.choose(logits_BV, rows), self._options.num_beams
         verdicts = []
-        for place, (row, token, source) in enumerate(zip(rows, step.ids_B.tolist(), step.sources, strict=True)):
-            results = step.finished.get(rows[place - place % count], [])
+        for index, (row, token, source) in enumerate(zip(rows, step.ids_B.tolist(), step.sources, strict=True)):
+            results = step.finished.get(rows[index - index % count], [])
             reason = results[0].reason if results else None
             verdicts.append(Verdict(token, reason, row if results else rows[source]))
         for first in step.finished:

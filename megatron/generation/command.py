@@ -61,40 +61,44 @@ class PromptOptions:
 
     def faults(self) -> Iterator[str]:
         """Describe the options that contradict each other."""
-        sources = [
-            name
-            for name, given in (
-                ("--prompt", self.prompt),
-                ("--input", self.input),
-                ("--chat", self.chat),
-                ("--benchmark", self.benchmark),
-            )
-            if given
-        ]
+        yield from self._faults_of_prompts()
+        yield from self._faults_of_output()
+        yield from self._faults_of_lines()
+
+    def _faults_of_prompts(self) -> Iterator[str]:
+        given = {"--prompt": self.prompt, "--input": self.input, "--chat": self.chat, "--benchmark": self.benchmark}
+        sources = [name for name, value in given.items() if value]
         if not sources:
             yield "nothing to continue is given; use --prompt TEXT, --input FILE, --chat or --benchmark"
         elif len(sources) > 1:
             yield f"{' and '.join(sources)} exclude each other; give one of them"
+        is_plain = bool(self.prompt) and not self.as_chat
         for name in ("system", "chat_template"):
-            if getattr(self, name) is not None and self.prompt and not self.as_chat:
+            if is_plain and getattr(self, name) is not None:
                 yield f"{flag(name)} is for chats, and --prompt gives plain text; add --as-chat, or leave it out"
-        if any(not text for text in self.prompt):
+        if "" in self.prompt:
             yield "--prompt has an empty text; give at least a word to continue"
         if self.input not in (None, "-") and not Path(str(self.input)).is_file():
             yield f"--input {self.input} is not a file; give a .jsonl or a text file"
-        if self.output is not None:
-            if self.chat or self.benchmark:
-                yield f"--output {self.output} is for --prompt and --input; leave it out"
-            elif not Path(self.output).absolute().parent.is_dir():
-                yield f"--output {self.output}: the folder does not exist; create it"
-            elif Path(self.output).is_dir():
-                yield f"--output {self.output} is a folder; give a file"
+
+    def _faults_of_output(self) -> Iterator[str]:
+        if self.output is None:
+            return
+        if self.chat or self.benchmark:
+            yield f"--output {self.output} is for --prompt and --input; leave it out"
+        elif not Path(self.output).absolute().parent.is_dir():
+            yield f"--output {self.output}: the folder does not exist; create it"
+        elif Path(self.output).is_dir():
+            yield f"--output {self.output} is a folder; give a file"
+
+    def _faults_of_lines(self) -> Iterator[str]:
+        """Describe the options of JSON lines that are neither read nor written."""
         if self.token_ids and self.output is None and self.input is None:
             yield "--token-ids is for JSON lines; give --output FILE or --input FILE, or leave it out"
-        for name, value in (("overwrite", self.output), ("on_bad_line", self.input)):
-            if getattr(self, name) != getattr(PromptOptions, name) and value is None:
-                needed = "--output" if name == "overwrite" else "--input"
-                yield f"{flag(name)} has no effect without {needed}; leave it out"
+        if self.overwrite and self.output is None:
+            yield f"{flag('overwrite')} has no effect without --output; leave it out"
+        if self.on_bad_line != PromptOptions.on_bad_line and self.input is None:
+            yield f"{flag('on_bad_line')} has no effect without --input; leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +130,7 @@ OTHER_NAMES = {
     "--use-chat-template": "--as-chat",
 }
 """Flags of transformers' and optimum-habana's run_generation.py by the names here."""
+_PRECISIONS = {"--bf16": "bf16", "--fp16": "fp16"}
 WITHOUT_EFFECT = {
     "--use-kv-cache": "keys and values are always kept",
     "--reuse-cache": "the cache is always allocated once and written in place",
@@ -199,44 +204,51 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     if load is not None and not Path(load.load).exists():
         faults.append(f"--load {load.load} does not exist; give the folder of a run's checkpoints or of a model")
     if prompts is not None and generation is not None:
-        if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
-            faults.append(f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out")
-        if prompts.chat and generation.num_beams > 1:
-            faults.append("--num-beams is not for --chat, which prints a text while it grows; leave it out")
+        faults += _faults_of_both(prompts, generation)
     if faults or load is None or prompts is None or generation is None:
         raise ConfigError(list(dict.fromkeys(faults)))
     return GenerateCommand(load, prompts, generation), notes
 
 
+def _faults_of_both(prompts: PromptOptions, generation: GenerationOptions) -> Iterator[str]:
+    """Describe the options of the choice of tokens that do not fit those of the prompts."""
+    if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
+        yield f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out"
+    if prompts.chat and generation.num_beams > 1:
+        yield "--num-beams is not for --chat, which prints a text while it grows; leave it out"
+
+
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the words with other programs' flags by the names here, notes on those without effect, and faults."""
-    words, notes, faults = [], list[str](), list[str]()
+    words, notes, faults = list[str](), list[str](), list[str]()
     given = dashed(arguments)
     names = [word.split("=", 1)[0] for word in given]
-    passes_over = False
+    is_left_out = False  # the flag before this word, and so its values
     for word, name in zip(given, names, strict=True):
         if not word.startswith("--"):
-            if not passes_over:
+            if not is_left_out:
                 words.append(word)
             continue
-        passes_over = False
-        if name in ("--model-name-or-path", "--load") and "--peft-model" in names:
-            words.append("--lora-base" + word[len(name) :])
-        elif name in OTHER_NAMES:
-            words.append(OTHER_NAMES[name] + word[len(name) :])
-        elif name == "--bf16":
-            words += ["--precision", "bf16"]
-        elif name == "--fp16":
-            words += ["--precision", "fp16"]
-        elif name == "--do-sample":
-            if "--temperature" not in names:
-                words += ["--temperature", "1.0"]
-        elif name in WITHOUT_EFFECT:
+        is_left_out = name in WITHOUT_EFFECT or name in REFUSED
+        if name in WITHOUT_EFFECT:
             notes.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
-            passes_over = True
         elif name in REFUSED:
             faults.append(f"{name} is not supported: {REFUSED[name]}")
-            passes_over = True
         else:
-            words.append(word)
+            words += _in_our_words(word, name, names)
     return words, notes, faults
+
+
+def _in_our_words(word: str, name: str, names: Sequence[str]) -> list[str]:
+    """Return a flag, with its value behind `=` if it has one, by its name here. `names`: all flags that are given."""
+    if name in ("--model-name-or-path", "--load") and "--peft-model" in names:
+        # the adapters are loaded, onto this base
+        return ["--lora-base" + word[len(name) :]]
+    if name in OTHER_NAMES:
+        return [OTHER_NAMES[name] + word[len(name) :]]
+    if name in _PRECISIONS:
+        return ["--precision", _PRECISIONS[name]]
+    if name == "--do-sample":
+        # transformers draws at temperature 1; here a temperature alone makes it draw
+        return [] if "--temperature" in names else ["--temperature", "1.0"]
+    return [word]

@@ -89,47 +89,45 @@ def generate(
     Raises ConfigError for requests that the model cannot take, before anything runs.
     """
     settings, statistics = settings or BatchSettings(), statistics or GenerationStatistics()
-    if faults := list(request_faults(model, requests, options, settings)):
+    faults = list(request_faults(model, requests, options, settings))
+    if faults:
         raise ConfigError(faults)
     ctx = model.ctx
-    own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
-    chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
-    if kept is not None and (len(requests) * max(options.num_beams, options.num_samples) * ctx.num_batch_ranks) != 1:
+    texts_of_a_prompt = max(options.num_beams, options.num_samples)
+    if kept is not None and len(requests) * texts_of_a_prompt * ctx.num_batch_ranks != 1:
         raise ValueError("keys and values are kept for one text of one prompt on one replica")
+    chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
+    own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
     replica = _Replica(model, own, options, settings, chooser, statistics, kept)
-    order = [(request.number, sample) for request in requests for sample in range(options.num_samples)]
+    order = deque(itertools.product([request.number for request in requests], range(options.num_samples)))
     finished: dict[tuple[int, int], Completion] = {}
-    turns = replica.run(on_token or (lambda *token: None))
+    for completions in _of_all_replicas(model, replica.run(on_token or (lambda *token: None))):
+        finished |= {(each.request, each.sample): each for each in completions}
+        while order and order[0] in finished:
+            yield finished.pop(order.popleft())
+
+
+def _of_all_replicas(model: InferenceModel, turns: Iterator[list[Completion]]) -> Iterator[list[Completion]]:
+    """Yield the texts that ended in all replicas, on rank 0, until all are done. Collective.
+
+    `turns`: the texts that end in this rank's replica.
+    """
+    count = 1 if model.ctx.num_batch_ranks == 1 else TURNS_BETWEEN_EXCHANGES
     is_done = False
-    yielded = 0
     while not is_done:
-        count = 1 if ctx.num_batch_ranks == 1 else TURNS_BETWEEN_EXCHANGES
         taken = list(itertools.islice(turns, count))
-        found, is_done = _exchange(model, [each for turn in taken for each in turn], len(taken) < count)
-        finished |= {(each.request, each.sample): each for each in found}
-        while yielded < len(order) and order[yielded] in finished:
-            completion = finished.pop(order[yielded])
-            yielded += 1
-            yield completion
+        own = [completion for turn in taken for completion in turn]
+        completions, is_done = _exchange(model, own, len(taken) < count)
+        yield completions
 
 
 def request_faults(
     model: InferenceModel, requests: Sequence[Request], options: GenerationOptions, settings: BatchSettings
 ) -> Iterator[str]:
     """Yield what is wrong with the requests, each by its number, and with the batch."""
-    vocab_size, positions = model.vocab_size, model.max_positions
     for request in requests:
-        prompt = f"prompt {request.number}"
-        if not request.prompt:
-            yield f"{prompt} has no tokens; give at least one, such as the tokenizer's begin-of-text token"
-            continue
-        wrong = next((token for token in request.prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            yield f"{prompt} has the id {wrong}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
-        # a beam search compares texts of one largest length
-        needed = len(request.prompt) + (options.max_new_tokens - 1 if options.num_beams > 1 else 0)
-        if positions is not None and needed > positions:
-            yield f"{prompt} needs {needed} positions, but the model has {positions} learned ones; shorten the prompt"
+        for fault in _faults_of(request, model, options):
+            yield f"prompt {request.number} {fault}"
     if settings.batch_size < options.num_beams:
         yield (
             f"batch_size={settings.batch_size} is too small for num_beams={options.num_beams}, whose beams are in one "
@@ -137,19 +135,36 @@ def request_faults(
         )
 
 
+def _faults_of(request: Request, model: InferenceModel, options: GenerationOptions) -> Iterator[str]:
+    if not request.prompt:
+        yield "has no tokens; give at least one, such as the tokenizer's begin-of-text token"
+        return
+    wrong = next((token for token in request.prompt if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        yield f"has the id {wrong}, but the model's vocabulary has the ids 0 to {model.vocab_size - 1}"
+    needed = len(request.prompt)
+    if options.num_beams > 1:
+        needed += options.max_new_tokens - 1  # a beam search compares texts of one largest length
+    if model.max_positions is not None and needed > model.max_positions:
+        yield f"needs {needed} positions, but the model has {model.max_positions} learned ones; shorten the prompt"
+
+
 def _decides(model: InferenceModel) -> bool:
     return model.ctx.is_last_stage and model.ctx.tensor_rank == 0
 
 
-def _exchange(model: InferenceModel, found: list[Completion], is_done: bool) -> tuple[list[Completion], bool]:
+def _exchange(model: InferenceModel, completions: list[Completion], is_done: bool) -> tuple[list[Completion], bool]:
     """Return the texts that ended in all replicas, on rank 0, and whether all replicas are done. Collective."""
     ctx = model.ctx
     if ctx.num_batch_ranks == 1:
-        return (found if ctx.rank == 0 else []), is_done
+        return (completions if ctx.rank == 0 else []), is_done
+    # all ranks of a replica have the same texts
     sends = ctx.is_first_stage and ctx.tensor_rank == 0
-    mine = {"done": is_done, "found": [asdict(each) for each in found] if sends else []}
+    mine = {"done": is_done, "found": [asdict(each) for each in completions] if sends else []}
     parts = ctx.gather_objects(mine)
-    everything = [_completion(each) for part in parts for each in part["found"]] if ctx.rank == 0 else []
+    everything = []
+    if ctx.rank == 0:
+        everything = [_completion(fields) for part in parts for fields in part["found"]]
     return everything, all(part["done"] for part in parts)
 
 
@@ -164,17 +179,18 @@ def _tuples(value: Any) -> Any:
 
 def attention_layers(module: nn.Module) -> list[SelfAttention]:
     """Return the attention of every transformer layer of a stage. Raises ConfigError for a layer without one."""
-    found = []
+    attentions = []
     for layer in module.children():
         names = [getattr(parameter, "full_name", "") for parameter in layer.parameters()]
         own = [each for each in layer.modules() if isinstance(each, SelfAttention)]
-        if names and names[0].startswith("layers.") and not own:
+        is_transformer = bool(names) and names[0].startswith("layers.")
+        if is_transformer and not own:
             name = ".".join(names[0].split(".")[:2])
             raise ConfigError(
                 [f"{name} has no SelfAttention of megatron/models/attention.py, whose keys and values can be kept"]
             )
-        found += own
-    return found
+        attentions += own
+    return attentions
 
 
 def check_memory(layers: Sequence[SelfAttention], num_rows: int, length: int, dtype: torch.dtype) -> None:
@@ -224,7 +240,7 @@ class _Replica:
         num_rows = min(settings.batch_size, len(requests) * max(beams, options.num_samples))
         num_groups = max(1, min(ctx.num_stages, num_rows // beams))
         size = -(-num_rows // num_groups)
-        size = max(beams, size // beams * beams)
+        size = max(beams, size // beams * beams)  # the beams of a prompt are in one group
         self._groups = [RowGroup(index * size, size) for index in range(num_groups)]
         self._waiting: deque[Unit] = units_of(requests, options, size)
         self._pending: dict[int, list[_Pending]] = {group.first: [] for group in self._groups}
@@ -303,9 +319,11 @@ class _Replica:
 
     def _decode(self, group: RowGroup) -> None:
         rows = list(group.rows)
-        active = [group.active.get(row) for row in rows]
-        ids = [0 if each is None else each.ids[-1] for each in active]
-        positions = [0 if each is None else each.position for each in active]
+        # rows without a text compute with any token: the shape of a pass never changes
+        ids, positions = [0] * len(rows), [0] * len(rows)
+        for row, text in group.active.items():
+            ids[row - group.first] = text.ids[-1]
+            positions[row - group.first] = text.position
         self._statistics.decode_passes += 1
         self._judge(group, rows, self._passes.decode(group.first, ids, positions), [])
 
@@ -322,25 +340,30 @@ class _Replica:
 
     def _apply(self, group: RowGroup, on_token: OnToken) -> list[Completion]:
         """Take over the tokens of the group's last turn. Returns the texts that ended with them."""
-        finished = []
+        finished: list[Completion] = []
         for pending in self._pending[group.first]:
             verdicts = self._receive(pending) if pending.verdicts is None else pending.verdicts
             self._copy_rows(group, pending, verdicts)
             results = iter(pending.results)
             for row, verdict in group.apply(pending.rows, verdicts):
                 self._statistics.new_tokens += 1
-                if self._options.num_beams == 1:
-                    on_token(row.request.number, row.sample, verdict.token)
-                    if verdict.reason is not None:
-                        finished.append(row.completion(verdict.reason))
-                        if self._kept is not None:  # the last token has not been read
-                            self._kept.ids = (*row.request.prompt, *row.ids[:-1])
-                elif verdict.reason is not None and row.sample == 0:
-                    for sample, result in enumerate(itertools.islice(results, self._options.num_samples)):
-                        number = row.request.number
-                        finished.append(Completion(number, sample, result.ids, result.reason, result.score))
+                if self._options.num_beams > 1:
+                    # the first beam stands for all of a prompt, which end together
+                    if verdict.reason is not None and row.sample == 0:
+                        finished += self._best(row.request, results)
+                    continue
+                on_token(row.request.number, row.sample, verdict.token)
+                if verdict.reason is not None:
+                    finished.append(row.completion(verdict.reason))
+                    if self._kept is not None:  # the last token has not been read
+                        self._kept.ids = (*row.request.prompt, *row.ids[:-1])
         self._pending[group.first].clear()
         return finished
+
+    def _best(self, request: Request, results: Iterator[BeamResult]) -> Iterator[Completion]:
+        """Take the texts of a request from the results of beam searches, which are in the order of their rows."""
+        for sample, result in enumerate(itertools.islice(results, self._options.num_samples)):
+            yield Completion(request.number, sample, result.ids, result.reason, result.score)
 
     def _copy_rows(self, group: RowGroup, pending: _Pending, verdicts: list[Verdict]) -> None:
         """Give the rows of samples and beams the keys and values of the row that they continue."""
@@ -389,13 +412,14 @@ class _Replica:
     def _receive(self, pending: _Pending) -> list[Verdict]:
         verdicts = [Verdict.decode(row) for row in self._received(len(pending.rows), 4 + 2 * self._num_alternatives)]
         beams = self._options.num_beams
-        ended = sum(1 for verdict in verdicts if verdict.reason) // beams if beams > 1 else 0
-        if ended:
-            rows = self._received(ended * self._options.num_samples, 4 + self._options.max_new_tokens)
-            for length, reason, high, low, *ids in rows:
-                found = REASONS[reason]
-                assert found is not None
-                pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low), found))
+        num_ended = sum(verdict.reason is not None for verdict in verdicts) // beams  # beam searches
+        if beams == 1 or not num_ended:
+            return verdicts
+        rows = self._received(num_ended * self._options.num_samples, 4 + self._options.max_new_tokens)
+        for length, code, high, low, *ids in rows:
+            reason = REASONS[code]
+            assert reason is not None
+            pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low), reason))
         return verdicts
 
     def _received(self, rows: int, columns: int) -> list[list[int]]:

@@ -1,4 +1,7 @@
-"""Options of generation: the flags of megatron.generate, declared once. Imports neither torch nor deepspeed."""
+"""Options of generation, and of the model to generate with or to evaluate: the flags, declared once.
+
+Imports neither torch nor deepspeed.
+"""
 
 from __future__ import annotations
 
@@ -72,41 +75,46 @@ class GenerationOptions:
     def faults(self) -> Iterator[str]:
         """Describe the options that contradict each other."""
         if not self.draws:
-            for name in ("top_k", "top_p", "min_p", *(() if self.num_beams > 1 else ("num_samples",))):
-                if (value := getattr(self, name)) != _DEFAULTS[name]:
-                    yield (
-                        f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "
-                        "such as 1"
-                    )
+            # a beam search gives several texts without drawing
+            names = ("top_k", "top_p", "min_p") if self.num_beams > 1 else ("top_k", "top_p", "min_p", "num_samples")
+            for name, value in self._changed(*names):
+                yield (
+                    f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "
+                    "such as 1"
+                )
         if self.min_new_tokens > self.max_new_tokens:
             yield f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"
         if "" in self.stop:
             yield "stop has an empty string, which every text contains; leave it out"
         if self.num_beams > 1:
-            if self.draws:
-                yield (
-                    f"num_beams={self.num_beams} chooses the most probable texts, temperature={self.temperature:g} "
-                    "draws them; leave one of them out"
-                )
-            if self.num_samples > self.num_beams:
-                yield (
-                    f"num_samples={self.num_samples} is above num_beams={self.num_beams}, the number of texts that a "
-                    "beam search finds; raise num_beams"
-                )
-            for name in ("stop", "logprobs"):
-                if (value := getattr(self, name)) != _DEFAULTS[name]:
-                    yield f"{name}={value} is not for a beam search (num_beams={self.num_beams}); leave one of them out"
+            yield from self._faults_of_beams()
         else:
-            for name in ("length_penalty", "early_stopping"):
-                if (value := getattr(self, name)) != _DEFAULTS[name]:
-                    yield f"{name}={value} is for a beam search; set num_beams above 1, or leave it out"
+            for name, value in self._changed("length_penalty", "early_stopping"):
+                yield f"{name}={value} is for a beam search; set num_beams above 1, or leave it out"
+
+    def _faults_of_beams(self) -> Iterator[str]:
+        if self.draws:
+            yield (
+                f"num_beams={self.num_beams} chooses the most probable texts, temperature={self.temperature:g} "
+                "draws them; leave one of them out"
+            )
+        if self.num_samples > self.num_beams:
+            yield (
+                f"num_samples={self.num_samples} is above num_beams={self.num_beams}, the number of texts that a "
+                "beam search finds; raise num_beams"
+            )
+        for name, value in self._changed("stop", "logprobs"):
+            yield f"{name}={value} is not for a beam search (num_beams={self.num_beams}); leave one of them out"
+
+    def _changed(self, *names: str) -> Iterator[tuple[str, object]]:
+        """Yield the options of these names that are not the defaults."""
+        for name in names:
+            value = getattr(self, name)
+            if value != _DEFAULTS[name]:
+                yield name, value
 
 
 _DEFAULTS = {field.name: field.default for field in fields(GenerationOptions)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options of the model to generate with or to evaluate: what to load, and the layout. Imports no torch.
 
 
 @dataclass(frozen=True, config=STRICT)

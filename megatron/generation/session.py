@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ class Session:
         if prompts.use_graphs:
             check_graphs(model.ctx)
         self.encoder = PromptEncoder(model, prompts.chat_template, command.load.tokenizer_model, prompts.system)
-        if faults := list(_unknown_ids(self.options, model.vocab_size)):
+        faults = list(_unknown_ids(self.options, model.vocab_size))
+        if faults:
             raise ConfigError(faults)
         self.settings = BatchSettings(batch_size=prompts.batch_size, use_graphs=prompts.use_graphs)
         self.statistics = GenerationStatistics()
@@ -59,8 +61,8 @@ class Session:
 
     def faults(self, request: Request) -> list[str]:
         """Describe what is wrong with a request, without its number."""
-        found = request_faults(self.model, [request], self.options, self.settings)
-        return [fault.removeprefix(f"prompt {request.number} ") for fault in found]
+        faults = request_faults(self.model, [request], self.options, self.settings)
+        return [fault.removeprefix(f"prompt {request.number} ") for fault in faults]
 
     def generate(
         self, requests: Sequence[Request], on_text: OnText | None = None, kept: KeptText | None = None
@@ -74,13 +76,13 @@ class Session:
             yield from self._generate(requests, kinds.pop(), on_text, kept)
             return
         # a batch has one set of final ids, so texts and chats are generated one after the other
-        found: dict[int, list[Completion]] = defaultdict(list)
+        by_request: dict[int, list[Completion]] = defaultdict(list)
         for is_chat in sorted(kinds):
             of_kind = [request for request in requests if request.is_chat == is_chat]
             for completion in self._generate(of_kind, is_chat, None, None):
-                found[completion.request].append(completion)
+                by_request[completion.request].append(completion)
         for request in requests:
-            yield from found[request.number]
+            yield from by_request[request.number]
 
     def _generate(
         self, requests: Sequence[Request], is_chat: bool, on_text: OnText | None, kept: KeptText | None
@@ -153,17 +155,15 @@ class Session:
         of_ranks = ctx.gather_objects(asdict(self.statistics))
         if ctx.rank != 0:
             return ""
+        # a rank of each replica: of the first stage, which comes first
         replicas = of_ranks[: ctx.tensor_size * ctx.num_batch_ranks : ctx.tensor_size]
-        parts = []
-        for name, tokens, seconds in (("prefill", "prompt_tokens", "prefill_s"), ("decode", "new_tokens", "decode_s")):
-            count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
-            rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
-            parts.append(f"{name} {count:,} tokens in {time_s:.2f} s{rate}")
-        if kept := self.statistics.kept_tokens:
-            parts.insert(1, f"{kept:,} tokens of earlier turns kept")
+        parts = [_throughput("prefill", replicas, "prompt_tokens", "prefill_s")]
+        if self.statistics.kept_tokens:
+            parts.append(f"{self.statistics.kept_tokens:,} tokens of earlier turns kept")
+        parts.append(_throughput("decode", replicas, "new_tokens", "decode_s"))
+        if self.statistics.graphs:
+            parts.append(f"{self.statistics.graphs:,} graphs captured")
         gib = 2.0**30
-        if graphs := self.statistics.graphs:
-            parts.append(f"{graphs:,} graphs captured")
         weights, cache = self.model.weight_bytes / gib, self.statistics.cache_bytes / gib
         peak = memory_stats()[MAX_ALLOCATED]
         return (
@@ -171,39 +171,30 @@ class Session:
         )
 
 
+def _throughput(name: str, replicas: Sequence[dict[str, Any]], tokens: str, seconds: str) -> str:
+    """Describe what all replicas have done of one kind, and in what time: the longest of theirs."""
+    count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
+    rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
+    return f"{name} {count:,} tokens in {time_s:.2f} s{rate}"
+
+
 def _unknown_ids(options: GenerationOptions, vocab_size: int) -> Iterator[str]:
     """Describe the ids of options that the model does not have."""
-    for name, ids in (
-        ("stop_token_ids", options.stop_token_ids),
-        ("logit_bias", [token for token, _ in options.logit_bias]),
-    ):
-        if unknown := [token for token in ids if token >= vocab_size]:
+    ids_of = {"stop_token_ids": options.stop_token_ids, "logit_bias": [token for token, _ in options.logit_bias]}
+    for name, ids in ids_of.items():
+        unknown = [token for token in ids if token >= vocab_size]
+        if unknown:
             yield f"{name} has the id {unknown[0]}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
 
 
 def run_prompts(session: Session) -> None:
     """Generate for every prompt of the command, and write the results in their order. Collective."""
-    ctx, command = session.model.ctx, session.command
-    source = PromptSource(command, session.encoder, session.faults)
-    writer: ResultFile | None = None
-    prompts: Iterator[Prompt] = iter(())
-
-    def open_results() -> None:
-        nonlocal writer, prompts
-        prompts = iter(source)
-        if command.prompts.output is not None:
-            writer = ResultFile(Path(command.prompts.output), command, session.model)
-            prompts = writer.missing(prompts)
-
-    raise_on_all_ranks(ctx, open_results if ctx.rank == 0 else lambda: None)
-    size = PROMPTS_AT_ONCE * session.settings.batch_size * ctx.num_batch_ranks
+    ctx = session.model.ctx
+    source = PromptSource(session.command, session.encoder, session.faults)
+    prompts, writer = raise_on_all_ranks(ctx, lambda: _opened(session, source))
     num_texts = 0
     try:
-        while True:
-            block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
-            requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
-            if not requests:
-                break
+        for block, requests in _blocks(session, prompts):
             num_texts += _run_block(session, block, requests, writer, is_first=not num_texts)
         if writer is not None:
             writer.finish()
@@ -211,14 +202,46 @@ def run_prompts(session: Session) -> None:
         if writer is not None:
             writer.close()
     if ctx.rank == 0:
-        present = f", beside {writer.num_present:,} that were there" if writer and writer.num_present else ""
-        left_out = f"; {source.num_bad:,} bad lines left out" if source.num_bad else ""
-        place = f" in {command.prompts.output}" if command.prompts.output else ""
-        texts = "1 text" if num_texts == 1 else f"{num_texts:,} texts"
-        print(f"{texts}{place}{present}{left_out}", file=sys.stderr)
+        print(_account(session, source, writer, num_texts), file=sys.stderr)
     for line in (session.out_of_positions(), session.summary()):
         if line and num_texts:
             print(line, file=sys.stderr)
+
+
+def _opened(session: Session, source: PromptSource) -> tuple[Iterator[Prompt], ResultFile | None]:
+    """Return the prompts that are left to do, and the file of results. On rank 0; the others have neither."""
+    if session.model.ctx.rank != 0:
+        return iter(()), None
+    output = session.command.prompts.output
+    if output is None:
+        return iter(source), None
+    writer = ResultFile(Path(output), session.command, session.model)
+    return writer.missing(iter(source)), writer
+
+
+def _blocks(session: Session, prompts: Iterator[Prompt]) -> Iterator[tuple[list[Prompt], list[Request]]]:
+    """Yield prompts, on rank 0, and their requests, on all ranks. Collective."""
+    ctx = session.model.ctx
+    size = PROMPTS_AT_ONCE * session.settings.batch_size * ctx.num_batch_ranks
+    while True:
+        block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
+        requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
+        if not requests:
+            return
+        yield block, requests
+
+
+def _account(session: Session, source: PromptSource, writer: ResultFile | None, num_texts: int) -> str:
+    """Describe what was written, was there before, and was left out."""
+    output = session.command.prompts.output
+    line = "1 text" if num_texts == 1 else f"{num_texts:,} texts"
+    if output:
+        line += f" in {output}"
+    if writer and writer.num_present:
+        line += f", beside {writer.num_present:,} that were there"
+    if source.num_bad:
+        line += f"; {source.num_bad:,} bad lines left out"
+    return line
 
 
 def _run_block(
@@ -236,16 +259,14 @@ def _run_block(
             _print("\n")
         return len(done)
     num_texts = 0
-    found: list[Completion] = []
+    completions: list[Completion] = []
     waiting = iter(block)
     for completion in session.generate(requests):
         num_texts += 1
-        found.append(completion)
-        if len(found) < options.num_samples:
-            continue
-        prompt = next(waiting)
-        _write(session, prompt, found, writer, is_plain=is_plain)
-        found = []
+        completions.append(completion)
+        if len(completions) == options.num_samples:
+            _write(session, next(waiting), completions, writer, is_plain=is_plain)
+            completions = []
     return num_texts
 
 
@@ -277,72 +298,94 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A table of tokens per second over batch sizes and lengths, with random prompts.
-
 COLUMNS = ("batch", "prompt", "new", "prefill tok/s", "decode tok/s", "ms/token", "first token ms", "cache GB")
 
 
 def print_throughput(model: InferenceModel, command: GenerateCommand) -> None:
     """Measure every batch size with every length, and print a line for each. Collective. Raises ConfigError.
 
-    Sequences of one length, as many as the batches of all copies hold; the first run of a shape is not counted.
+    Sequences of one length with random ids, as many as the batches of all copies hold; the first run of a shape is not
+    counted.
     """
     options = replace(command.generation, ignore_eos=True, stop=(), stop_token_ids=())
     options = replace(options, min_new_tokens=options.max_new_tokens)
-    sizes = [
-        (batch_size, length)
-        for length in command.prompts.benchmark_prompt_lengths
-        for batch_size in command.prompts.benchmark_batch_sizes
+    prompts = command.prompts
+    cases = [
+        _Case(model, options, BatchSettings(batch_size=size, use_graphs=prompts.use_graphs), length)
+        for length in prompts.benchmark_prompt_lengths
+        for size in prompts.benchmark_batch_sizes
     ]
-    settings = BatchSettings(use_graphs=command.prompts.use_graphs)
-    cases = [(replace(settings, batch_size=size), list(_requests(model, size, length))) for size, length in sizes]
-    faults = [fault for each, found in cases for fault in request_faults(model, found, options, each)]
-    for length in command.prompts.benchmark_prompt_lengths:
-        needed, positions = length + options.max_new_tokens - 1, model.max_positions  # the last token is never read
-        if positions is not None and length <= positions < needed:  # the texts would be shorter than the figures say
-            faults.append(
-                f"prompts of {length} tokens with max_new_tokens={options.max_new_tokens} need {needed} positions, but "
-                f"the model has {positions} learned ones; lower benchmark_prompt_lengths or max_new_tokens"
-            )
+    faults = [fault for case in cases for fault in request_faults(model, case.requests, options, case.settings)]
+    faults += [fault for length in prompts.benchmark_prompt_lengths for fault in _too_long(model, options, length)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
     if model.ctx.rank == 0:
         print("  ".join(COLUMNS), flush=True)
-    for (size, length), (each, requests) in zip(sizes, cases, strict=True):
-        for first in (requests[: 2 * model.ctx.num_batch_ranks], requests):
-            statistics = GenerationStatistics()
-            began = time.perf_counter()
-            first_s: list[float] = []
-
-            def on_token(
-                number: int, sample: int, token: int, began: float = began, seen: list[float] = first_s
-            ) -> None:
-                if not seen:
-                    seen.append(time.perf_counter() - began)
-
-            list(generate(model, first, options, settings=each, on_token=on_token, statistics=statistics))
+    for case in cases:
+        case.run(case.requests[: 2 * model.ctx.num_batch_ranks])
+        statistics, first_token_s = case.run(case.requests)
         if model.ctx.rank == 0:
-            copies = model.ctx.num_batch_ranks
-            decoded = statistics.new_tokens - len(requests) // copies
-            values = (
-                f"{size}",
-                f"{length}",
-                f"{options.max_new_tokens}",
-                _rate(copies * statistics.prompt_tokens, statistics.prefill_s),
-                _rate(copies * decoded, statistics.decode_s),
-                f"{1000 * statistics.decode_s / max(1, options.max_new_tokens - 1):,.1f}",
-                f"{1000 * first_s[0]:,.0f}",
-                f"{statistics.cache_bytes / 2**30:.3f}",
-            )
-            print("  ".join(value.rjust(len(name)) for value, name in zip(values, COLUMNS, strict=True)), flush=True)
+            print(case.line(statistics, first_token_s), flush=True)
+
+
+def _too_long(model: InferenceModel, options: GenerationOptions, length: int) -> Iterator[str]:
+    """Describe prompts whose texts would end at the last learned position: shorter than the figures say."""
+    needed = length + options.max_new_tokens - 1  # the last token is never read
+    positions = model.max_positions
+    if positions is not None and length <= positions < needed:
+        yield (
+            f"prompts of {length} tokens with max_new_tokens={options.max_new_tokens} need {needed} positions, but "
+            f"the model has {positions} learned ones; lower benchmark_prompt_lengths or max_new_tokens"
+        )
+
+
+class _Case:
+    """A batch size and a length of prompts."""
+
+    def __init__(self, model: InferenceModel, options: GenerationOptions, settings: BatchSettings, length: int):
+        self._model, self._options, self.settings, self._length = model, options, settings, length
+        self.requests = [
+            _random_request(model, number, length) for number in range(settings.batch_size * model.ctx.num_batch_ranks)
+        ]
+
+    def run(self, requests: Sequence[Request]) -> tuple[GenerationStatistics, float]:
+        """Generate; return the statistics, and the seconds to the first token. Collective."""
+        statistics = GenerationStatistics()
+        began = time.perf_counter()
+        first_s: list[float] = []
+
+        def on_token(number: int, sample: int, token: int) -> None:
+            if not first_s:
+                first_s.append(time.perf_counter() - began)
+
+        completions = generate(
+            self._model, requests, self._options, settings=self.settings, on_token=on_token, statistics=statistics
+        )
+        list(completions)
+        return statistics, first_s[0]
+
+    def line(self, statistics: GenerationStatistics, first_token_s: float) -> str:
+        """Return the line of the table: this rank's figures, for all copies."""
+        copies, new = self._model.ctx.num_batch_ranks, self._options.max_new_tokens
+        # the first token of each text is of the pass over its prompt
+        decoded = statistics.new_tokens - len(self.requests) // copies
+        values = (
+            f"{self.settings.batch_size}",
+            f"{self._length}",
+            f"{new}",
+            _rate(copies * statistics.prompt_tokens, statistics.prefill_s),
+            _rate(copies * decoded, statistics.decode_s),
+            f"{1000 * statistics.decode_s / max(1, new - 1):,.1f}",
+            f"{1000 * first_token_s:,.0f}",
+            f"{statistics.cache_bytes / 2**30:.3f}",
+        )
+        return "  ".join(value.rjust(len(name)) for value, name in zip(values, COLUMNS, strict=True))
 
 
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:,.0f}" if seconds else "-"
 
 
-def _requests(model: InferenceModel, batch_size: int, length: int) -> Iterator[Request]:
-    for number in range(batch_size * model.ctx.num_batch_ranks):
-        generator = torch.Generator().manual_seed(number)
-        yield Request(number, tuple(torch.randint(model.vocab_size, (length,), generator=generator).tolist()))
+def _random_request(model: InferenceModel, number: int, length: int) -> Request:
+    generator = torch.Generator().manual_seed(number)
+    return Request(number, tuple(torch.randint(model.vocab_size, (length,), generator=generator).tolist()))

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,23 +58,23 @@ class TextModel:
         listed: list[Any] = [prompts] if is_one else list(prompts)
         rows = [{"messages" if _is_chat(each) else "prompt": each} for each in listed]
         session = Session(self.model, self._command(options, has_chats=any("messages" in row for row in rows)))
-        as_chat = session.command.prompts.as_chat
-        requests = []
-        for number, row in enumerate(rows):
-            try:
-                ids = ids_of(row, session.encoder, as_chat=as_chat)
-            except DataError as error:
-                raise DataError(str(error) if is_one else f"prompt {number}: {error}") from None
-            requests.append(Request(number, ids, is_chat=as_chat or "messages" in row))
-        found: list[list[str]] = [[] for _ in requests]
-        for completion in session.generate(requests):
-            found[completion.request].append(session.text_of(requests[completion.request], completion))
-        if line := session.out_of_positions():
+        texts = self._texts(session, list(_requests(session, rows, names_prompts=not is_one)))
+        line = session.out_of_positions()
+        if line:
             log.warning("%s", line)
-        texts: list[Any] = self.model.ctx.broadcast_object(found)
         if session.options.num_samples == 1:
-            texts = [text for of_prompt in texts for text in of_prompt]
-        return texts[0] if is_one else texts
+            results: list[Any] = [text for of_prompt in texts for text in of_prompt]
+        else:
+            results = [*texts]
+        return results[0] if is_one else results
+
+    def _texts(self, session: Session, requests: Sequence[Request]) -> list[list[str]]:
+        """Return the texts of each request, on all ranks."""
+        texts: list[list[str]] = [[] for _ in requests]
+        for completion in session.generate(requests):  # on rank 0
+            texts[completion.request].append(session.text_of(requests[completion.request], completion))
+        of_rank_0: list[list[str]] = self.model.ctx.broadcast_object(texts)
+        return of_rank_0
 
     def _command(self, options: Mapping[str, Any], *, has_chats: bool) -> GenerateCommand:
         given = dict(options)
@@ -85,13 +85,25 @@ class TextModel:
         prompts = _read(PromptOptions, {name: given[name] for name in OF_PROMPTS if name in given}, faults)
         if texts is not None:
             faults += texts.faults()
-        if prompts is not None and not (has_chats or prompts.as_chat):
-            for name in ("system", "chat_template"):
-                if getattr(prompts, name) is not None:
-                    faults.append(f"{name} is for chats, and the prompt is a text; set as_chat, or leave it out")
+        if prompts is not None and not has_chats and not prompts.as_chat:
+            unused = [name for name in ("system", "chat_template") if getattr(prompts, name) is not None]
+            faults += [
+                f"{name} is for chats, and the prompt is a text; set as_chat, or leave it out" for name in unused
+            ]
         if faults or texts is None or prompts is None:
             raise ConfigError(faults)
         return GenerateCommand(self._load, prompts, texts)
+
+
+def _requests(session: Session, rows: Sequence[dict[str, Any]], *, names_prompts: bool) -> Iterator[Request]:
+    """Yield the request of each row. Raises DataError; `names_prompts`: with the number of the prompt."""
+    as_chat = session.command.prompts.as_chat
+    for number, row in enumerate(rows):
+        try:
+            ids = ids_of(row, session.encoder, as_chat=as_chat)
+        except DataError as error:
+            raise DataError(f"prompt {number}: {error}" if names_prompts else str(error)) from None
+        yield Request(number, ids, is_chat=as_chat or "messages" in row)
 
 
 def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel:
@@ -139,8 +151,8 @@ def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
 def _read(cls: type[Options], values: dict[str, Any], faults: list[str]) -> Options | None:
     """Return the options of a dataclass; None where one is wrong, with each fault added by its name in Python."""
     of_flags: list[str] = []
-    found = read_values(cls, values, of_flags)
+    options = read_values(cls, values, of_flags)
     for fault in of_flags:
         name, rest = fault.removeprefix("--").split(" ", 1)
         faults.append(f"{name.replace('-', '_')}={rest}")
-    return found
+    return options
