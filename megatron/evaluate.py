@@ -41,8 +41,8 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
     """Measure what the command names with a loaded model. Collective."""
     from megatron.evaluation.commands import Commands
     from megatron.evaluation.report import EvaluationReport
+    from megatron.evaluation.scoring import RowGraphs
     from megatron.generation.generator import BatchSettings
-    from megatron.generation.scoring import RowGraphs
 
     options, count = command.evaluation, 0
     graphs = RowGraphs(model.ctx) if options.use_graphs else None

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from megatron.evaluation.scoring import Continuation, RowGraphs, Score, score
 from megatron.generation.generator import BatchSettings, GenerationStatistics, generate
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import tokenizer_of
 from megatron.generation.requests import Reason, Request
-from megatron.generation.scoring import Continuation, RowGraphs, Score, score
 from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.resilience.errors import OtherRankFailed, exit_status
 

@@ -16,9 +16,9 @@ from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Added
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.scoring import Continuation
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import PromptEncoder
-from megatron.generation.scoring import Continuation
 from megatron.options.config import ConfigError
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")

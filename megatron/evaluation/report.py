@@ -21,8 +21,8 @@ from megatron.data.prepare.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.evaluation.command import EvaluateCommand
 from megatron.evaluation.commands import Commands
+from megatron.evaluation.scoring import Continuation, RowGraphs, score
 from megatron.generation.model import InferenceModel
-from megatron.generation.scoring import Continuation, RowGraphs, score
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.runtime.files import locked_output, replacing
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.evaluation.scoring import Continuation, score
 from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, training_model
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
-from megatron.generation.scoring import Continuation, score
 from megatron.models.transformer import unpack
 from megatron.parallel.context import ParallelContext
 from tests.training import layouts

@@ -16,11 +16,11 @@ import megatron.evaluation
 from megatron.data.index.indexed import DataError
 from megatron.evaluation.commands import Commands
 from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.scoring import Continuation
 from megatron.generation.generator import BatchSettings
 from megatron.generation.loading import load_model
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.saved_model import parallel_options
-from megatron.generation.scoring import Continuation
 from megatron.parallel.context import ParallelContext
 
 TASK = "counting"
