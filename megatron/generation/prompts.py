@@ -92,9 +92,9 @@ class PromptEncoder:
             )
         source = find_template(self._template_name, self._folder)
         tokens = named_tokens(read_config(self._folder)) | source.named_tokens
-        if "eos_token" not in tokens:
-            known = [token for token in KNOWN_EOD_TOKENS if self.tokenizer.token_id(token) is not None]
-            tokens |= {"eos_token": known[0]} if known else {}
+        known = [token for token in KNOWN_EOD_TOKENS if self.tokenizer.token_id(token) is not None]
+        if known:
+            tokens.setdefault("eos_token", known[0])
         template = ChatTemplate(source, tokens)
         if self._template_name is not None:
             self._check_markers(template)
@@ -108,7 +108,8 @@ class PromptEncoder:
         writes = (
             f"chat template {template.source.origin} writes {', '.join(lacking)}, of which this tokenizer has no ids"
         )
-        if (end := _end_marker(template)) in lacking:
+        end = _end_marker(template)
+        if end in lacking:
             raise DataError(
                 f"{writes}, and {end} ends its answers; choose the model's own with --chat-template. If it was trained "
                 f"with this one, its markers as plain text, write it as {TEMPLATE_NAME} into {self._folder}"
@@ -122,20 +123,21 @@ class PromptEncoder:
 
     def final_ids(self, *, of_chats: bool) -> frozenset[int]:
         """Return the ids that end a text: those of generation_config.json and of the tokenizer, and of a turn."""
-        found = set[int]()
-        if self.tokenizer.eod is not None:
-            found.add(self.tokenizer.eod)
+        ids = {self.tokenizer.eod}
         if self._model.origin is not None:
-            found.update(_configured_ids(self._model.origin))
-        end = _end_marker(self.template) if of_chats else None
-        if end is not None and (turn := self.tokenizer.token_id(end)) is not None:
-            found.add(turn)
-        return frozenset(token for token in found if token < self._model.vocab_size)
+            ids.update(_configured_ids(self._model.origin))
+        if of_chats:
+            end = _end_marker(self.template)
+            ids.add(None if end is None else self.tokenizer.token_id(end))
+        # a tokenizer may have ids beyond the model's vocabulary
+        return frozenset(token for token in ids if token is not None and token < self._model.vocab_size)
 
     def final_strings(self) -> tuple[str, ...]:
         """Return the text that ends an answer where the template's marker for it is not a token. Raises DataError."""
         end = _end_marker(self.template)
-        return () if end is None or self.tokenizer.token_id(end) is not None else (end,)
+        if end is None or self.tokenizer.token_id(end) is not None:
+            return ()
+        return (end,)
 
 
 def _end_marker(template: ChatTemplate) -> str | None:
@@ -149,7 +151,9 @@ def _end_marker(template: ChatTemplate) -> str | None:
 def _configured_ids(origin: ModelOrigin) -> list[int]:
     """Return the ids that the model's own files say end a text. Raises DataError."""
     given = (origin.generation_config or {}).get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if given is None:
+        return []
+    ids = given if isinstance(given, list) else [given]
     wrong = [each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0]
     if wrong:
         raise DataError(

@@ -161,6 +161,7 @@ class ChatEncoder:
             written += [(number, part, text) for part, text in parts]
             counts.num_split += len(parts) > 1
         try:
+            # all texts at once: the tokenizers are much faster on batches
             samples = self._tokenize([text for _, _, text in written])
         except DataError as error:
             if len(chats) == 1:
@@ -216,6 +217,7 @@ class ChatEncoder:
             shift = len(prompt) - begin
             text = prompt + text[begin:]
             spans = [(start + shift, end + shift) for start, end in spans]
+        # with nothing behind its answer, the model would not learn to end it
         has_appended_eos = self.rules.append_eos and self._is_open_ended(rendered)
         if has_appended_eos:
             text += self.tokenizer.eos_of_text()
@@ -373,7 +375,7 @@ def loss_mask(encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequen
         return np.zeros(len(encoded.ids), np.uint8)
     if encoded.is_bytes:
         bounds = [(i, _bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
-    numbers, starts, ends = np.array(bounds, np.int64).T
+    numbers, starts, ends = np.array(bounds, np.int64).T  # [spans] each
     bases = encoded.bases[numbers]
     # a token without text of its own, such as a dummy prefix, belongs to the character after it
     token_ends = np.maximum(encoded.ends, encoded.starts + 1)

@@ -289,6 +289,7 @@ def _environment(marks_generation: bool = False) -> jinja2.Environment:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             if not marks_generation:
+                # a scope of its own, as a call block is: both must write the same
                 return nodes.Scope(body, lineno=line)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body, lineno=line)
 
@@ -305,6 +306,7 @@ def _environment(marks_generation: bool = False) -> jinja2.Environment:
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
+    # the options and extensions of transformers, for which templates are written
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

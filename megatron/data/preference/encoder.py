@@ -186,6 +186,7 @@ class PreferenceEncoder:
         self, row: Preference, one: _Written, prompt: Ids, wholes: Sequence[Ids], counts: PairCounts
     ) -> Pair | BadRow:
         """Return the tokens of a prompt and of what comes after it in those of prompt and answers."""
+        # the ids of the prompt alone are not always a prefix of those with an answer:
         # tokens at the end of the prompt may merge with the begin of an answer, and then belong to the answers
         cut = min(_common(prompt, whole) for whole in wholes)
         shared = prompt[:cut]
