@@ -122,7 +122,7 @@ class StepMetrics:
     compiled_graphs: int | None = None
     """Graphs that rank 0's HPU has compiled since the process began; None on other devices."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The task's own metrics by name, over the steps since the previous log line."""
+    """Metrics of the task, and terms and metrics of layers, by name, over the steps since the previous log line."""
 
 
 @dataclasses.dataclass(frozen=True)
