@@ -46,7 +46,8 @@ class FaultOrigin:
 
 def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
     """Return the origin of a step whose loss or gradient is not finite, from the records of all ranks."""
-    if damaged := [record for record in records if record.bad_weights]:
+    damaged = [record for record in records if record.bad_weights]
+    if damaged:
         return _bad_weights(damaged, records)
     places = {(r.place.stage, r.place.replica, r.place.tensor_rank): r for r in records}
     bad = [record for record in records if record.first is not None]
@@ -91,9 +92,8 @@ def _kind(record: RankRecord) -> tuple[str, str]:
     assert first is not None
     direction = first.place.direction
     if first.kind == RECEIVED:
-        came = "activations" if direction == FORWARD else "gradients"
-        return LINK, f"the {came} that came from the {'previous' if direction == FORWARD else 'next'} stage are not "\
-            "finite, those that it sent were"  # fmt: skip
+        came, stage = ("activations", "previous") if direction == FORWARD else ("gradients", "next")
+        return LINK, f"the {came} that came from the {stage} stage are not finite, those that it sent were"
     if first.kind == LOSS_FUNCTION:
         return FUNCTION, f"{record.loss} is not finite, the log-probabilities that it was given are"
     if first.kind == LOSS_GRADIENT:

@@ -70,9 +70,10 @@ def verdict(
     lost = [report for report in reports if report.state == LOST]
     others = [report for report in reports if report.state not in (FAILED, LOST)]
     links = _link_lines(answers, silent)
-    hanging, description = _hanging(others) if call == STUCK else ([], "")
-    if links and any(report.waits for report in hanging):
-        hanging = []  # the rank behind a broken link may be a step ahead
+    hanging: list[Report] = []
+    description = ""
+    if call == STUCK:
+        hanging, description = _hanging(others, is_link_broken=bool(links))
     causes = [*links, *_silent_lines(answers, silent, endings)]
     causes += [_failed(report) for report in reports if report.state == FAILED]
     causes += [_hangs(report, description) for report in hanging]
@@ -183,7 +184,7 @@ def _unreached_line(
     )
 
 
-def _hanging(reports: Sequence[Report]) -> tuple[list[Report], str]:
+def _hanging(reports: Sequence[Report], *, is_link_broken: bool) -> tuple[list[Report], str]:
     """Return the ranks that probably hang, and in which respect they differ.
 
     Those that do not wait, if others do; else, since waiting for an accelerator does not show, those at another step or
@@ -196,7 +197,10 @@ def _hanging(reports: Sequence[Report]) -> tuple[list[Report], str]:
     most = max(counts.values(), default=0)
     if 2 * most <= len(reports):  # no majority: either part may be the one that hangs
         return [], ""
-    return [report for report in reports if counts[report.at] < most], "is elsewhere than most"
+    elsewhere = [report for report in reports if counts[report.at] < most]
+    if is_link_broken and any(report.waits for report in elsewhere):
+        return [], ""  # the rank behind a broken link may be a step ahead
+    return elsewhere, "is elsewhere than most"
 
 
 def _numbered(ranks: Sequence[int], world_size: int) -> str:
