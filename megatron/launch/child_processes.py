@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 
 from megatron.runtime.commands import shell_status
 from megatron.runtime.files import IMPORT_ROOT
@@ -92,6 +92,17 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], Non
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     set_parent_death_signal = 1
     return lambda: prctl(set_parent_death_signal, number)
+
+
+def end_quietly_without_agent() -> None:
+    """Let what a fork server forks end without a traceback where the agent is killed before it says what to run."""
+    report_error = sys.excepthook
+
+    def report_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, EOFError):  # by which multiprocessing reads that the agent is gone
+            report_error(kind, error, trace)
+
+    sys.excepthook = report_others
 
 
 def report(text: str) -> None:

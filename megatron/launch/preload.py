@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 
-from megatron.launch.child_processes import end_with_parent
+from megatron.launch.child_processes import end_quietly_without_agent, end_with_parent
 from megatron.runtime.devices import defer_backends, launched_device
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
 end_with_parent()()
+end_quietly_without_agent()
 
 defer_backends()  # no rank knows its place yet
 

@@ -26,7 +26,7 @@ import psutil
 
 from megatron.launch.agents import agent, helper_processes, ownership, restart_policy
 from megatron.launch.agents.agent_command import AgentOptions
-from megatron.launch.child_processes import end_with_parent
+from megatron.launch.child_processes import end_quietly_without_agent, end_with_parent
 from megatron.resilience.shutdown import Signals
 from megatron.runtime.messages import SECRET
 
@@ -243,6 +243,7 @@ class Trials:
 
 if IN_SERVER in os.environ and __name__ != "__main__":  # preloaded by the fork server, as launch/preload.py is
     end_with_parent()()
+    end_quietly_without_agent()
     sys.modules["megatron.train"] = SimpleNamespace(process=rank)  # type: ignore[assignment]
     sys.modules["megatron.launch.preload"] = ModuleType("preload")  # the ranks need no torch
 

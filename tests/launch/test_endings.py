@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ import pytest
 
 from megatron.runtime.commands import FAILED
 from megatron.runtime.network import bound_socket
-from tests.launch.endings import Trials
+from tests.launch.endings import IN_SERVER, ROOT, Trials
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux adopts orphans")
@@ -112,6 +114,22 @@ def test_ranks_of_a_fork_server_that_ends_between_two_starts_are_started_again(
     else:
         assert came.statuses == [0], out
         assert out.count("done: ") == 2, out
+
+
+def test_a_rank_that_is_forked_as_its_agent_dies_ends_without_a_traceback() -> None:
+    code = (
+        "import os, time\n"
+        "from multiprocessing import forkserver\n"
+        "forkserver.set_forkserver_preload(['tests.launch.endings'])\n"
+        "sentinel, pipe = forkserver.connect_to_new_process([])\n"
+        "os.close(pipe)\n"  # as the kernel does where the agent is killed before it has said what to run
+        "os.read(sentinel, 8)\n"  # its number
+        "os.read(sentinel, 8)\n"  # its end
+    )
+    environment = os.environ | {IN_SERVER: "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 STEP_MS = 5
