@@ -164,7 +164,7 @@ def relative_error(found: list[Tensor], exact: list[Tensor]) -> float:
 def operators(bench: Bench) -> None:
     import torch
 
-    from megatron.models.attention import RotaryEmbedding
+    from megatron.models.positions import RotaryEmbedding
     from megatron.parallel.operators.fused import EAGER, PLAIN, compiled
     from megatron.runtime.device_cpu import CPU
 
@@ -235,7 +235,8 @@ def liger_operators(cos: Tensor, sin: Tensor) -> dict[str, Callable[..., Any]]:
 def attention(bench: Bench) -> None:
     import torch
 
-    from megatron.models.attention import FlexAttention, Packing, SDPAttention, alibi_slopes
+    from megatron.models.attention_kernels import FlexAttention, Scores, SDPAttention
+    from megatron.models.positions import Packing, alibi_slopes
 
     S, B, cuda = bench.seq_length, bench.batch, bench.device.type == "cuda"
     lengths = [S // 16, S // 4, S // 8, S // 16, S // 2]
@@ -250,11 +251,11 @@ def attention(bench: Bench) -> None:
         bias = alibi_slopes(queries) if slopes else None
         inputs = [bench.random(S, B, heads, hidden // queries) for heads in (queries, keys, keys)]
         forms = {
-            "SDPA, heads repeated": attend(SDPAttention(bias, repeats=True), documents),
-            "SDPA": attend(SDPAttention(bias, by_document=not cuda), documents),
+            "SDPA, heads repeated": attend(SDPAttention(Scores(bias), repeats=True), documents),
+            "SDPA": attend(SDPAttention(Scores(bias), by_document=not cuda), documents),
         }
         if cuda and not (bias is None and documents is None):
-            forms["flex_attention"] = attend(FlexAttention(bias), documents)
+            forms["flex_attention"] = attend(FlexAttention(Scores(bias)), documents)
         if cuda:
             forms |= {name: attend(kernel, documents) for name, kernel in further_kernels(bias, documents, lengths)}
         seen = S * S / 2 if documents is None else sum(n * n / 2 for n in lengths)
@@ -318,7 +319,7 @@ def reference_attention(bench: Bench, inputs: list[Tensor], bias: Tensor | None,
     """Return the computation of attention in float64, one head at a time."""
     import torch
 
-    from megatron.models.attention import AttentionMask
+    from megatron.models.attention_kernels import AttentionMask
 
     def run() -> list[Tensor]:
         q, k, v = (x.permute(1, 2, 0, 3).double() for x in inputs)
@@ -328,7 +329,7 @@ def reference_attention(bench: Bench, inputs: list[Tensor], bias: Tensor | None,
         place = torch.arange(length, device=bench.device)
         seen = (place <= place[:, None])[None]
         if documents is not None:
-            seen = AttentionMask(None).get(documents, length, length, bench.dtype, bench.device)[:, 0]  # type: ignore[index]
+            seen = AttentionMask().get(documents, length, length, bench.dtype, bench.device)[:, 0]  # type: ignore[index]
         for head in range(q.shape[1]):
             scores = q[:, head] @ k[:, head // group].transpose(1, 2) * scale
             if bias is not None:

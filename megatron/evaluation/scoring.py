@@ -201,13 +201,12 @@ class _BranchingTokens(CachedTokens):
 
     def __init__(self, spans: list[_Span], num_positions: int, positions_BS: Tensor) -> None:
         self._spans, self._num_positions, self.positions_BS = spans, num_positions, positions_BS
+        self._angles = {}
 
-    def angles(self, table: Callable[[int, torch.device], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        if self._angles is None:
-            cos, sin = table(self._num_positions, self.positions_BS.device)
-            places = self.positions_BS[0]
-            self._angles = cos[places][:, None, None], sin[places][:, None, None]
-        return self._angles
+    def _angles_of(self, rotary: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary.table(self._num_positions, self.positions_BS.device)
+        places = self.positions_BS[0]
+        return cos[places][:, None, None], sin[places][:, None, None]
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the context of q [S, 1, n, d] over k and v [S, 1, k, d]: [S, 1, n d]."""

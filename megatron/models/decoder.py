@@ -1,26 +1,29 @@
-"""Declarations that decoder-only families share: attention, MLP, and the list of layers around them. No torch."""
+"""Declarations that decoder-only families share: what a block can be, and the list of layers around it. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from megatron.options.config import Config, ModelConfig
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Table
 from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
 
+NormKind = Literal["layer_norm", "rms_norm", "rms_norm_1p"]
+"""The last multiplies by 1 + weight."""
+EVERY_BIAS = frozenset({"qkv", "dense", "up", "down"})
 
-def transformer(name: str, **parts: str) -> BuildModule:
-    """Return what builds the module `name` of models/transformer.py, which is imported when a module is built.
 
-    `parts` are passed by keyword: further names there, such as `norm="rms_norm"`.
-    """
+def transformer(name: str, **options: str) -> BuildModule:
+    """Return what builds the module `name` of models/transformer.py, which is imported when a module is built."""
 
     def build(shards: Shards, shared: Any) -> Any:
         from megatron.models import transformer as modules
 
-        return getattr(modules, name)(shards, shared, **{key: getattr(modules, part) for key, part in parts.items()})
+        return getattr(modules, name)(shards, shared, **options)
 
     return build
 
@@ -36,40 +39,100 @@ def below(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
     return {f"{prefix}.{name}": shard for name, shard in shards.items()}
 
 
-def rms_norm_shards(model: ModelConfig) -> dict[str, Shard]:
-    """An RMSNorm over the residual stream."""
-    cost = Norm(model.hidden_size, is_rms=True)
-    return {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream", cost=cost)}
+@dataclass(frozen=True)
+class Block:
+    """Structure of a family's transformer layers: x + attention(norm(x)), then x + mlp(norm(x)), unless said otherwise.
+
+    What differs between the models of a family is an option of the model instead: sizes, windows, multipliers. A family
+    with modules of its own overrides `attention_shards`, `mlp_shards` or `shards`, and `build`.
+    """
+
+    norm: NormKind
+    activation: Literal["gelu", "gelu_tanh", "silu"]
+    is_gated: bool = False
+    """The MLP is down(activation(gate) * up), with gate and up in one weight."""
+    biases: frozenset[str] = frozenset()
+    """Projections with a bias: of qkv, dense, up (gated: gate and up) and down."""
+    norms_inputs: bool = True
+    """Each branch reads the normed stream."""
+    norms_outputs: bool = False
+    """The output of each branch is normed before it is added."""
+    is_parallel: bool = False
+    """The MLP reads what the attention reads, not its result."""
+    head_norm: Literal["head", "whole"] | None = None
+    """RMSNorm of queries and keys before they are rotated: over each head, or over all heads together."""
+
+    def norm_shards(self, model: ModelConfig) -> dict[str, Shard]:
+        """A norm over the residual stream."""
+        return norm_shards(model, self.norm)
+
+    def attention_shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
+        """The fused projection [q; k; v], and the output projection, `dense`. `window` of the layer's attention."""
+        heads, kv_heads, is_capped = model.num_attention_heads, model.num_kv_heads, model.attention_softcap is not None
+        q_size, kv_size = heads * model.head_size, kv_heads * model.head_size
+        core = Attention(heads, kv_heads, model.head_size, window, is_capped)
+        pieces = (q_size, kv_size, kv_size)
+        qkv = column_shards("qkv", model, pieces, bias="qkv" in self.biases, cost=MatrixProduct("attention"))
+        cost = MatrixProduct("attention", core)
+        dense = row_shards("dense", model, q_size, bias="dense" in self.biases, cost=cost)
+        return qkv | self._head_norms(model, q_size, kv_size) | dense
+
+    def _head_norms(self, model: ModelConfig, q_size: int, kv_size: int) -> dict[str, Shard]:
+        shards: dict[str, Shard] = {}
+        start = 0.0 if self.norm == "rms_norm_1p" else 1.0
+        for name, size in (("q_norm", q_size), ("k_norm", kv_size)):
+            cost = Norm(size, is_rms=True)
+            if self.head_norm == "head":
+                shards[f"{name}.weight"] = Shard((model.head_size,), value=start, used_on="heads", cost=cost)
+            elif self.head_norm == "whole":
+                shards[f"{name}.weight"] = Shard((size,), dim=0, pieces=(size,), value=start, cost=cost)
+        return shards
+
+    def mlp_shards(self, model: ModelConfig) -> dict[str, Shard]:
+        """`up` or the fused [gate; up], and `down`."""
+        f, has_bias = model.ffn_size, "up" in self.biases
+        if self.is_gated:
+            # the plain forms keep the activated gate too
+            activation = Activation(is_gated=True, kept=f if model.kernels == "plain" else 0)
+            up = column_shards("gate_up", model, (f, f), bias=has_bias, cost=MatrixProduct("mlp"))
+        else:
+            activation = Activation()
+            up = column_shards("up", model, (f,), bias=has_bias, cost=MatrixProduct("mlp"))
+        cost = MatrixProduct("mlp", activation)
+        return up | row_shards("down", model, f, bias="down" in self.biases, cost=cost)
+
+    def shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
+        """Return the parameters of a layer with this window of attention."""
+        branches = {"attention": self.attention_shards(model, window), "mlp": self.mlp_shards(model)}
+        shards: dict[str, Shard] = {}
+        for name, branch in branches.items():
+            if self.norms_inputs:
+                shards |= below(f"{name}_norm", self.norm_shards(model))
+            shards |= below(name, branch)
+            if self.norms_outputs:
+                shards |= below(f"{name}_output_norm", self.norm_shards(model))
+        return shards
+
+    def build(self, shards: Shards, shared: Any) -> Any:
+        """Build the module of one layer."""
+        from megatron.models import transformer as modules
+
+        mlp = partial(modules.MLP, activation=self.activation, is_gated=self.is_gated)
+        attention = partial(modules.SelfAttention, adds_one=self.norm == "rms_norm_1p")
+        norm = modules.NORMS[self.norm]
+        return modules.TransformerLayer(
+            shards, shared, norm=norm, mlp=mlp, attention=attention, is_parallel=self.is_parallel
+        )
 
 
-def layer_norm_shards(model: ModelConfig, *, bias: bool = True) -> dict[str, Shard]:
-    """A LayerNorm over the residual stream."""
-    cost = Norm(model.hidden_size, is_rms=False)
-    shards = {"weight": Shard((model.hidden_size,), value=1.0, used_on="stream", cost=cost)}
-    if bias:
+def norm_shards(model: ModelConfig, kind: NormKind) -> dict[str, Shard]:
+    """A norm over the residual stream."""
+    cost = Norm(model.hidden_size, is_rms=kind != "layer_norm")
+    start = 0.0 if kind == "rms_norm_1p" else 1.0
+    shards = {"weight": Shard((model.hidden_size,), value=start, used_on="stream", cost=cost)}
+    if kind == "layer_norm":
         shards["bias"] = Shard((model.hidden_size,), used_on="stream")
     return shards
-
-
-def attention_shards(model: ModelConfig, *, bias: bool) -> dict[str, Shard]:
-    """The fused projection [q; k; v], and the output projection, `dense`."""
-    q_size, kv_size = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
-    core = Attention(model.num_attention_heads, model.num_kv_heads, model.head_size)
-    qkv = column_shards("qkv", model, (q_size, kv_size, kv_size), bias=bias, cost=MatrixProduct("attention"))
-    return qkv | row_shards("dense", model, q_size, bias=bias, cost=MatrixProduct("attention", core))
-
-
-def mlp_shards(model: ModelConfig, *, gated: bool, bias: bool) -> dict[str, Shard]:
-    """`up` or the fused [gate; up], and `down`."""
-    f = model.ffn_size
-    if gated:
-        # the plain form of SwiGLU keeps silu(gate) too
-        activation = Activation(is_gated=True, kept=f if model.kernels == "plain" else 0)
-        up = column_shards("gate_up", model, (f, f), bias=bias, cost=MatrixProduct("mlp"))
-    else:
-        activation = Activation()
-        up = column_shards("up", model, (f,), bias=bias, cost=MatrixProduct("mlp"))
-    return up | row_shards("down", model, f, bias=bias, cost=MatrixProduct("mlp", activation))
 
 
 def column_shards(
@@ -92,18 +155,8 @@ def row_shards(name: str, model: ModelConfig, in_size: int, *, bias: bool, cost:
     return shards
 
 
-def decoder_layers(
-    config: Config,
-    *,
-    block: Mapping[str, Shard],
-    build_block: BuildModule,
-    norm: Mapping[str, Shard],
-    build_final_norm: BuildModule,
-) -> list[LayerDeclaration]:
-    """The list of layers: word embedding, its output, the transformer layers, final norm, output projection.
-
-    `block` are the shards of a transformer layer with two residual branches, `norm` those of the final norm.
-    """
+def decoder_layers(config: Config, block: Block) -> list[LayerDeclaration]:
+    """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
     model = config.model
     padding = model.padded_vocab_size(config.parallel.tensor_model_parallel_size) - model.vocab_size
     vocabulary = Shard(
@@ -122,16 +175,23 @@ def decoder_layers(
             (rows, model.hidden_size), std=model.init_method_std, used_on="stream", cost=Table()
         )
     if model.embed_layernorm:
-        embedding |= below("norm", layer_norm_shards(model))
+        embedding |= below("norm", norm_shards(model, "layer_norm"))
     word = LayerDeclaration("embedding.word", {"weight": vocabulary}, transformer("WordEmbedding"))
     head = dataclasses.replace(vocabulary, cost=Projection())
     last = LayerDeclaration("output", {"weight": head}, transformer("OutputProjection"))
     if not model.untie_embeddings_and_output_weights:
         last = dataclasses.replace(word, project=_project_tied)
+    windows = [model.window_of(number) for number in range(model.num_layers)]
+    shards = {window: block.shards(model, window) for window in set(windows)}
     return [
         word,
         LayerDeclaration("embedding", embedding, transformer("EmbeddingOutput"), dropouts=1),
-        *(LayerDeclaration(f"layers.{number}", block, build_block, dropouts=2) for number in range(model.num_layers)),
-        LayerDeclaration("final_norm", norm, build_final_norm, keeps_output=True),
+        *(
+            LayerDeclaration(f"layers.{number}", shards[window], block.build, dropouts=2)
+            for number, window in enumerate(windows)
+        ),
+        LayerDeclaration(
+            "final_norm", block.norm_shards(model), transformer("final_norm", norm=block.norm), keeps_output=True
+        ),
         last,
     ]

@@ -33,6 +33,12 @@ class ConfigFields(Protocol):
         `kind`: int, float (any number), bool or str, which the value must be. None: that of the default, else int.
         """
 
+    def has(self, name: str) -> bool:
+        """Return True if the key is there, null or not."""
+
+    def texts(self, name: str) -> list[str]:
+        """Return the list of texts under a name; an empty one where it is missing or null."""
+
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
 
@@ -61,13 +67,22 @@ class HuggingFaceForm:
     config_fields: Callable[[Config], dict[str, Any]]
     """Their config.json's fields for our model, beside those that all forms have."""
     unsupported: Callable[[ModelConfig], list[str]]
-    """Options of our model that this form cannot express, as `name=value`."""
+    """Options of our model that this form cannot express, as `name=value`; those of PARTICULAR need not be named."""
+    expresses: frozenset[str] = frozenset()
+    """Those of PARTICULAR (options/model.py) that it can."""
+    output: str = "lm_head.weight"
+    """Name of the output projection's weight in files."""
     transposed: bool = False
     """Matrices of the layers are [in, out] (GPT-2's Conv1D)."""
     qkv_by_head: bool = False
     """Rows of the fused projection are [head][q, k, v][head size]; ours are [q, k, v][head][head size]."""
     buffers: str = r"(?!)"
     """Constants that old files hold among the weights: a regular expression of their names."""
+
+    def cannot_express(self, model: ModelConfig) -> list[str]:
+        """Return every option of our model that this form cannot express, as `name=value`."""
+        others = model.particular().items()
+        return self.unsupported(model) + [f"{name}={value}" for name, value in others if name not in self.expresses]
 
 
 @dataclass(frozen=True)

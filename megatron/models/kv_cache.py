@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.models.attention_kernels import attend_capped
+
 BUCKET = 64
 """Places are allocated and read in multiples of it, so that few shapes occur."""
 
@@ -82,18 +84,21 @@ class CachedTokens:
 
     positions_BS: Tensor
     """int64, the position each token is encoded with."""
-    _angles: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
+        self._angles: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def angles(self, table: Callable[[int, torch.device], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each token, each [S, B, 1, d/2] float32, from a table of all positions."""
-        if self._angles is None:
-            cos, sin = table(self.cache.length, self.positions_BS.device)
-            positions_SB = self.positions_BS.t()
-            self._angles = cos[positions_SB].unsqueeze(2), sin[positions_SB].unsqueeze(2)
-        return self._angles
+    def angles(self, rotary: Any) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each token, each [S, B, 1, d/2] float32, from the table of a RotaryEmbedding."""
+        if rotary not in self._angles:
+            self._angles[rotary] = self._angles_of(rotary)
+        return self._angles[rotary]
+
+    def _angles_of(self, rotary: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary.table(self.cache.length, self.positions_BS.device)
+        positions_SB = self.positions_BS.t()
+        return cos[positions_SB].unsqueeze(2), sin[positions_SB].unsqueeze(2)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [S, B, k, d], and return the context of q [S, B, n, d]: [S, B, n d]."""
@@ -160,12 +165,18 @@ class DecodeStep(CachedTokens):
         keys, values = (part[:, :, : self.num_places] for part in own)
         # the query heads of a key/value head take the place of queries: no head is repeated
         grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, head_size)
-        context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._bias(layer, grouped))
+        bias, scores = self._bias(layer, grouped), layer.scores
+        if scores.cap is not None:
+            context = attend_capped(grouped, keys, values, bias, scores, 0.0)
+        else:
+            context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scores.scale)
         return context.reshape(1, batch, num_heads * head_size)
 
     def attend_at_once(
         self, layer: Any, qkv: Tensor, angles: tuple[Tensor, Tensor] | None, kernel: Callable[..., Tensor | None]
     ) -> Tensor | None:
+        if layer.scores.is_cut(self.num_places):
+            return None
         keys, values = self.cache.of(layer)
         if len(self.positions_B) < self.cache.num_rows:
             keys, values = keys[self.rows], values[self.rows]
@@ -179,15 +190,21 @@ class DecodeStep(CachedTokens):
         return self._index
 
     def _bias(self, layer: Any, q: Tensor) -> Tensor:
-        """Return what is added to the scores, [B, 1 or k, 1 or g, L]: -inf for places behind the row's own token."""
-        slopes = layer.slopes
-        key = id(slopes), q.dtype
+        """Return what is added to the scores, [B, 1 or k, 1 or g, L]: -inf for places that the row's token cannot see.
+
+        They lie behind it, or before its window.
+        """
+        slopes, window = layer.slopes, layer.scores.window
+        key = id(slopes), window, q.dtype
         if key not in self._biases:
             places = torch.arange(self.num_places, device=q.device)
-            later = (places > self.positions_BS)[:, None, None]
+            unseen = places > self.positions_BS
+            if window is not None:
+                unseen = unseen | (places <= self.positions_BS - window)
+            unseen = unseen[:, None, None]
             bias = torch.zeros((), dtype=torch.float32, device=q.device)
             if slopes is not None:
                 distance = (places - self.positions_BS).float()[:, None, None]
                 bias = slopes.view(1, *q.shape[1:3], 1) * distance
-            self._biases[key] = bias.to(q.dtype).masked_fill(later, float("-inf"))
+            self._biases[key] = bias.to(q.dtype).masked_fill(unseen, float("-inf"))
         return self._biases[key]

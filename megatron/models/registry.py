@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from functools import cache
 
-from megatron.models.families import bloom, llama
+from megatron.models import families
 from megatron.models.family import Family
 from megatron.options.config import Config, ConfigError
 from megatron.runtime.plugins import find_plugin
 
-FAMILIES: Mapping[str, Family] = {"bloom": bloom.FAMILY, "llama": llama.FAMILY}
+FAMILIES: Mapping[str, Family] = {
+    name: importlib.import_module(f"{families.__name__}.{name}").FAMILY
+    for name in sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+}
+"""The record of each file in families/."""
 
 NEEDED = ("layers", "faults")
 """Members that the rest of the package reads first."""

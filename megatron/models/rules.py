@@ -75,11 +75,14 @@ def check_model(config: Config) -> Iterator[str]:
             f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 128)}"
         )
-    if model.position_embedding_type == "rope" and model.head_size % 2:
+    if model.position_embedding_type == "rope" and (model.rotary_size % 2 or not model.rotary_size):
         yield (
-            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
-            "kv_channels"
+            f"position_embedding_type=rope needs an even number of rotated channels, not {model.rotary_size} of the "
+            f"head size {model.head_size}; change hidden_size, kv_channels or rotary_percent"
         )
+    if not model.attention_window_pattern or not set(model.attention_window_pattern) <= {0, 1}:
+        given = " ".join(map(str, model.attention_window_pattern)) or "nothing"
+        yield f"attention_window_pattern={given} must be 1 (a window) or 0 for each layer; correct it, or leave it out"
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.rope_scaling_factor and low >= high:
         yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"

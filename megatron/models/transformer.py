@@ -9,7 +9,7 @@ B rows, S places of a row, L tokens of a sequence, H hidden size; all integers a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.models.attention import Packing, SelfAttention, Shared
+from megatron.models.attention import SelfAttention, Shared
 from megatron.models.kv_cache import CachedTokens
+from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, RMSNorm, VocabParallelEmbedding
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -192,6 +193,7 @@ class WordEmbedding(VocabParallelEmbedding):
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__(shards, shared.ctx)
         self.noise_alpha = shared.config.training.neftune_noise_alpha
+        self.logits_cap = shared.config.model.logits_softcap
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         inside, packing = unpack(stream)
@@ -210,6 +212,7 @@ class OutputProjection(nn.Module):
         super().__init__()
         self.ctx, self.weight = shared.ctx, shards.allocate("weight", shared.ctx)
         self.adapters = vocabulary_adapters(self, shards, shared.ctx)
+        self.logits_cap = shared.config.model.logits_softcap
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         outputs = output_weight(self, unpack(stream)[0])
@@ -232,17 +235,21 @@ class PositionEmbedding(nn.Module):
 
 
 class EmbeddingOutput(nn.Module):
-    """Layer after the word embedding: learned positions and LayerNorm, each where declared, and dropout."""
+    """Layer after the word embedding: multiplier, learned positions and LayerNorm, where declared, and dropout."""
 
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__()
-        self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
+        model = shared.config.model
+        self.ctx, self.probability, self.multiplier = shared.ctx, model.hidden_dropout, model.embedding_multiplier
         position, norm = shards.below("position"), shards.below("norm")
         self.position = PositionEmbedding(position, shared) if position else None
         self.norm = layer_norm(norm, shared) if norm else None
 
     def forward(self, stream: Stream) -> Stream:
         hidden, packing = unpack(stream)
+        if self.multiplier != 1.0:
+            # rounded as transformers' models round it: in bfloat16 the square root of a width is another number
+            hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device="cpu").item()
         if self.position is not None:
             hidden = hidden + self.position(hidden.shape[0], packing)
         if self.norm is not None:
@@ -251,14 +258,25 @@ class EmbeddingOutput(nn.Module):
         return repack(dropout(hidden, self.probability, self.training, self.ctx.state.streams, sharded=sharded), stream)
 
 
-class _MLP(nn.Module):
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class MLP(nn.Module):
     """`up` (or the fused [gate; up]), activation, down."""
 
-    def __init__(self, shards: Shards, shared: Shared, up: str, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shards: Shards, shared: Shared, *, activation: str, is_gated: bool = False) -> None:
         super().__init__()
-        self._up, self.activation = up, activation
+        self._up = "gate_up" if is_gated else "up"
+        self.activation = ACTIVATIONS[activation]
+        if is_gated:
+            kernels = {"silu": shared.kernels.swiglu, "gelu_tanh": shared.kernels.geglu}
+            self.activation = kernels[activation]
         self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
-        self.add_module(up, ColumnParallelLinear(shards.below(up), shared.ctx))
+        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), shared.ctx))
         self.down = RowParallelLinear(shards.below("down"), shared.ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -268,62 +286,88 @@ class _MLP(nn.Module):
         return self.down(self.activation(inside))
 
 
-class GeluMLP(_MLP):
-    """up, GELU (tanh approximation, as GPT-2 and BLOOM), down."""
-
-    def __init__(self, shards: Shards, shared: Shared) -> None:
-        super().__init__(shards, shared, "up", partial(F.gelu, approximate="tanh"))
-
-
-class SwigluMLP(_MLP):
-    """silu(gate) * up, down. Source: Shazeer 2020 (arXiv:2002.05202)."""
-
-    def __init__(self, shards: Shards, shared: Shared) -> None:
-        super().__init__(shards, shared, "gate_up", shared.kernels.swiglu)
-
-
 class FinalLayerNorm(LayerNorm):
     """LayerNorm before the output projection, which needs no packing."""
 
+    divisor: float
+
     def forward(self, stream: Stream) -> Tensor:
-        return super().forward(unpack(stream)[0])
+        return _divided(super().forward(unpack(stream)[0]), self.divisor)
 
 
 class FinalRMSNorm(RMSNorm):
     """RMSNorm before the output projection, which needs no packing."""
 
+    divisor: float
+
     def forward(self, stream: Stream) -> Tensor:
-        return super().forward(unpack(stream)[0])
+        return _divided(super().forward(unpack(stream)[0]), self.divisor)
+
+
+def _divided(hidden: Tensor, divisor: float) -> Tensor:
+    """Divide by the scaling of the logits, which are linear in the hidden states."""
+    return hidden if divisor == 1.0 else hidden / divisor
 
 
 def layer_norm(shards: Shards, shared: Shared, module: type[LayerNorm] = LayerNorm) -> LayerNorm:
     return module(shards, shared.config.model.norm_epsilon, shared.ctx)
 
 
-def rms_norm(shards: Shards, shared: Shared, module: type[RMSNorm] = RMSNorm) -> RMSNorm:
-    return module(shards, shared.config.model.norm_epsilon, shared.ctx, kernels=shared.kernels)
+def rms_norm(shards: Shards, shared: Shared, module: type[RMSNorm] = RMSNorm, *, adds_one: bool = False) -> RMSNorm:
+    return module(shards, shared.config.model.norm_epsilon, shared.ctx, kernels=shared.kernels, adds_one=adds_one)
 
 
-final_layer_norm = partial(layer_norm, module=FinalLayerNorm)
-final_rms_norm = partial(rms_norm, module=FinalRMSNorm)
+NORMS: Mapping[str, Build] = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "rms_norm_1p": partial(rms_norm, adds_one=True),
+}
+"""By the kinds of models/decoder.py."""
+
+
+def final_norm(shards: Shards, shared: Shared, *, norm: str) -> nn.Module:
+    final = FinalLayerNorm if norm == "layer_norm" else FinalRMSNorm
+    build: Callable[..., Any] = NORMS[norm]
+    module = build(shards, shared, final)
+    module.divisor = shared.config.model.logits_scaling
+    return module  # type: ignore[no-any-return]
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that are declared and dropout on both branches.
+
+    `is_parallel`: x + attention(norm(x)) + mlp(norm(x)).
+    `attention_norm` and `mlp_norm` are those of the branches' inputs, `attention_output_norm` and `mlp_output_norm`
+    those of their outputs.
+    """
 
     def __init__(
-        self, shards: Shards, shared: Shared, *, norm: Build, mlp: Build, attention: Build = SelfAttention
+        self,
+        shards: Shards,
+        shared: Shared,
+        *,
+        norm: Build,
+        mlp: Build,
+        attention: Build = SelfAttention,
+        is_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.ctx, self.probability = shared.ctx, shared.config.model.hidden_dropout
-        training = shared.config.training
+        self.is_parallel = is_parallel
+        model, training = shared.config.model, shared.config.training
+        self.ctx, self.probability, self.multiplier = shared.ctx, model.hidden_dropout, model.residual_multiplier
         self.recompute_all = training.recompute_granularity == "full"
         self.discards_norms = "layernorm" in training.recomputed_modules
         self.recompute_mlp = "mlp" in training.recomputed_modules
-        self.attention_norm = norm(shards.below("attention_norm"), shared)
+
+        def declared(name: str) -> nn.Module | None:
+            return norm(shards.below(name), shared) if shards.below(name) else None
+
+        self.attention_norm = declared("attention_norm")
         self.attention = attention(shards.below("attention"), shared)
-        self.mlp_norm = norm(shards.below("mlp_norm"), shared)
+        self.attention_output_norm = declared("attention_output_norm")
+        self.mlp_norm = declared("mlp_norm")
         self.mlp = mlp(shards.below("mlp"), shared)
+        self.mlp_output_norm = declared("mlp_output_norm")
 
     def forward(self, stream: Stream) -> Stream:
         hidden, packing = unpack(stream)
@@ -333,24 +377,35 @@ class TransformerLayer(nn.Module):
 
     def _layer(self, hidden: Tensor, packing: Packing | CachedTokens | None) -> Tensor:
         attention = partial(self.attention, packing=packing)
-        hidden = self._add(hidden, self._branch(self.attention_norm, attention, hidden, recomputed=False))
-        return self._add(hidden, self._branch(self.mlp_norm, self.mlp, hidden, recomputed=self.recompute_mlp))
+        output = self._branch(self.attention_norm, attention, hidden, recomputed=False)
+        attended = self._add(hidden, output, self.attention_output_norm)
+        read = hidden if self.is_parallel else attended
+        output = self._branch(self.mlp_norm, self.mlp, read, recomputed=self.recompute_mlp)
+        return self._add(attended, output, self.mlp_output_norm)
 
     def _branch(
-        self, norm: nn.Module, branch: Callable[[Tensor], Tensor], hidden: Tensor, *, recomputed: bool
+        self, norm: nn.Module | None, branch: Callable[[Tensor], Tensor], hidden: Tensor, *, recomputed: bool
     ) -> Tensor:
         """branch(norm(hidden)), with what is to be recomputed of it."""
-        discards = self.discards_norms and self.training
-        if recomputed and self.training:
-            streams = self.ctx.state.streams
-            if discards:
-                return streams.recomputed(lambda x: branch(norm(x)), hidden)
+        recomputed, discards = recomputed and self.training, self.discards_norms and self.training
+        streams = self.ctx.state.streams
+        if norm is None:
+            return streams.recomputed(branch, hidden) if recomputed else branch(hidden)
+        if recomputed and discards:
+            return streams.recomputed(lambda x: branch(norm(x)), hidden)
+        if recomputed:
             return streams.recomputed(branch, norm(hidden))
         return discard_output(norm, branch, hidden) if discards else branch(norm(hidden))
 
-    def _add(self, hidden: Tensor, branch: Tensor) -> Tensor:
+    def _add(self, hidden: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
+        """hidden + multiplier x dropout(norm(branch))"""
+        if norm is not None:
+            branch = norm(branch)
         sharded = self.ctx.sequence_parallel
-        return hidden + dropout(branch, self.probability, self.training, self.ctx.state.streams, sharded=sharded)
+        branch = dropout(branch, self.probability, self.training, self.ctx.state.streams, sharded=sharded)
+        if self.multiplier != 1.0:
+            return torch.add(hidden, branch, alpha=self.multiplier)
+        return hidden + branch
 
 
 def project_tied(module: WordEmbedding, stream: Stream) -> tuple[Tensor, Tensor]:

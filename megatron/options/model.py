@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megatron.options.types import STRICT, Positive, PositiveFloat, Probability
@@ -24,6 +25,12 @@ NOT_COMPUTED = frozenset(
 
 All others are compared with those of a checkpoint, so a new option is compared unless it is added here.
 """
+PARTICULAR = (
+    "attention_window", "attention_window_pattern", "attention_multiplier", "attention_softcap", "rotary_percent",
+    "rotary_base_local",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
+)  # fmt: skip
+"""Options that few models have: a form of transformers names those that it can express (models/family.py)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -31,8 +38,8 @@ class ModelConfig:
     """Architecture of the model."""
 
     architecture: str = "bloom"
-    """Model family. `bloom`: LayerNorm, GELU, biases. `llama`: RMSNorm, SwiGLU, no biases. `package.module:RECORD`: a
-    family of your own."""
+    """Model family, a file of megatron/models/families/: `bloom`, `gemma2`, `gemma3`, `gpt_neox`, `granite`, `llama`,
+    `mistral`, `olmo2`, `phi3`, `qwen2`, `qwen3`, `starcoder2`. `package.module:RECORD`: a family of your own."""
     num_layers: Positive = 2
     """Number of transformer layers."""
     hidden_size: Positive = 64
@@ -55,6 +62,10 @@ class ModelConfig:
     """Position encoding: a learned table, ALiBi's linear bias, or rotary embedding."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies (theta)."""
+    rotary_base_local: PositiveFloat | None = None
+    """Base in layers with the attention_window, without rope scaling. Unset: as in the others."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the channels of each head that are rotated, the first ones."""
     rope_scaling_factor: PositiveFloat | None = None
     """Factor of Llama 3.1's frequency scaling. Unset: no scaling."""
     rope_scaling_low_freq_factor: PositiveFloat = 1.0
@@ -63,6 +74,22 @@ class ModelConfig:
     """Keep wavelengths below original length / this number unchanged."""
     rope_scaling_original_length: Positive = 8192
     """Context length of the original training, for Llama 3.1's scaling."""
+    attention_window: Positive | None = None
+    """Latest tokens that a token sees, itself included (sliding-window attention). Unset: all before it."""
+    attention_window_pattern: tuple[int, ...] = (1,)
+    """Layers with the attention_window: 1 with it, 0 without; repeated over all layers."""
+    attention_multiplier: PositiveFloat | None = None
+    """Factor of the attention scores. Unset: 1 / sqrt(head size)."""
+    attention_softcap: PositiveFloat | None = None
+    """Bound of the attention scores: s becomes cap * tanh(s / cap). Unset: none."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor of the word embedding."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divisor of the logits."""
+    logits_softcap: PositiveFloat | None = None
+    """Bound of the logits: z becomes cap * tanh(z / cap). Unset: none."""
     embed_layernorm: bool = False
     """Apply a LayerNorm to the word embedding, as in BLOOM-176B."""
     untie_embeddings_and_output_weights: bool = False
@@ -110,13 +137,32 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary_size(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
     def suits_flex(self) -> bool:
         """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
         return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
 
+    def window_of(self, layer: int | None) -> int | None:
+        """Return the attention window of the transformer layer of this number; None: it has none."""
+        if layer is None:
+            return None
+        pattern = self.attention_window_pattern
+        return self.attention_window if pattern[layer % len(pattern)] else None
+
+    def particular(self) -> dict[str, Any]:
+        """Return the options of PARTICULAR that do something, by name."""
+        idle = set() if self.attention_window else {"attention_window_pattern", "rotary_base_local"}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in PARTICULAR if name not in idle}
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
     def uses_fused_sdpa(self, device: Device) -> bool:
-        """Return True if the attention runs in Habana's FusedSDPA on this device."""
-        fused = self.attention_backend == "auto" and self.kernels != "plain"
+        """Return True if the attention runs in Habana's FusedSDPA on this device. It has no soft cap."""
+        fused = self.attention_backend == "auto" and self.kernels != "plain" and self.attention_softcap is None
         return "fused_hpu" in device.attention and (fused or self.attention_backend == "fused_hpu")
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
@@ -130,10 +176,12 @@ class ModelConfig:
         Options that do nothing at its position encoding are left out. `seq_length`: that of its run.
         """
         idle = set(NOT_COMPUTED)
+        if self.attention_window is None:
+            idle |= {"attention_window_pattern", "rotary_base_local"}
         if self.position_embedding_type != "learned":
             idle.add("max_position_embeddings")
         if self.position_embedding_type != "rope":
-            idle |= {"rotary_base", "rope_scaling_factor"}
+            idle |= {"rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling_factor"}
         if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
             idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
         resolved = {

@@ -28,6 +28,8 @@ ALTERNATIVES = (
 POSITIONS = {
     "rope": (
         "rotary_base",
+        "rotary_base_local",
+        "rotary_percent",
         "rope_scaling_factor",
         "rope_scaling_low_freq_factor",
         "rope_scaling_high_freq_factor",

@@ -42,8 +42,11 @@ class _ChosenLogProbs(torch.autograd.Function):
         gradients = InputGradients(head, hidden_NH, weight, function.needs_input_grad[:2], sizes_N)
         for part in head.slices():
             logits = head.logits(part, buffer)
+            slope = head.cap_slope(logits)
             normalise_(logits, RowSums(peak[part], total[part]))
             _to_gradient_(head, part, logits, units_NK[part])
+            if slope is not None:
+                logits *= slope
             gradients.add(part, logits, sizes_N[part])
         if gradients.weight is None:
             return gradients.hidden, None, None

@@ -24,10 +24,19 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    window: int | None = None
+    """Latest keys that a query sees; None: all."""
+    is_capped: bool = False
 
     def flops_per_token(self, seq_length: int) -> int:
-        """Return the forward FLOPs, over the whole square of tokens although half of it is masked."""
-        return 4 * self.num_heads * self.head_size * seq_length
+        """Return the forward FLOPs, over the whole square of tokens although half of it is masked.
+
+        Under a window over twice its area: a share of the square as the window's is of the triangle.
+        """
+        seen = seq_length
+        if self.window is not None and self.window < seq_length:
+            seen = round(self.window * (2 * seq_length + 1 - self.window) / (seq_length + 1))
+        return 4 * self.num_heads * self.head_size * seen
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
-from megatron.parallel.mappings import reduce_from_tensor_region, reduce_scatter_to_sequence
+from megatron.parallel.mappings import (
+    copy_to_tensor_region,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence,
+)
 from megatron.parallel.operators.fused import PLAIN, Kernels
 from megatron.parallel.operators.weight_gradient import Lookup, own_sum
 from megatron.parallel.shards import Shards, shard_of
@@ -33,6 +38,8 @@ class VocabParallelEmbedding(nn.Module):
         self.ctx = ctx
         self.weight = shards.allocate("weight", ctx)
         self.adapters = vocabulary_adapters(self, shards, ctx)
+        self.logits_cap: float | None = None
+        """Soft cap of the logits."""
 
     def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         if project is not None:
@@ -71,10 +78,40 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean square in float32. Source: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
 
-    def __init__(self, shards: Shards, epsilon: float, ctx: ParallelContext, *, kernels: Kernels = PLAIN) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        epsilon: float,
+        ctx: ParallelContext,
+        *,
+        kernels: Kernels = PLAIN,
+        adds_one: bool = False,
+    ) -> None:
+        """`adds_one`: multiply by 1 + weight, added up in float32."""
         super().__init__()
-        self.epsilon, self.kernels = epsilon, kernels
+        self.epsilon, self.kernels, self.adds_one = epsilon, kernels, adds_one
         self.weight = shards.allocate("weight", ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.kernels.rms_norm(hidden, self.weight, self.epsilon)
+        if not self.adds_one:
+            return self.kernels.rms_norm(hidden, self.weight, self.epsilon)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        # kernels take a weight of their input's dtype
+        return self.kernels.rms_norm(hidden.to(exact), self.weight.to(exact) + 1.0, self.epsilon).to(hidden.dtype)
+
+
+class SplitRMSNorm(RMSNorm):
+    """RMSNorm over channels that are cut over the tensor-parallel ranks, [..., C/tp] -> [..., C/tp]."""
+
+    def __init__(self, shards: Shards, epsilon: float, ctx: ParallelContext, *, kernels: Kernels = PLAIN) -> None:
+        super().__init__(shards, epsilon, ctx, kernels=kernels)
+        self.ctx, self.num_channels = ctx, shards["weight"].shape[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.ctx.tensor_size == 1:
+            return super().forward(hidden)
+        exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        total = reduce_from_tensor_region(exact.square().sum(-1, keepdim=True), self.ctx)
+        # each rank's channels depend on the sum of all
+        scale = (copy_to_tensor_region(total, self.ctx) / self.num_channels + self.epsilon).rsqrt()
+        return (exact * scale * self.weight).to(hidden.dtype)

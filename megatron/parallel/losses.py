@@ -44,6 +44,8 @@ class Head:
     """Share of a label's probability that is spread evenly over the vocabulary, in the loss of one label a token."""
     vocabulary: int = 1
     """Tokens of all ranks."""
+    cap: float | None = None
+    """Soft cap: logits z become cap * tanh(z / cap)."""
 
     @property
     def _products(self) -> list[tuple[Tensor, slice]]:
@@ -72,7 +74,11 @@ class Head:
         logits = products.mm(hidden[:, first[1]], first[0].t(), out=buffer[: hidden.shape[0]])
         for rows, channels in more:
             products.add_mm_(logits, hidden[:, channels], rows.t())
-        return logits
+        return logits if self.cap is None else cap_(logits, self.cap)
+
+    def cap_slope(self, logits: Tensor) -> Tensor | None:
+        """Return the derivative of the soft cap at these capped logits; None: there is no cap."""
+        return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1.0)
 
     def hidden_gradient(self, grad_logits: Tensor, into: Tensor) -> Tensor:
         for rows, channels in self._products:
@@ -116,10 +122,10 @@ class Head:
             return log_probs
         return (1 - self.smoothing) * log_probs[:, :1] + self.smoothing * log_probs[:, 1:]
 
-    def subtract_labels_(self, part: slice, softmax: Tensor, log_probs: Tensor) -> None:
+    def subtract_labels_(self, part: slice, softmax: Tensor, log_probs: Tensor, slope: Tensor | None) -> None:
         """Turn the softmax of a chunk into the gradient of the loss with respect to the logits, in place.
 
-        `log_probs`: the result of that method for a label each.
+        `log_probs`, `slope`: the results of these methods for a label each.
         """
         if not self.num_rows:
             return
@@ -132,6 +138,8 @@ class Head:
         value = torch.where(elsewhere, softmax.gather(-1, local), value)
         # not scatter_, which takes 0.3 s for 1,024 x 131,072 numbers on a CPU
         softmax[torch.arange(len(local), device=local.device), local.squeeze(-1)] = value.squeeze(-1)
+        if slope is not None:
+            softmax *= slope
 
 
 def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
@@ -199,10 +207,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         buffer, log_probs_N = head.logits_buffer(), torch.empty_like(token_weights_N)
         for part in head.slices():
             logits = head.logits(part, buffer)
+            slope = head.cap_slope(logits)
             log_probs, _ = head.log_probs(part, logits, to_softmax=any(needs))
             log_probs_N[part] = head.smoothed(log_probs).squeeze(-1)
             if any(needs):
-                head.subtract_labels_(part, logits, log_probs)
+                head.subtract_labels_(part, logits, log_probs, slope)
                 gradients.add(part, logits)
         function.weight_dtype, function.into = weight.dtype, None
         total = unit = None
@@ -244,17 +253,18 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NH) if makes_gradient else None
         for part in slices:
             logits = head.logits(part, buffer)
+            slope = head.cap_slope(logits)
             results.append(head.log_probs(part, logits, to_softmax=keeps_logits or makes_gradient))
             if grad_hidden is not None:
-                head.subtract_labels_(part, logits, results[-1][0])
+                head.subtract_labels_(part, logits, results[-1][0], slope)
                 head.hidden_gradient(logits, grad_hidden[part])
         log_probs_NK = torch.cat([log_probs for log_probs, _ in results])
         sums = RowSums(*(torch.cat(parts) for parts in zip(*(sums for _, sums in results), strict=True)))
         function.head, function.has_gradient = head, makes_gradient
         if grad_hidden is not None:
             function.save_for_backward(grad_hidden)
-        elif keeps_logits:
-            head.subtract_labels_(slices[0], buffer, log_probs_NK)
+        elif keeps_logits:  # of a single chunk, whose slope is the last
+            head.subtract_labels_(slices[0], buffer, log_probs_NK, slope)
             function.save_for_backward(hidden_NH, weight, log_probs_NK, *sums, buffer)
         else:
             function.save_for_backward(hidden_NH, weight, log_probs_NK, *sums, None)
@@ -274,8 +284,9 @@ class _TokenLogProbs(torch.autograd.Function):
         for part in head.slices():
             logits = buffer[: part.stop - part.start]
             if kept is None:
-                normalise_(head.logits(part, buffer), RowSums(peak[part], total[part]))
-                head.subtract_labels_(part, logits, log_probs_NK[part])
+                slope = head.cap_slope(head.logits(part, buffer))
+                normalise_(logits, RowSums(peak[part], total[part]))
+                head.subtract_labels_(part, logits, log_probs_NK[part], slope)
             gradients.add(part, logits, token_weights_N[part])
         if gradients.weight is None:
             return gradients.hidden, None, None, None
@@ -370,7 +381,7 @@ def head_of(
     up = _up(weight)
     trained, base = (weight, None) if up is None else (up, weight)
     rows, vocabulary = own_vocabulary(weight, ctx), shard_of(weight).shape[0]
-    return Head(hidden_NH, trained, labels_NK, *rows, ctx, into, base, smoothing, vocabulary)
+    return Head(hidden_NH, trained, labels_NK, *rows, ctx, into, base, smoothing, vocabulary, _cap(weight))
 
 
 def own_vocabulary(weight: Tensor, ctx: ParallelContext) -> tuple[int, int]:
@@ -397,6 +408,9 @@ def gather_logits(
             local = product(local, weight)
         else:
             local = products.mm(local[..., :channels], weight.t()) + products.mm(local[..., channels:], up.t())
+        cap = _cap(weight)
+        if cap is not None:
+            local = cap_(local, cap)
         if ctx.tensor_size > 1:
             parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
@@ -434,6 +448,21 @@ def with_adapter(hidden: Tensor, weight: Tensor, parts: Sequence[tuple[Tensor, T
     )
     weight.adapter_up = up  # type: ignore[attr-defined]
     return joined, weight
+
+
+def capped(weight: Tensor, cap: float | None) -> Tensor:
+    """Let the functions above cap the logits of this weight, which an output layer passes on."""
+    weight.logits_cap = cap  # type: ignore[attr-defined]
+    return weight
+
+
+def _cap(weight: Tensor) -> float | None:
+    return getattr(weight, "logits_cap", None)
+
+
+def cap_(logits: Tensor, cap: float) -> Tensor:
+    """Replace logits z by cap * tanh(z / cap), in place."""
+    return logits.div_(cap).tanh_().mul_(cap)
 
 
 def _up(weight: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import with_adapter
+from megatron.parallel.losses import capped, with_adapter
 from megatron.parallel.low_rank import START, dropped, gain, plus, row_norms, start_of
 from megatron.parallel.mappings import copy_to_tensor_region
 from megatron.parallel.operators import products
@@ -27,6 +27,7 @@ class Vocabulary(Protocol):
     ctx: ParallelContext
     weight: nn.Parameter
     adapters: VocabularyAdapters | None
+    logits_cap: float | None
     training: bool
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
@@ -120,4 +121,6 @@ def vocabulary_adapters(module: nn.Module, shards: Shards, ctx: ParallelContext)
 def output_weight(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return hidden [rows, B, H] and the weight [V, H] of an output layer, for the functions of losses.py."""
     weight = alias(layer.weight)
-    return (hidden, weight) if layer.adapters is None else layer.adapters.project(layer, hidden, weight)
+    if layer.adapters is not None:
+        hidden, weight = layer.adapters.project(layer, hidden, weight)
+    return hidden, capped(weight, layer.logits_cap)

@@ -181,6 +181,11 @@ class Shards(Mapping[str, Shard]):
         return Shards(self._layer, f"{self._prefix}{module}.")
 
     @property
+    def layer_number(self) -> int | None:
+        """Number of the transformer layer that the module is of; None: it is of none."""
+        return self._layer.number
+
+    @property
     def method(self) -> Any:
         """Linear method declared for this module; None: dense."""
         declared = self._layer.methods.get(self._prefix.removesuffix("."))

@@ -18,7 +18,7 @@ from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, 
 from megatron.parallel.operators.block_sizes import block_bytes
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
-from megatron.plan.attention_core import AttentionCore, is_blockwise, stores_attention_scores
+from megatron.plan.attention_core import AttentionCore
 from megatron.plan.microbatch import MicrobatchSizes
 
 
@@ -246,12 +246,11 @@ class _TransformerLayer:
         keeps that as its input.
         """
         kept = sum(core.kept_bytes for core in self._cores)
-        if not is_blockwise(self._sizes.config):
-            return kept
-        kept -= sum(core.statistics_bytes for core in self._cores)
+        kept -= sum(core.statistics_bytes for core in self._cores if core.is_blockwise)
         for linear in self._linears:
             if linear.attention and not linear.keeps_input:
-                kept -= AttentionCore(linear.attention, self._sizes).output_bytes
+                core = AttentionCore(linear.attention, self._sizes)
+                kept -= core.output_bytes if core.is_blockwise else 0
         return kept
 
     # Needed for a moment of the backward pass
@@ -276,8 +275,8 @@ class _TransformerLayer:
         sizes = self._sizes
         projected = sum(linear.outputs for linear in self._branches["attention"] if linear.is_column)
         gradients = sizes.cut_bytes(2 * projected)  # apart, and fused
-        if stores_attention_scores(sizes.config):
-            gradients += 2 * 4 * sum(core.scores for core in self._cores)  # before and after the softmax, in float32
+        # before and after the softmax, in float32
+        gradients += 2 * 4 * sum(core.scores for core in self._cores if core.stores_scores)
         blockwise = sizes.stream_bytes + sum(core.blockwise_backward_bytes for core in self._cores)
         # where the weights' gradients are deferred, the MLP's inputs and the gradients of its outputs wait for them
         freed = 0 if sizes.config.parallel.schedule == "zero-bubble" else self._inside_mlp
@@ -333,7 +332,8 @@ def _dropout_mask(sizes: MicrobatchSizes) -> int:
 
 def _norms(layer: LayerDeclaration, used_on: str = "stream") -> list[Norm]:
     """Return the layer's norms over the residual stream, or over heads."""
-    used = [shard.cost for shard in layer.shards.values() if shard.used_on == used_on]
+    # a norm over all heads together is cut as they are, and has no other use
+    used = [shard.cost for shard in layer.shards.values() if (shard.used_on or "heads") == used_on]
     return [cost for cost in used if isinstance(cost, Norm)]
 
 

@@ -49,6 +49,19 @@ class AttentionCore:
         return self.sizes.tokens * self.sizes.data.row_length * self.heads
 
     @property
+    def is_blockwise(self) -> bool:
+        """megatron/models/blockwise_attention.py computes it."""
+        return is_blockwise(self.sizes.config, self.declared)
+
+    @property
+    def stores_scores(self) -> bool:
+        """All its scores are kept: see `stores_attention_scores`; or plain operators attend, which alone have a cap."""
+        model, device = self.sizes.config.model, self.sizes.device
+        has_flex = "flex" in device.attention and model.suits_flex and model.attention_backend in ("auto", "flex")
+        is_plain = self.declared.is_capped and not has_flex and not self.is_blockwise
+        return stores_attention_scores(self.sizes.config) or is_plain
+
+    @property
     def output_bytes(self) -> int:
         return self.sizes.tokens * self.query_channels * self.sizes.number_bytes
 
@@ -73,7 +86,7 @@ class AttentionCore:
         batch = sizes.config.training.micro_batch_size
         if device.has_flash_attention and not sizes.is_16_bit and batch > 1:
             kept += self.output_bytes  # no flash kernel: the output comes by sample, and is copied by position
-        if not stores_attention_scores(sizes.config):
+        if not self.stores_scores:
             return kept
         if device.is_host:
             return self._unfused_on_host_bytes
@@ -115,7 +128,7 @@ class AttentionCore:
         scores the probabilities, their gradient before and after the softmax, and that rounded.
         """
         sizes = self.sizes
-        if not is_blockwise(sizes.config):
+        if not self.is_blockwise:
             return 0
         key_bytes = 2 * FLOAT32  # sums of the gradients of k and v
         score_bytes = 3 * FLOAT32
@@ -139,7 +152,17 @@ def attention_mask_bytes(sizes: MicrobatchSizes) -> int:
         number_bytes = FLOAT32 if sizes.widens_products else sizes.number_bytes
         heads = model.num_attention_heads // sizes.tensor_size
         return rows * heads * square * number_bytes
-    return rows * square if is_packed else 0
+    return rows * square if is_packed or _masks_windows(sizes) else 0
+
+
+def _masks_windows(sizes: MicrobatchSizes) -> bool:
+    """Return True if a window of attention is a mask in memory."""
+    model = sizes.config.model
+    if model.attention_window is None or model.attention_window >= sizes.data.row_length:
+        return False
+    window, is_capped = model.attention_window, model.attention_softcap is not None
+    core = Attention(model.num_attention_heads, model.num_kv_heads, model.head_size, window, is_capped)
+    return not is_blockwise(sizes.config, core)
 
 
 def stores_attention_scores(config: Config) -> bool:
@@ -155,7 +178,7 @@ def stores_attention_scores(config: Config) -> bool:
     return False
 
 
-def is_blockwise(config: Config) -> bool:
+def is_blockwise(config: Config, core: Attention) -> bool:
     """Return True if megatron/models/blockwise_attention.py computes the attention."""
     model, training = config.model, config.training
     device = planned_device(config.parallel.device)
@@ -166,6 +189,9 @@ def is_blockwise(config: Config) -> bool:
     data = load_task(config).data
     if data.packs_documents:  # document by document, of lengths that the plan does not know
         return False
+    is_cut = core.window is not None and core.window < data.row_length
+    if core.is_capped or (is_cut and data.row_length >= BLOCKWISE_LENGTHS.start):
+        return not MicrobatchSizes(config).widens_products
     return data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)
 
 
@@ -184,7 +210,9 @@ def _repeats_heads(config: Config) -> bool:
     if device.sdpa_groups == "never":
         return not model.uses_fused_sdpa(device)
     # SDPA has kernels for groups where nothing is masked, and of 16-bit numbers alone
-    is_masked = model.position_embedding_type == "alibi" or load_task(config).data.packs_documents
+    data, window = load_task(config).data, model.attention_window
+    is_cut = window is not None and window < data.row_length
+    is_masked = model.position_embedding_type == "alibi" or data.packs_documents or is_cut
     in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
     if is_masked:
         return in_sdpa

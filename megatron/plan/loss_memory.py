@@ -36,8 +36,8 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     if loss.is_one_chunk:
         # the gradient of the weight is rounded to the dtype of the weight once it is complete
         rounded = loss.weight_gradient if loss.sum_number_bytes != loss.sizes.number_bytes else 0
-        return LossMemory(held + loss.softmax_block, held + loss.sums + max(loss.gradient_work, rounded))
-    forward = loss.sums + held + max(loss.softmax_block, loss.gradient_work)
+        return LossMemory(held + loss.cap_slope + loss.softmax_block, held + loss.sums + max(loss.gradient_work, rounded))
+    forward = loss.sums + held + loss.cap_slope + max(loss.softmax_block, loss.gradient_work)
     # both gradients are scaled: that of the hidden states in float32 before it is rounded
     scaled = loss.hidden_gradient
     if loss.sizes.is_16_bit:
@@ -147,6 +147,11 @@ class _Loss:
         """Inputs made for the loss: the scaled weight, and under sequence parallelism all ranks' hidden states."""
         hidden = self.hidden_gradient if self.sizes.config.parallel.sequence_parallel else 0
         return self.scaled_weight + hidden
+
+    @property
+    def cap_slope(self) -> int:
+        """[C, V] of the soft cap's derivative, until the gradient of the logits is there."""
+        return self.logits if self.sizes.config.model.logits_softcap is not None else 0
 
     @property
     def logits(self) -> int:

@@ -77,8 +77,17 @@ def check_attention(config: Config) -> list[str]:
             f"use_fast_softmax {alone}, but position_embedding_type=alibi adds a bias to it; turn it off",
         ),
         (
+            is_causal_alone and model.attention_window is not None,
+            f"use_fast_softmax {alone}, but attention_window={model.attention_window} adds one to it; turn it off",
+        ),
+        (
             is_causal_alone and _packs_documents(config),
             f"use_fast_softmax {alone}, but documents or chats packed into a row add one to it; turn it off",
+        ),
+        (
+            model.attention_backend == "fused_hpu" and model.attention_softcap is not None,
+            f"attention_backend=fused_hpu has no soft cap, but attention_softcap={model.attention_softcap}; use auto, "
+            "which then takes torch's plain operators",
         ),
         (
             uses_flex and model.attention_dropout > 0,

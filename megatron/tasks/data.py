@@ -47,7 +47,7 @@ class Microbatch:
         """Tokens of the input, without padding."""
         if not isinstance(self.inputs, tuple):
             return self.num_positions
-        from megatron.models.attention import Packing
+        from megatron.models.positions import Packing
 
         _, positions, starts = self.inputs
         return int(Packing(positions, starts).is_token_BS.sum())

@@ -26,7 +26,7 @@ from megatron.options.config import Config
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.runtime.files import sync_folder
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.huggingface_config import OUTPUT, SPECIAL_TOKENS, form_of, restored_config, their_config
+from megatron.weights.huggingface_config import SPECIAL_TOKENS, form_of, restored_config, their_config
 from megatron.weights.huggingface_files import Precision, WeightsWriter, some, write_json
 from megatron.weights.tokenizer_files import TEMPLATES, copy_tokenizer, special_token_ids
 
@@ -117,7 +117,7 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
     """Yield the tensors of theirs that make a parameter of ours. Raises CheckpointError if there are none."""
     module, _, kind = name.rpartition(".")
     if module == "output":
-        yield MappedTensor(OUTPUT, shard.shape, 0, shard.shape[0])
+        yield MappedTensor(form.output, shard.shape, 0, shard.shape[0])
         return
     number = next((word for word in module.split(".") if word.isdigit()), "")
     ours = module.replace(f".{number}.", ".*.") if number else module

@@ -14,7 +14,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import FAMILIES, family_named
 from megatron.options.config import Config, ModelConfig, TrainingConfig
-from megatron.options.model import differing
+from megatron.options.model import PARTICULAR, differing
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import Precision, own_file, read_json
 
@@ -36,7 +36,7 @@ def form_of(model: ModelConfig) -> HuggingFaceForm:
     remedy = "such a model has no Hugging Face form, keep it as native or universal"
     if form is None:
         raise CheckpointError(f"transformers has no class for architecture={model.architecture}; {remedy}")
-    if wrong := form.unsupported(model):
+    if wrong := form.cannot_express(model):
         raise CheckpointError(
             f"transformers' {form.class_name}, the nearest to architecture={model.architecture} with "
             f"position_embedding_type={model.position_embedding_type}, has no {', '.join(wrong)}; {remedy}"
@@ -64,8 +64,8 @@ _HARMLESS = {
     "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "temperature", "top_k",
     "top_p", "typical_p",
     # of a person, an implementation, a tool or another kind of model
-    "author", "datasets", "description", "language", "license", "license_link", "license_name", "tags",
-    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
+    "author", "cache_implementation", "datasets", "description", "language", "license", "license_link", "license_name",
+    "tags", "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash",
     "_flash_attn_2_enabled", "_num_labels", "attn_implementation", "classifier_dropout", "is_decoder",
     "model_max_length", "name_or_path", "num_labels", "prefix", "prune_heads", "tf_legacy_loss", "tie_encoder_decoder",
     "tokenizer_class", "torchscript", "transformers.js_config", "unsloth_fixed", "unsloth_version", "use_bfloat16",
@@ -138,6 +138,16 @@ class _Fields:
             raise CheckpointError(
                 f"{self.where}: {name}={shown(value)} must be {_KINDS[kind]}; copy the model's own config.json there"
             )
+        return value
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def texts(self, name: str) -> list[str]:
+        self._read.add(name)
+        value = self.values.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise CheckpointError(f"{self.where}: {name}={shown(value)} must be a list of texts")
         return value
 
     def demand(self, name: str, *allowed: Any) -> None:
@@ -293,7 +303,7 @@ def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
 
 def described(model: ModelConfig) -> dict[str, Any]:
     """Return the options that settle a model, without those that a run chooses for it."""
-    idle = set(_OF_THE_RUN)
+    idle = set(_OF_THE_RUN) | (set(PARTICULAR) - model.particular().keys())
     if model.rope_scaling_factor is None:
         idle.update(_ROPE_SCALING)
     if model.position_embedding_type != "rope":

@@ -212,9 +212,10 @@ def _checked_tensors(
         faults.append(some(wrong))
     if faults:
         raise CheckpointError(f"{folder} is not a whole {mapped.form.class_name}: {'; '.join(faults)}")
-    if is_tied and OUTPUT in tensors:
+    output = mapped.form.output
+    if is_tied and output in tensors:
         (embedding,) = mapped.parts["embedding.word.weight"]
-        check_copy(tensors.pop(OUTPUT), tensors[embedding.name])
+        check_copy(tensors.pop(output), tensors[embedding.name])
     return tensors
 
 
@@ -225,13 +226,13 @@ def _by_full_name(
     tensors: dict[str, StoredTensor] = {}
     faults, unknown = [], []
     for name, tensor in stored.items():
-        has_full_name = name == OUTPUT or name.startswith(form.prefix)
+        has_full_name = name == form.output or name.startswith(form.prefix)
         full = name if has_full_name else form.prefix + name
         if re.fullmatch(form.buffers, full):
             continue
         if full in tensors:
             faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
-        elif full in expected or full == OUTPUT:
+        elif full in expected or full == form.output:
             tensors[full] = tensor
         else:
             unknown.append(f"{name} in {tensor.file.name}")

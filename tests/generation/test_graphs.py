@@ -17,7 +17,8 @@ from megatron.generation import graphs
 from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Request
-from megatron.models.attention import AttentionMask, Packing
+from megatron.models.attention_kernels import AttentionMask
+from megatron.models.positions import Packing
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
@@ -141,14 +142,14 @@ def test_a_graph_takes_the_shapes_and_reads_the_memory_of_its_capture(accelerato
 
 def test_a_mask_is_computed_in_the_graph(accelerator: Accelerator) -> None:
     """It is kept from one layer to the next, and follows from an input of the graph."""
-    captured, masks = graphs.PassGraphs(on("cpu")), AttentionMask(None)
+    captured, masks = graphs.PassGraphs(on("cpu")), AttentionMask()
 
     def mask(starts: torch.Tensor) -> torch.Tensor | None:
         return masks.get(Packing(starts, starts), 4, 4, torch.float32, starts.device)
 
     for starts in ([0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 2, 2]):
         given = torch.tensor([starts])
-        expected = AttentionMask(None).get(Packing(given, given), 4, 4, torch.float32, given.device)
+        expected = AttentionMask().get(Packing(given, given), 4, 4, torch.float32, given.device)
         found = captured.run("row", mask, (given,))
         assert found is not None
         assert expected is not None

@@ -32,7 +32,8 @@ def test_the_families_are_the_files_of_their_folder() -> None:
 
 def test_an_unknown_family_is_one_fault_that_lists_the_known_ones() -> None:
     (fault,) = check(config(architecture="gpt"), 1)
-    assert fault == "architecture='gpt' is unknown; use bloom, llama, or your own as package.module:ATTRIBUTE"
+    names = ", ".join(FAMILIES)
+    assert fault == f"architecture='gpt' is unknown; use {names}, or your own as package.module:ATTRIBUTE"
 
 
 def test_what_is_not_a_family_is_refused() -> None:

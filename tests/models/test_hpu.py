@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes, build_kernel
+from megatron.models.attention_kernels import FusedHPUAttention, Scores, SDPAttention, build_kernel
+from megatron.models.positions import Packing, alibi_slopes
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext
@@ -54,8 +55,8 @@ def test_fused_attention_equals_torchs(habana: Any, alibi: bool, packed: bool, g
     starts = torch.tensor([[0, 0, 0, 3, 3, 3, 6, 6], [0] * 8])
     packing = Packing(torch.arange(S) - starts, starts) if packed else None
     q, k, v = heads(HEADS, 1), heads(groups, 2), heads(groups, 3)
-    ours = FusedHPUAttention(slopes)(q, k, v, packing, 0.0)
-    torch.testing.assert_close(ours, SDPAttention(slopes)(q, k, v, packing, 0.0), rtol=0, atol=1e-6)
+    ours = FusedHPUAttention(Scores(slopes))(q, k, v, packing, 0.0)
+    torch.testing.assert_close(ours, SDPAttention(Scores(slopes))(q, k, v, packing, 0.0), rtol=0, atol=1e-6)
     ((mask, dropout, causal, scale, softmax_mode, recompute),) = kernel_calls(habana)
     assert habana.called("FusedSDPA")[0]["num_kv_heads"] == groups  # not repeated: it takes fewer
     assert causal == (mask is None) == (not alibi and not packed)

@@ -46,7 +46,7 @@ class LowRank(LinearMethod):
 
 
 def declare(config: Config, up_std: float) -> list[LayerDeclaration]:
-    layers = llama.declare(config)
+    layers = llama.FAMILY.declare(config)
     for prefix in ("attention.qkv", "attention.dense", "mlp.down"):
         layers = [layer if layer.number is None else layer.with_method(prefix, LowRank(up_std)) for layer in layers]
     return layers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.models import transformer
-from megatron.models.attention import Packing
+from megatron.models.positions import Packing
 from megatron.models.transformer import add_noise
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rng import derive_seed

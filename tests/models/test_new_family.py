@@ -26,18 +26,10 @@ from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.models.attention import SelfAttention, Shared
-from megatron.models.decoder import (
-    attention_shards,
-    below,
-    column_shards,
-    decoder_layers,
-    rms_norm_shards,
-    row_shards,
-    transformer,
-)
+from megatron.models.decoder import Block, column_shards, decoder_layers, row_shards
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.models.transformer import TransformerLayer, rms_norm
-from megatron.options.config import Config, ConfigError
+from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.costs import Activation, MatrixProduct, Norm
 from megatron.parallel.layout import LayoutError
@@ -62,11 +54,11 @@ from tests.ranks import RankPools
 class QKNormAttention(SelfAttention):
     def __init__(self, shards: Shards, shared: Shared) -> None:
         super().__init__(shards, shared)
-        self.q_norm, self.k_norm = (rms_norm(shards.below(name), shared) for name in ("q_norm", "k_norm"))
+        self.query_norm, self.key_norm = (rms_norm(shards.below(name), shared) for name in ("query_norm", "key_norm"))
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(hidden)
-        return self.q_norm(q), self.k_norm(k), v
+        return self.query_norm(q), self.key_norm(k), v
 
 
 class SeparateGateMLP(nn.Module):
@@ -81,26 +73,27 @@ class SeparateGateMLP(nn.Module):
         return output
 
 
-def build_block(shards: Shards, shared: Shared) -> TransformerLayer:
-    return TransformerLayer(shards, shared, norm=rms_norm, mlp=SeparateGateMLP, attention=QKNormAttention)
+class ToyBlock(Block):
+    def attention_shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
+        attention = super().attention_shards(model, window)
+        for name, heads in (("query_norm", model.num_attention_heads), ("key_norm", model.num_kv_heads)):
+            cost = Norm(heads * model.head_size, is_rms=True)
+            attention[f"{name}.weight"] = Shard((model.head_size,), value=1.0, used_on="heads", cost=cost)
+        return attention
+
+    def mlp_shards(self, model: ModelConfig) -> dict[str, Shard]:
+        mlp: dict[str, Shard] = {}
+        for name in ("gate", "up"):
+            mlp |= column_shards(name, model, (model.ffn_size,), bias=False, cost=MatrixProduct("mlp"))
+        activation = Activation(is_gated=True, kept=model.ffn_size)  # silu(gate)
+        return mlp | row_shards("down", model, model.ffn_size, bias=False, cost=MatrixProduct("mlp", activation))
+
+    def build(self, shards: Shards, shared: Shared) -> TransformerLayer:
+        return TransformerLayer(shards, shared, norm=rms_norm, mlp=SeparateGateMLP, attention=QKNormAttention)
 
 
 def declare(config: Config) -> list[LayerDeclaration]:
-    model = config.model
-    norm, attention = rms_norm_shards(model), attention_shards(model, bias=False)
-    for name, heads in (("q_norm", model.num_attention_heads), ("k_norm", model.num_kv_heads)):
-        cost = Norm(heads * model.head_size, is_rms=True)
-        attention[f"{name}.weight"] = Shard((model.head_size,), value=1.0, used_on="heads", cost=cost)
-    mlp: dict[str, Shard] = {}
-    for name in ("gate", "up"):
-        mlp |= column_shards(name, model, (model.ffn_size,), bias=False, cost=MatrixProduct("mlp"))
-    activation = Activation(is_gated=True, kept=model.ffn_size)  # silu(gate)
-    mlp |= row_shards("down", model, model.ffn_size, bias=False, cost=MatrixProduct("mlp", activation))
-    block = below("attention_norm", norm) | below("attention", attention)
-    block |= below("mlp_norm", norm) | below("mlp", mlp)
-    return decoder_layers(
-        config, block=block, build_block=build_block, norm=norm, build_final_norm=transformer("final_rms_norm")
-    )
+    return decoder_layers(config, ToyBlock(norm="rms_norm", activation="silu", is_gated=True))
 
 
 def rules(config: Config) -> Iterator[str]:
@@ -128,8 +121,8 @@ TOY = HuggingFaceForm(
         "embedding.word": ("tokens",),
         "layers.*.attention_norm": ("block.*.norm_1",),
         "layers.*.attention.qkv": ("block.*.q", "block.*.k", "block.*.v"),
-        "layers.*.attention.q_norm": ("block.*.norm_q",),
-        "layers.*.attention.k_norm": ("block.*.norm_k",),
+        "layers.*.attention.query_norm": ("block.*.norm_q",),
+        "layers.*.attention.key_norm": ("block.*.norm_k",),
         "layers.*.attention.dense": ("block.*.o",),
         "layers.*.mlp_norm": ("block.*.norm_2",),
         "layers.*.mlp.gate": ("block.*.gate",),
@@ -160,7 +153,7 @@ def test_a_norm_over_heads_has_the_gradients_of_one_rank(ranks: RankPools, group
     shards = parameters_of(outputs.config_of(flags))
     parallel = ranks(2)(outputs.run, f"{flags} --tensor-model-parallel-size 2 {extra}", None, inputs, labels)
     replicated = [name for name, shard in shards.items() if shard.dim is None]
-    assert sum(name.endswith(("q_norm.weight", "k_norm.weight")) for name in replicated) == 4
+    assert sum(name.endswith(("query_norm.weight", "key_norm.weight")) for name in replicated) == 4
     for part in parallel:
         assert part.loss == pytest.approx(single.loss, rel=1e-5)
         for name in replicated:

@@ -41,6 +41,11 @@ def gated(gate_up: Tensor) -> Tensor:
     return gate * (1 + (gate / 2).tanh()) / 2 * up
 
 
+def gelu_gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid((8 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)) * up
+
+
 # inputs, the operator of a set of kernels, and the same written otherwise
 OPERATORS: dict[str, tuple[list[Tensor], Callable[..., object], Callable[..., object]]] = {
     "rotate": (
@@ -59,6 +64,11 @@ OPERATORS: dict[str, tuple[list[Tensor], Callable[..., object], Callable[..., ob
         lambda x: [rotated_by_complex_numbers(p, *angles(False)) for p in (x[:, :, :QUERIES], x[:, :, QUERIES:-KEYS])],
     ),
     "swiglu": ([3 * random(S, B, 2 * WIDTH, seed=1)], lambda form, x: [form.swiglu(x)], lambda x: [gated(x)]),
+    "geglu": (
+        [3 * random(S, B, 2 * WIDTH, seed=1)],
+        lambda form, x: [form.geglu(x)],
+        lambda x: [gelu_gated(x)],
+    ),
     "rms_norm": (
         [4 * random(S, B, WIDTH, seed=1), random(WIDTH, seed=2)],
         lambda form, x, weight: [form.rms_norm(x, weight, 1e-2)],
@@ -100,7 +110,7 @@ def extremes(operator: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("form", [PLAIN, EAGER], ids=lambda form: form.form)
-@pytest.mark.parametrize("operator", ["rotate", "swiglu", "rms_norm"])
+@pytest.mark.parametrize("operator", ["rotate", "swiglu", "geglu", "rms_norm"])
 def test_large_numbers_and_zeros_equal_float64(operator: str, form: Kernels, dtype: torch.dtype) -> None:
     check(operator, form, dtype, extremes(operator))
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
-from megatron.models.attention import Packing, SDPAttention, alibi_slopes
+from megatron.models.attention_kernels import Scores, SDPAttention
+from megatron.models.positions import Packing, alibi_slopes
 from megatron.parallel.operators import products
 from megatron.runtime import accelerator, device_cpu
 from megatron.runtime.device_cpu import CPU
@@ -187,7 +188,9 @@ def test_attention_is_no_less_exact_and_keeps_no_more(
     packing = Packing(torch.arange(70) - starts, starts) if "packed" in positions else None
 
     def make() -> SDPAttention:
-        return SDPAttention(alibi_slopes(8) if positions == "alibi" else None, by_document=positions == "packed")
+        return SDPAttention(
+            Scores(alibi_slopes(8) if positions == "alibi" else None), by_document=positions == "packed"
+        )
 
     exact, _ = attended(make(), [each.double() for each in given], grad.double(), packing)
     results = []

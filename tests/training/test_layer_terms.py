@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.models.attention import Packing
+from megatron.models.positions import Packing
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import LayerDeclaration, named_parameters

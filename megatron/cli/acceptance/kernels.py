@@ -63,15 +63,16 @@ def attention(
 ) -> float:
     import torch
 
-    from megatron.models.attention import FusedHPUAttention, Packing, SDPAttention, alibi_slopes
+    from megatron.models.attention_kernels import FusedHPUAttention, Scores, SDPAttention
+    from megatron.models.positions import Packing, alibi_slopes
 
     inputs = [numbers(B, heads, S, HEAD_SIZE, seed=n) for n, heads in enumerate((HEADS, groups, groups))]
     slopes = alibi_slopes(HEADS) if alibi else None
     starts = torch.arange(S).div(100, rounding_mode="floor").mul(100).repeat(B, 1)
     packing = Packing(torch.arange(S) - starts, starts) if packed else None
     on_device = None if packing is None else Packing(packing.positions_BS.to("hpu"), packing.starts_BS.to("hpu"))
-    kernel = FusedHPUAttention(slopes, fast_softmax=fast, recompute=recompute)
-    plain = SDPAttention(slopes, repeats=True)
+    kernel = FusedHPUAttention(Scores(slopes), fast_softmax=fast, recompute=recompute)
+    plain = SDPAttention(Scores(slopes), repeats=True)
     return difference(
         with_gradients(lambda q, k, v: kernel(q, k, v, on_device, 0.0), inputs, "hpu", dtype),
         with_gradients(lambda q, k, v: plain(q, k, v, packing, 0.0), inputs, "cpu", torch.float64),

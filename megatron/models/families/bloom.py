@@ -8,31 +8,17 @@ Source: Le Scao et al. 2022 (arXiv:2211.05100).
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
-from megatron.models.decoder import attention_shards, below, decoder_layers, layer_norm_shards, mlp_shards, transformer
+from megatron.models.decoder import EVERY_BIAS, Block, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
-from megatron.parallel.shards import LayerDeclaration
 
 log = logging.getLogger(__name__)
 
 
-def declare(config: Config) -> list[LayerDeclaration]:
-    model = config.model
-    norm = layer_norm_shards(model)
-    return decoder_layers(
-        config,
-        block={
-            **below("attention_norm", norm),
-            **below("attention", attention_shards(model, bias=True)),
-            **below("mlp_norm", norm),
-            **below("mlp", mlp_shards(model, gated=False, bias=True)),
-        },
-        build_block=transformer("TransformerLayer", norm="layer_norm", mlp="GeluMLP"),
-        norm=norm,
-        build_final_norm=transformer("final_layer_norm"),
-    )
+BLOCK = Block(norm="layer_norm", activation="gelu_tanh", biases=EVERY_BIAS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,4 +170,4 @@ GPT2 = HuggingFaceForm(
     buffers=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
 )
 
-FAMILY = Family(declare=declare, huggingface={"alibi": BLOOM, "": GPT2})
+FAMILY = Family(declare=partial(decoder_layers, block=BLOCK), huggingface={"alibi": BLOOM, "": GPT2})

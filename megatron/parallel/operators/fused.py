@@ -57,6 +57,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by the tanh approximation: [..., 2 F] -> [..., F]. Source: as of SwiGLU."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, the mean square in float32."""
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
@@ -112,6 +118,27 @@ class _Swiglu(torch.autograd.Function):
         return whole
 
 
+class _Geglu(torch.autograd.Function):
+    """Keeps [gate; up] alone for the backward pass."""
+
+    @staticmethod
+    def forward(function: Any, gate_up: Tensor) -> Tensor:
+        function.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = function.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        whole = torch.empty_like(gate_up)
+        to_gate, to_up = whole.chunk(2, dim=-1)
+        torch.mul(F.gelu(gate, approximate="tanh"), grad, out=to_up)
+        torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=to_gate)
+        return whole
+
+
 class _CompiledSwiglu(torch.autograd.Function):
     """The compiled forward pass, and a backward pass in Triton, for CUDA. Keeps [gate; up] alone."""
 
@@ -164,6 +191,7 @@ class Kernels:
     """`plain`, `eager`, `compiled` or `habana`."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    geglu: Callable[[Tensor], Tensor] = geglu
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     attend: Callable[..., Tensor | None] | None = None
     """`attend` of token_kernels.py, None where a token's attention is made of the device's operators."""
@@ -184,7 +212,7 @@ def _for_tokens(eager: Callable[..., Any], plain: Callable[..., Any], token: Cal
     return chosen
 
 
-EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, rms_norm=_RMSNorm.apply)
+EAGER = Kernels("eager", rotate=_Rotate.apply, swiglu=_Swiglu.apply, geglu=_Geglu.apply, rms_norm=_RMSNorm.apply)
 EAGER_WITHOUT_GRADIENTS = Kernels(
     "eager",
     rotate=_for_tokens(_Rotate.apply, rotate, token_kernels.rotate),
@@ -202,17 +230,18 @@ def compiled(backend: str, device: Device) -> Kernels:
     pass of SwiGLU is a kernel of ours there, which reads less than the compiled one.
     """
     one_kernel = device.compiles_by_triton and hasattr(torch.ops.aten, "_fused_rms_norm")
-    rotate_, swiglu_, rms_norm_ = (
-        cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, rms_norm)
+    rotate_, swiglu_, geglu_, rms_norm_ = (
+        cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, geglu, rms_norm)
     )
     if device.compiles_by_triton:
         return Kernels(
             "compiled",
             rotate=rotate_,
             swiglu=lambda x: swiglu_(x) if x.dtype == torch.float64 else _CompiledSwiglu.apply(x, swiglu_),
+            geglu=geglu_,
             rms_norm=rms_norm if one_kernel else rms_norm_,
         )
-    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, rms_norm=rms_norm_)
+    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_, geglu=geglu_, rms_norm=rms_norm_)
 
 
 def habana(*, fused_norm: bool) -> Kernels:
