@@ -23,11 +23,12 @@ from megatron.training.configure import check_deepspeed
 from megatron.training.engine import Engine, StepResult
 from megatron.training.run import run
 
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --make-vocab-size-divisible-by 8 "
-    "--seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style cosine --device cpu "
-    "--split 8,1,1 --eval-interval 4 --eval-iters 2 --log-interval 1"
+SHORT = (
+    "--make-vocab-size-divisible-by 8 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 "
+    "--lr-decay-style cosine --device cpu --split 8,1,1 --eval-interval 4 --eval-iters 2 --log-interval 1"
 )
+"""A short run of the model that it loads."""
+TINY = f"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 {SHORT}"
 
 
 def write_dataset(prefix: Path, documents: int = 60, vocabulary: int = 128, seed: int = 0) -> Path:
@@ -41,10 +42,10 @@ def write_dataset(prefix: Path, documents: int = 60, vocabulary: int = 128, seed
     return prefix
 
 
-def train(arguments: str, device: str = "cpu", *, lazy: bool = True) -> str:
-    """One run; the fault that ended it, or ''. `lazy`: the mode of an HPU."""
+def train(arguments: str, device: str = "cpu", *, lazy: bool = True, below: str = TINY) -> str:
+    """One run; the fault that ended it, or ''. `lazy`: the mode of an HPU. `below`: what `arguments` add to."""
     try:
-        config = load_config([*TINY.split(), *arguments.split()])
+        config = load_config([*below.split(), *arguments.split()])
         check_deepspeed(config)
         run(on_device(config, device, lazy=lazy), ParallelContext.build(config.parallel, device))
     except ConfigError as error:
@@ -52,6 +53,11 @@ def train(arguments: str, device: str = "cpu", *, lazy: bool = True) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def train_loaded(arguments: str) -> str:
+    """One run of the model in the folder that it loads."""
+    return train(arguments, below=SHORT)
 
 
 def announced(arguments: str) -> list[str]:

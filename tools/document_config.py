@@ -65,22 +65,20 @@ def type_text(hint: Any) -> str:
 
 
 def presets_table() -> str:
-    """Return the table of preset sizes, sorted by family and size."""
-    columns = ["preset", "parameters", "layers", "hidden", "heads", "KV heads", "positions", "vocabulary", "sequence"]
-    found = []
+    """Return the table of preset sizes: a row for each family, smallest model first."""
+    found: dict[str, list[tuple[int, str]]] = {}
     for path in PRESETS_DIR.glob("*.yaml"):
         tree = read_preset(path.stem)
         if "model" not in tree:
             continue  # a recipe
         config = from_dict(tree)
-        model, seq_length = config.model, config.training.seq_length
         parameters = count_parameters(dataclasses.replace(config, parallel=ParallelConfig()))
-        sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_kv_heads)
-        cells = [f"[`{path.stem}`](../../megatron/presets/{path.name})", f"{parameters:,}", *map(str, sizes)]
-        cells += [model.position_embedding_type, str(model.vocab_size), str(seq_length)]
-        found.append((path.stem.split("_")[0], parameters, f"| {' | '.join(cells)} |"))
-    rows = [row for _, _, row in sorted(found)]
-    return "\n".join([f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1), *rows])
+        cell = f"[`{path.stem}`](../../megatron/presets/{path.name}) {parameters:,}"
+        found.setdefault(config.model.architecture, []).append((parameters, cell))
+    rows = [
+        f"| `{family}` | {'; '.join(cell for _, cell in sorted(cells))} |" for family, cells in sorted(found.items())
+    ]
+    return "\n".join(["| family | presets and their parameters |", "|---|---|", *rows])
 
 
 def section_table(section: str, cls: type) -> str:

@@ -25,7 +25,7 @@ from megatron.parallel.shards import Shards
 
 
 class Core(NamedTuple):
-    """What computes attention from q, k and v: for whole rows, and for the prompts of a batch."""
+    """Kernels of an attention, for whole rows and for the prompts of a batch, with what they do."""
 
     scores: Scores
     kernel: Callable[..., Tensor]

@@ -40,7 +40,7 @@ def below(prefix: str, shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 @dataclass(frozen=True)
-class Block:
+class DecoderBlock:
     """Structure of a family's transformer layers: x + attention(norm(x)), then x + mlp(norm(x)), unless said otherwise.
 
     What differs between the models of a family is an option of the model instead: sizes, windows, multipliers. A family
@@ -117,12 +117,18 @@ class Block:
         """Build the module of one layer."""
         from megatron.models import transformer as modules
 
-        mlp = partial(modules.MLP, activation=self.activation, is_gated=self.is_gated)
-        attention = partial(modules.SelfAttention, adds_one=self.norm == "rms_norm_1p")
-        norm = modules.NORMS[self.norm]
-        return modules.TransformerLayer(
-            shards, shared, norm=norm, mlp=mlp, attention=attention, is_parallel=self.is_parallel
-        )
+        return modules.TransformerLayer(shards, shared, **self.parts())
+
+    def parts(self) -> dict[str, Any]:
+        """Return what a TransformerLayer is made of, by keyword."""
+        from megatron.models import transformer as modules
+
+        return {
+            "norm": modules.NORMS[self.norm],
+            "mlp": partial(modules.MLP, activation=self.activation, is_gated=self.is_gated),
+            "attention": partial(modules.SelfAttention, adds_one=self.norm == "rms_norm_1p"),
+            "is_parallel": self.is_parallel,
+        }
 
 
 def norm_shards(model: ModelConfig, kind: NormKind) -> dict[str, Shard]:
@@ -155,7 +161,7 @@ def row_shards(name: str, model: ModelConfig, in_size: int, *, bias: bool, cost:
     return shards
 
 
-def decoder_layers(config: Config, block: Block) -> list[LayerDeclaration]:
+def decoder_layers(config: Config, block: DecoderBlock) -> list[LayerDeclaration]:
     """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
     model = config.model
     padding = model.padded_vocab_size(config.parallel.tensor_model_parallel_size) - model.vocab_size

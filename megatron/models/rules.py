@@ -75,10 +75,15 @@ def check_model(config: Config) -> Iterator[str]:
             f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 128)}"
         )
-    if model.position_embedding_type == "rope" and (model.rotary_size % 2 or not model.rotary_size):
+    if model.position_embedding_type == "rope" and model.rotary_percent == 1 and model.head_size % 2:
         yield (
-            f"position_embedding_type=rope needs an even number of rotated channels, not {model.rotary_size} of the "
-            f"head size {model.head_size}; change hidden_size, kv_channels or rotary_percent"
+            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
+            "kv_channels"
+        )
+    if model.position_embedding_type == "rope" and model.rotary_percent < 1 and model.rotary_size % 2:
+        yield (
+            f"rotary_percent={model.rotary_percent} rotates {model.rotary_size} of the {model.head_size} channels of a "
+            "head, which must be even; change it"
         )
     if not model.attention_window_pattern or not set(model.attention_window_pattern) <= {0, 1}:
         given = " ".join(map(str, model.attention_window_pattern)) or "nothing"

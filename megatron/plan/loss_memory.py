@@ -36,7 +36,9 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     if loss.is_one_chunk:
         # the gradient of the weight is rounded to the dtype of the weight once it is complete
         rounded = loss.weight_gradient if loss.sum_number_bytes != loss.sizes.number_bytes else 0
-        return LossMemory(held + loss.cap_slope + loss.softmax_block, held + loss.sums + max(loss.gradient_work, rounded))
+        return LossMemory(
+            held + loss.cap_slope + loss.softmax_block, held + loss.sums + max(loss.gradient_work, rounded)
+        )
     forward = loss.sums + held + loss.cap_slope + max(loss.softmax_block, loss.gradient_work)
     # both gradients are scaled: that of the hidden states in float32 before it is rounded
     scaled = loss.hidden_gradient

@@ -26,7 +26,7 @@ from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.models.attention import SelfAttention, Shared
-from megatron.models.decoder import Block, column_shards, decoder_layers, row_shards
+from megatron.models.decoder import DecoderBlock, column_shards, decoder_layers, row_shards
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.models.transformer import TransformerLayer, rms_norm
 from megatron.options.config import Config, ConfigError, ModelConfig
@@ -73,7 +73,7 @@ class SeparateGateMLP(nn.Module):
         return output
 
 
-class ToyBlock(Block):
+class ToyBlock(DecoderBlock):
     def attention_shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
         attention = super().attention_shards(model, window)
         for name, heads in (("query_norm", model.num_attention_heads), ("key_norm", model.num_kv_heads)):

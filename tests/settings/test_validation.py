@@ -170,6 +170,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "even head size, not 15",
         "change hidden_size or kv_channels",
     ),
+    "rotated share": (
+        "--position-embedding-type rope --kv-channels 12 --rotary-percent 0.25",
+        1,
+        "rotates 3 of the 12 channels",
+        "change it",
+    ),
     "rope factors": (
         "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-low-freq-factor 4",
         1,
@@ -223,6 +229,24 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         1,
         "with the causal mask alone, but position_embedding_type=alibi",
         "turn it off",
+    ),
+    "fast softmax under a window": (
+        "--device hpu --use-fast-softmax --attention-window 4",
+        1,
+        "with the causal mask alone, but attention_window=4",
+        "turn it off",
+    ),
+    "capped scores in FusedSDPA": (
+        "--device hpu --attention-backend fused_hpu --attention-softcap 50",
+        1,
+        "attention_backend=fused_hpu has no soft cap",
+        "use auto",
+    ),
+    "windows of layers": (
+        "--attention-window 4 --attention-window-pattern 2 0",
+        1,
+        "attention_window_pattern=2 0 must be 1 (a window) or 0",
+        "correct it",
     ),
     "fast softmax of documents": (
         "--device hpu --use-fast-softmax --reset-attention-mask --eod-token-id 0",

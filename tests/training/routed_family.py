@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.decoder import (
-    attention_shards,
-    below,
-    decoder_layers,
-    mlp_shards,
-    rms_norm_shards,
-    transformer,
-)
+from megatron.models.decoder import DecoderBlock, below, decoder_layers
 from megatron.models.family import Family
 from megatron.models.transformer import TransformerLayer
+from megatron.options.config import ModelConfig
 from megatron.parallel.costs import MatrixProduct
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards
 
@@ -65,29 +59,21 @@ class RoutedLayer(TransformerLayer):
         return self.ctx.state.terms.add(hidden, terms_of(logits), metrics, weights)
 
 
-def routed(shards: Shards, shared: Any) -> RoutedLayer:
-    from megatron.models import transformer as modules
+class RoutedBlock(DecoderBlock):
+    def shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
+        cost = MatrixProduct("mlp")
+        router = {"weight": Shard((ROUTES, model.hidden_size), std=2.0, used_on="stream", cost=cost)}
+        return super().shards(model, window) | below("router", router)
 
-    return RoutedLayer(shards, shared, norm=modules.rms_norm, mlp=modules.SwigluMLP)
+    def build(self, shards: Shards, shared: Any) -> RoutedLayer:
+        return RoutedLayer(shards, shared, **self.parts())
+
+
+BLOCK = RoutedBlock(norm="rms_norm", activation="silu", is_gated=True)
 
 
 def declare(config: Any) -> list[LayerDeclaration]:
-    model, norm = config.model, rms_norm_shards(config.model)
-    cost = MatrixProduct("mlp")
-    router = {"weight": Shard((ROUTES, model.hidden_size), std=2.0, used_on="stream", cost=cost)}
-    layers = decoder_layers(
-        config,
-        block={
-            **below("attention_norm", norm),
-            **below("attention", attention_shards(model, bias=False)),
-            **below("mlp_norm", norm),
-            **below("mlp", mlp_shards(model, gated=True, bias=False)),
-            **below("router", router),
-        },
-        build_block=routed,
-        norm=norm,
-        build_final_norm=transformer("final_rms_norm"),
-    )
+    layers = decoder_layers(config, BLOCK)
     return [
         layer if layer.number is None else dataclasses.replace(layer, loss_terms=COEFFICIENTS, metrics=METRICS)
         for layer in layers

@@ -205,7 +205,8 @@ def test_a_term_that_is_not_finite_is_refused_and_attributed(ranks: RankPools, b
 
 
 def test_layers_that_disagree_on_a_term_are_refused() -> None:
-    layers = [LayerDeclaration(f"layers.{i}", {}, routed_family.routed, loss_terms={"z": i + 1.0}) for i in range(2)]
+    build = routed_family.BLOCK.build
+    layers = [LayerDeclaration(f"layers.{i}", {}, build, loss_terms={"z": i + 1.0}) for i in range(2)]
     objective = load_task(load_config([*runs.TINY.split(), "--train-iters", "1", "--data-path", "none"], 1)).objective
     with pytest.raises(ConfigError, match=r"layers.1 declares z=2.0, an earlier layer 1.0; make them equal"):
         StepLosses(objective, ParallelContext.single(), layers)

@@ -11,14 +11,14 @@ import logging
 from functools import partial
 from typing import Any
 
-from megatron.models.decoder import EVERY_BIAS, Block, decoder_layers
+from megatron.models.decoder import EVERY_BIAS, DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
 
 log = logging.getLogger(__name__)
 
 
-BLOCK = Block(norm="layer_norm", activation="gelu_tanh", biases=EVERY_BIAS)
+BLOCK = DecoderBlock(norm="layer_norm", activation="gelu_tanh", biases=EVERY_BIAS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from megatron.models.config_json import LLAMA_BUFFERS, LLAMA_MODULES, rotary_fields, rotary_only, rotary_options
-from megatron.models.decoder import Block, decoder_layers
+from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
 
-BLOCK = Block(norm="rms_norm", activation="silu", is_gated=True)
+BLOCK = DecoderBlock(norm="rms_norm", activation="silu", is_gated=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

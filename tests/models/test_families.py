@@ -1,0 +1,324 @@
+"""Every family computes what transformers' class of it computes, reads its folders and writes them.
+
+A row is a config.json in transformers' words: models are made by transformers and read through it, as a user's are.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.generation.generator import generate
+from megatron.generation.loading import load_model
+from megatron.generation.options import GenerationOptions, LoadOptions
+from megatron.generation.requests import Request
+from megatron.models.registry import FAMILIES
+from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.config import Config
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import named_parameters, shard_of
+from megatron.weights.huggingface import export_huggingface, name_map
+from megatron.weights.huggingface_config import config_of
+from megatron.weights.huggingface_source import HuggingFaceSource
+from tests import runs
+from tests.models.outputs import in_float64, logits_of, mean_loss
+from tests.ranks import RankPools
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, LENGTH = 61, 23
+Fields = dict[str, Any]
+
+LLAMA_SHAPE: Fields = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+NEOX_SHAPE: Fields = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3,
+    "num_attention_heads": 5, "max_position_embeddings": 512, "rotary_pct": 0.5,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+ROWS: dict[str, tuple[Fields, ...]] = {
+    "mistral": (
+        {**LLAMA_SHAPE, "sliding_window": None, "rope_theta": 1e6},
+        {**LLAMA_SHAPE, "sliding_window": 7},
+        {**LLAMA_SHAPE, "sliding_window": 9, "head_dim": 14, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen2": (
+        {**LLAMA_SHAPE, "rope_theta": 1e6},
+        {**LLAMA_SHAPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {
+            **LLAMA_SHAPE, "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "qwen3": (
+        {**LLAMA_SHAPE, "head_dim": 18, "rope_theta": 1e6},
+        {**LLAMA_SHAPE, "head_dim": 10, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {**LLAMA_SHAPE, "head_dim": 6, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "granite": (
+        {
+            **LLAMA_SHAPE, "embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+            "logits_scaling": 0.5, "tie_word_embeddings": True,
+        },
+        {**LLAMA_SHAPE, "attention_multiplier": 0.35, "logits_scaling": 1.7},
+        {**LLAMA_SHAPE, "num_attention_heads": 10, "num_key_value_heads": 5, "embedding_multiplier": 2.5},
+    ),
+    "olmo2": (
+        LLAMA_SHAPE,
+        {**LLAMA_SHAPE, "num_key_value_heads": 4, "rope_theta": 5e5},
+        {**LLAMA_SHAPE, "num_attention_heads": 5, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "phi3": (
+        {**LLAMA_SHAPE, "sliding_window": 6},
+        {**LLAMA_SHAPE, "partial_rotary_factor": 0.4, "rope_theta": 250000.0},
+        {**LLAMA_SHAPE, "num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "gpt_neox": (
+        {**NEOX_SHAPE, "rotary_pct": 0.25, "num_attention_heads": 2},
+        NEOX_SHAPE,
+        {**NEOX_SHAPE, "rotary_pct": 1.0, "rotary_emb_base": 500, "tie_word_embeddings": True},
+    ),
+    "starcoder2": (
+        {**LLAMA_SHAPE, "sliding_window": 8, "tie_word_embeddings": False, "rope_theta": 99999.4420358813},
+        {**LLAMA_SHAPE, "num_key_value_heads": 1, "norm_epsilon": 1e-4},
+        {**LLAMA_SHAPE, "num_key_value_heads": 4, "intermediate_size": 77, "sliding_window": 5},
+    ),
+    "gemma2": (
+        {**LLAMA_SHAPE, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20},
+        {
+            **LLAMA_SHAPE, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5,
+        },
+        {
+            **LLAMA_SHAPE, "head_dim": 6, "sliding_window": 9, "num_key_value_heads": 1, "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": None, "final_logit_softcapping": 3.0, "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3_text": (
+        {**LLAMA_SHAPE, "head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
+        {
+            **LLAMA_SHAPE, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 10, "rope_theta": 5e5,
+            "rope_local_base_freq": 300.0, "layer_types": [SLIDING, SLIDING, FULL],
+        },
+        {**LLAMA_SHAPE, "head_dim": 6, "sliding_window": 9, "num_key_value_heads": 1, "query_pre_attn_scalar": 7},
+    ),
+}  # fmt: skip
+
+CASES = [(kind, index) for kind, rows in ROWS.items() for index in range(len(rows))]
+every_row = pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind}-{index}" for kind, index in CASES])
+every_family = pytest.mark.parametrize("kind", ROWS)
+
+
+def test_every_family_has_rows() -> None:
+    """Those of BLOOM, GPT-2 and Llama are in test_hf_logits.py."""
+    assert {form.model_type for family in FAMILIES.values() for form in family.huggingface.values()} == {
+        *ROWS, "bloom", "gpt2", "llama",
+    }  # fmt: skip
+
+
+def their_model(kind: str, fields: Fields) -> Any:
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # norms and biases too: a one or a zero hides a forgotten weight
+            is_norm_weight = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm_weight else 0.0, 0.2, generator=generator)
+    return model.eval()
+
+
+def our_config(theirs: Any) -> Config:
+    return config_of(json.loads(theirs.config.to_json_string()), "config.json")
+
+
+def to_ours(theirs: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """By our names, each of theirs used once."""
+    mapped = name_map(config)
+    # transformers renames GPT-NeoX's where it writes and reads files
+    theirs = {mapped.form.output if name == "lm_head.weight" else name: tensor for name, tensor in theirs.items()}
+    assert sorted(part.name for parts in mapped.parts.values() for part in parts) == sorted(theirs)
+    return {name: _assembled(mapped, name, theirs) for name in mapped.parts}
+
+
+def _assembled(mapped: Any, name: str, theirs: dict[str, Tensor]) -> Tensor:
+    full = torch.empty(mapped.shards[name].shape)
+    for part in mapped.parts[name]:
+        view = part.view(full)
+        view.copy_(theirs[part.name].reshape(view.shape))
+    return full
+
+
+def our_model(config: Config, weights: dict[str, Tensor]) -> SequentialModel:
+    model = SequentialModel(build_layers(config, ParallelContext.single()))
+    parameters = dict(named_parameters(model))
+    assert parameters.keys() == weights.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(shard_of(parameter).take(weights[name], 0, 1))
+    return model
+
+
+def compare(kind: str, fields: Fields, *, exact: bool) -> None:
+    """Logits, loss and gradients; in float64 if `exact`."""
+    with in_float64() if exact else nullcontext():
+        theirs = their_model(kind, fields)
+        tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        logits = theirs(inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        config, ctx = our_config(theirs), ParallelContext.single()
+        model = our_model(config, to_ours({name: p.detach() for name, p in theirs.named_parameters()}, config))
+        found = logits_of(model, inputs, ctx)
+        assert logits.std() > 0.3  # logits that hardly differ would agree by accident
+        # relative to the largest, as for gradients: float32 rounds every number in proportion to it
+        error = float((found - logits.transpose(0, 1)).abs().max() / logits.abs().max())
+        assert error < (1e-9 if exact else 1e-5), f"logits: relative error {error:.1e}"
+        model(inputs, project=mean_loss(labels, ctx)).backward()
+        expected = to_ours({name: p.grad for name, p in theirs.named_parameters()}, config)
+        for name, parameter in named_parameters(model):
+            assert parameter.grad is not None, name
+            gradient, largest = parameter.grad[: len(expected[name])], float(expected[name].abs().max())
+            assert largest > 1e-7, f"{name} has no gradient worth comparing"
+            error = float((gradient - expected[name]).abs().max()) / largest
+            assert error < (1e-9 if exact else 1e-5), f"{name}: relative error {error:.1e}"
+
+
+@every_row
+def test_logits_and_gradients_equal_transformers_in_float64(kind: str, index: int) -> None:
+    compare(kind, ROWS[kind][index], exact=True)
+
+
+@every_row
+def test_logits_and_gradients_equal_transformers_in_float32(kind: str, index: int) -> None:
+    compare(kind, ROWS[kind][index], exact=False)
+
+
+@st.composite
+def drawn(draw: Any, kind: str) -> Fields:
+    """A row of the family with other sizes."""
+    fields = dict(draw(st.sampled_from(ROWS[kind])))
+    groups = draw(st.sampled_from([1, 2, 3]))
+    heads = groups * draw(st.sampled_from([1, 2]))
+    fields |= {"num_attention_heads": heads, "hidden_size": heads * 8}
+    if "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = groups
+    fields["intermediate_size"] = draw(st.integers(3, 40))
+    if "head_dim" in fields:
+        fields["head_dim"] = 2 * draw(st.integers(2, 6))
+    return fields
+
+
+@every_family
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_other_sizes_equal_transformers(kind: str, data: Any) -> None:
+    compare(kind, data.draw(drawn(kind)), exact=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def described(folder: Path) -> Fields:
+    """The config as transformers reads it, without what says who wrote it."""
+    config = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
+
+
+@every_row
+def test_a_round_trip_keeps_every_bit(kind: str, index: int, tmp_path: Path) -> None:
+    theirs, back, alone = (tmp_path / name for name in ("theirs", "back", "alone"))
+    their_model(kind, ROWS[kind][index]).save_pretrained(theirs, max_shard_size="20KB")
+    assert len([*theirs.glob("*.safetensors")]) > 1
+    model = HuggingFaceSource(theirs)
+    for folder, source in ((back, model.metadata["source"]), (alone, None)):
+        folder.mkdir()
+        export_huggingface(folder, model.config, model.tensors(), source=source)
+    expected = weights(theirs)
+    for folder in (back, alone):
+        found = weights(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert described(back) == described(theirs)
+    # written without the source, it describes the same model
+    again = config_of(json.loads((alone / "config.json").read_text()), "config.json")
+    assert again.model == model.config.model
+    ours = transformers.AutoModelForCausalLM.from_pretrained(alone, attn_implementation="eager")
+    written = their_model(kind, ROWS[kind][index])
+    tokens = torch.arange(30)[None] % VOCABULARY
+    assert torch.equal(ours(tokens).logits, written(tokens).logits)
+
+
+@every_row
+def test_greedy_tokens_equal_transformers_beyond_the_window(kind: str, index: int, tmp_path: Path) -> None:
+    theirs = their_model(kind, ROWS[kind][index])
+    theirs.save_pretrained(tmp_path / "theirs")
+    options = LoadOptions(load=str(tmp_path / "theirs"), precision="fp32", device="cpu")
+    model = load_model(options, ParallelContext.single())
+    prompts = [(5, 6, 7), tuple(range(20, 40)), (9,)]
+    requests = [Request(number, prompt) for number, prompt in enumerate(prompts)]
+    found = {done.request: done.ids for done in generate(model, requests, GenerationOptions(max_new_tokens=200))}
+    for number, prompt in enumerate(prompts):
+        text = torch.tensor([[*prompt, *found[number]]])
+        with torch.no_grad():
+            best = theirs(text, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        gaps = best.max(-1).values - best.gather(1, text[0, len(prompt) :, None])[:, 0]
+        assert len(found[number]) == 200
+        assert float(gaps.max()) < 1e-4, f"another token than transformers', {float(gaps.max()):.1e} below its best"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.write_dataset(tmp_path_factory.mktemp("data") / "text", vocabulary=VOCABULARY)
+
+
+def losses(ranks: RankPools, size: int, arguments: str, results: Path) -> tuple[list[float], list[float]]:
+    assert set(ranks(size)(runs.train_loaded, f"{arguments} --results-dir {results}")) == {""}
+    rows = [*runs.rows(results, "train")]
+    return [row["lm_loss"] for row in rows], [row["grad_norm"] for row in rows]
+
+
+@every_family
+def test_layouts_train_as_one_process_does(kind: str, dataset: Path, ranks: RankPools, tmp_path: Path) -> None:
+    fields = {**ROWS[kind][1], "num_attention_heads": 4, "hidden_size": 48, "intermediate_size": 56}
+    if "num_key_value_heads" in fields:
+        fields["num_key_value_heads"] = 2
+    their_model(kind, fields).save_pretrained(tmp_path / "theirs")
+    common = (
+        f"--load {tmp_path / 'theirs'} --finetune --data-path {dataset} --train-iters 10 --eval-iters 0 --lr 3e-4 "
+        "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --device cpu --log-interval 1"
+    )
+    single = losses(ranks, 1, common, tmp_path / "one")
+    layouts = {
+        2: "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+        4: "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    }
+    for size, layout in layouts.items():
+        found = losses(ranks, size, f"{common} {layout}", tmp_path / str(size))
+        assert found[0] == pytest.approx(single[0], rel=1e-6)
+        assert found[1] == pytest.approx(single[1], rel=1e-5)
