@@ -141,6 +141,12 @@ def test_floors_are_few() -> None:
     assert max(FLOORS.values()) <= MOST_FLOORS
 
 
+def test_every_room_has_files() -> None:
+    folders = {path.parent for path in sources("megatron")}
+    empty = [folder for folder in folders if not any(path.name != "__init__.py" for path in folder.rglob("*.py"))]
+    assert empty == []
+
+
 def test_every_file_stands_on_a_floor() -> None:
     assert {room(path) for path in sources("megatron") if path.name != "__init__.py"} <= set(FLOORS)
 
