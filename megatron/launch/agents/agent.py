@@ -113,6 +113,7 @@ class Agent:
         try:
             self._start_ranks()
         except InterruptedBySignal as interrupted:
+            # before the ranks first ran nothing is to be saved: `run_agent` ends by the signal's status
             if self._membership is None:
                 raise
             return self._stop_between(interrupted.number)
@@ -205,6 +206,7 @@ class Agent:
             self._ranks.look()
             self._pass_on_signals()
             codes = self._ranks.codes
+            # first: multiprocessing then gives each rank the code 255, as if all had failed by themselves
             lost_with_server = self._ranks.server_failure()
             if lost_with_server is not None:
                 self._ranks.inform(dict.fromkeys(range(len(codes)), "ended with its fork server"))
@@ -230,6 +232,7 @@ class Agent:
             if not failure.is_own and self._rendezvous.end_status(STOP_S) == DONE:
                 return DONE  # another node stopped between two attempts
             report(f"{failure} after a stop was requested")
+        # a rank that ended by itself has printed its error; a killed one, and a fork server, print nothing
         elif failure.returncode < 0 or failure.member:
             report(str(failure))
         if not self._ranks.wait_for_end(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
@@ -247,6 +250,7 @@ class Agent:
             self._ranks.end()
             return
         report("the nodes have changed; the ranks save and restart")
+        # the ranks finish their step and save, as for a user's signal
         self._ranks.send_signal(signal.SIGTERM)
         self._ranks.wait_for_end(JOIN_SAVE_S, or_failure=True)
         self._ranks.end()
@@ -293,6 +297,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     # the backward pass of a pipeline imports sympy, which the fork server then does once for all ranks
     os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
+    # before any process starts: a limit is inherited
     raise_limit()
     with noted_signals(SIGNALS) as received:
         helpers = HelperProcesses(start_method or start_method_of(options))
@@ -337,6 +342,7 @@ def start_method_of(options: AgentOptions) -> str:
 def has_pipeline(train_flags: Sequence[str]) -> bool:
     """Return whether the flags set more than one pipeline stage. What a file says of it is not read."""
     words = [part for word in train_flags for part in word.split("=", 1)]
+    # `--flag=VALUE` is two words here too; the last one counts, as for argparse
     values = [value for name, value in pairwise(words) if name == "--pipeline-model-parallel-size"]
     return values[-1:] not in ([], ["1"])
 
@@ -346,6 +352,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
     if not outputs:  # no launcher waits for its messages
         owned(lambda: run_agent(options, train_flags))
+    # before any rank starts, which would take the place of this agent in Open MPI's variables for its own
     if options.by_mpirun:
         options = dataclasses.replace(options, node_order=leave_mpi())
 

@@ -46,6 +46,7 @@ def without_messages(line: bytes) -> tuple[bytes, list[tuple[str, int | None]]]:
         status = None if match[3] is None else int(match[3])
         messages.append((match[1].decode(), status))
     rest = _MESSAGE.sub(b"", line)
+    # pdsh has put its prefix before the message, of which nothing else is left
     if messages and _OF_PDSH.fullmatch(rest):
         rest = b""
     return rest, messages
@@ -92,6 +93,7 @@ def started(
     command: Sequence[str], environment: Mapping[str, str], kind: type[Output], stdin: int | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], Output]]:
     """Start pdsh or mpirun, with its output copied. What is left of it at the end is killed."""
+    # in a session of its own a Ctrl-C at the terminal comes to the launcher alone, which passes it on
     process = subprocess.Popen(
         command,
         env=environment,
@@ -151,6 +153,7 @@ def parse(arguments: Sequence[str]) -> tuple[AgentOptions, list[str]]:
         allow_abbrev=False,
     )
     for field in dataclasses.fields(AgentOptions):
+        # annotations are postponed, so a type is its text here; `arguments` writes True as 1
         kind = int if "int" in str(field.type) or "bool" in str(field.type) else str
         parser.add_argument(flag(field.name), type=kind, default=field.default)
     options = AgentOptions(**vars(parser.parse_args(own)))
@@ -201,6 +204,7 @@ def agent_command(plan: LaunchPlan) -> list[str]:
     """Return the command of each node's agent."""
     command = [sys.executable, "-u", "-m", "megatron.launch.agents.agent"]
     if plan.hosts:
+        # Python ignores the option; `pkill -f` finds the agents of this run by it, and not those of another
         command[1:1] = ["-X", f"run={plan.run_id}"]
     command += agent_options(plan).arguments()
     if plan.hosts and plan.launcher == "pdsh":
@@ -210,6 +214,7 @@ def agent_command(plan: LaunchPlan) -> list[str]:
     command += ["--", *plan.train_flags]
     if plan.activate is None or not plan.hosts:  # on this machine the script has sourced `activate` already
         return command
+    # the folder and the command are arguments of the shell, so that it splits no word of them
     return ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', plan.activate, *command]
 
 
@@ -226,8 +231,10 @@ def send_secret(plan: LaunchPlan, environment: Mapping[str, str]) -> None:
     slots = threading.BoundedSemaphore(SSH_AT_ONCE)
 
     def send(host: str, name: str) -> None:
+        # the loop in it looks five times a second
         write = KEEP_SECRET.replace("NAME", name).replace("LIMIT", str(SECRET_LIMIT_S * 5))
         own = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))  # first: ssh keeps the first value of each
+        # no agent and no display is forwarded, and no thread waits at the terminal for a password
         command = ["ssh", *own, "-a", "-x", "-oBatchMode=yes", "-oConnectTimeout=30", host, f"sh -c '{write}'"]
         with slots:
             sent = subprocess.run(

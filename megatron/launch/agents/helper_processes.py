@@ -66,6 +66,7 @@ class HelperProcesses:
 
     def note(self) -> bool:
         """Report a fork server that multiprocessing has started again by itself, and return whether it has."""
+        # at each start of a process multiprocessing looks at its fork server, and silently replaces one that has ended
         is_another = self._server not in (None, self._lost_server, _server_pid())
         if is_another:
             report(f"{SERVER} on {socket.gethostname()} had ended, and was started again")
@@ -87,6 +88,7 @@ class HelperProcesses:
         if code is None:
             return None
         self._lost_server = pid
+        # the ranks are lost with it also where it ended by 0
         return Failure.of_member(SERVER, socket.gethostname(), code or FAILED)
 
     def _start_tracker(self) -> None:
@@ -96,6 +98,7 @@ class HelperProcesses:
         """
         if self.start_method == "fork":
             return
+        # before: `ensure_running` waits for the process that has ended, and its status is then gone
         code = _ended(_tracker_pid())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is reported here
@@ -111,6 +114,7 @@ class HelperProcesses:
         self.note()
 
 
+# multiprocessing has no public name for the ids of its helpers.
 def _server_pid() -> int | None:
     return vars(vars(forkserver)["_forkserver"])["_forkserver_pid"]
 

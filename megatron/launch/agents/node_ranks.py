@@ -141,6 +141,7 @@ class NodeRanks:
                 except (OSError, EOFError) as error:
                     raise NotStartedError(self._start_failure(local_rank, error)) from None
                 finally:
+                    # the child's end: with a copy of it open here the link would not end with the rank
                     receiver.close()
                 self._processes.append(process)
 
@@ -154,6 +155,7 @@ class NodeRanks:
                     # rank 0 inherits the socket, so that no other program gets the port before it listens
                     send_handle(sender, membership.store_socket.fileno(), None)
                 # the pipe stays open for the reports of the rank, so that no port is needed for them
+                # by a copy of the descriptor, since `sender` closes its own
                 self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))
             sender.close()
         if membership.store_socket is not None:
@@ -169,6 +171,7 @@ class NodeRanks:
             "MASTER_PORT": membership.master_port,
             job.RESTARTS: membership.restarts,
             job.BEGAN: self._began_s,
+            # a forked rank would report the command of its fork server
             job.COMMAND: json.dumps(sys.orig_argv),
         }
         return {name: str(value) for name, value in values.items()}
@@ -184,6 +187,7 @@ class NodeRanks:
         if not running:
             return
         links = {link.fileno(): link for link in self._links.values() if link.is_open}
+        # an end wakes this at once; a signal to the agent is noted by a handler and waits for the timeout
         ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
         for number in links.keys() & set(ready):
             links[number].receive()
@@ -222,6 +226,7 @@ class NodeRanks:
     def send_signal(self, number: int) -> None:
         """Send a signal to the ranks that still run."""
         for process in self._running():
+            # a fork server waits for its children itself, after which the id of one is free
             with contextlib.suppress(ProcessLookupError):
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, number)

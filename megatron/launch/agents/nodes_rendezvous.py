@@ -58,6 +58,7 @@ def code_digest() -> str:
     """Return a digest of the project's files as they lay on the disk when it was first called, names included."""
     folder, digest = IMPORT_ROOT / "megatron", hashlib.sha256()
     paths = [path for path in folder.rglob("*") if path.suffix in KINDS]
+    # a file system lists a folder in an order of its own, which may differ between the hosts
     for path in sorted(paths):
         digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
@@ -87,6 +88,7 @@ class NodesRendezvous(Rendezvous):
             self._client = self._client or self._connected()
             is_first = self._server is not None
             own = listen_address(self._host) if is_first else self._address
+            # sorted by the server: False, the first node, leads, since it serves the rendezvous and cannot be replaced
             order = [not is_first, number, self._address, os.getpid()]
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
             return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
@@ -265,6 +267,7 @@ class Client(threading.Thread):
 
     def finish(self) -> bool:
         """Wait a limited time until the other nodes are done, or have left. Return True if one joins again instead."""
+        # nothing stands any more: after a new connection there would be no running ranks to resume
         self._standing, self._request = None, {"kind": "done"}
         self._send_request()
         deadline_s = time.monotonic() + EXIT_BARRIER_S
@@ -304,6 +307,7 @@ class Client(threading.Thread):
             raise RendezvousFailedError(self._fault)
 
     def _send_request(self) -> None:
+        # both threads send, and a message must not begin within another
         with self._lock, contextlib.suppress(OSError):  # the thread notices a connection that is broken
             if self._request is not None and self._connection.can_send:
                 request, self._request = self._request, None
@@ -319,6 +323,7 @@ class Client(threading.Thread):
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
                 if self._leaves or self._is_closed:
                     return
+                # the time to connect again counts from the last message of the server
                 since_s = max(since_s, self._known_s or 0.0)
                 self._reconnect(since_s + RECONNECT_S, error)
 

@@ -88,6 +88,7 @@ class _End:
                 with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: amid another write
                     stream.flush()
         finally:
+            # past the handlers of atexit and the threads that still run, which could delay the end or change its status
             os._exit(self._status)
 
 
@@ -144,6 +145,7 @@ def _wait(child: int, connection: Sequence[int]) -> int:
                 return shell_status(os.waitstatus_to_exitcode(status))
             for descriptor, event in poll.poll():
                 if descriptor == woken:
+                    # the bytes only wake: the handler has noted the signals
                     os.read(woken, 512)
                 elif event & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
                     return FAILED
@@ -158,6 +160,7 @@ def _wake_at_signals() -> tuple[int, list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    # without this pipe a signal between the look at `received` and the poll would wait for the next event
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -182,6 +185,7 @@ def adopt_orphans(value: int = 1) -> int:
     """
     previous = ctypes.c_int()
     if sys.platform.startswith("linux"):
+        # of the C library: Python's os module has no such function
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0)
         prctl(PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)
@@ -222,6 +226,7 @@ def end_processes(below: int, spared: Collection[int] = ()) -> list[int]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.pid in spared or process.status() == psutil.STATUS_ZOMBIE:
                         continue
+                    # not a zombie: it has ended, and stays until its parent waits for it
                     left.append(process.pid)
                     process.kill()
         if not left or time.monotonic() > deadline_s:

@@ -94,6 +94,7 @@ class Rendezvous:
         newest complete checkpoint that its ranks know. Raises RendezvousFailedError, DifferentCodeError, RunEndedError,
         and NotNeededError if the run ends without this node.
         """
+        # first: a new checkpoint makes all restarts available again
         self._policy.note_saved(saved)
         if failures:
             decision = self._policy.after(failures)
@@ -103,6 +104,7 @@ class Rendezvous:
             _wait(decision.delay_s)
         endpoint = self._options.rendezvous
         try:
+            # held until rank 0 listens on it, so that no other program takes the port in between
             held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)
         except OSError as error:
             raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None

@@ -195,6 +195,7 @@ class Server(threading.Thread):
             self._drop(strangers[0])
         try:
             connected, _ = self._listener.accept()
+        # the listener stays readable then, and without a pause the loop would take a core
         except OSError:  # the peer has disconnected, or no descriptor is free
             time.sleep(POLL_S)
             return
@@ -247,6 +248,7 @@ class Server(threading.Thread):
 
     def _note_done(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
+        # a node that others were placed without is no longer counted
         if node.stage is NodeStage.MEMBER:
             node.stage = NodeStage.DONE
 
@@ -278,6 +280,7 @@ class Server(threading.Thread):
             node.heard_s = time.monotonic()
             self._nodes[connection] = node
             self._round.append(connection)
+            # news goes out when it changes, and this node may have missed some
             connection.send(kind="waiting", count=self._news.waiting, has_lost_ranks=self._news.has_lost_ranks)
 
     def _look(self, now_s: float) -> None:

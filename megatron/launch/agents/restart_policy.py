@@ -178,8 +178,10 @@ class RestartPolicy:
         first = next(iter(causes or failures), None)
         cause = lost if lost and not causes else str(first)
         # an error that may pass never makes a crash loop: it uses up restarts alone
+        # as a set, since attempts are counted
         self._attempts.update({one.signature for one in causes if not one.may_pass})
         repeated = [one for one in causes if self._attempts[one.signature] >= REPEATS]
+        # before the restarts are counted: a rank's own status may let a scheduler start the run again, ABORTED does not
         if repeated:
             return Decision(_crash_loop(repeated[0]), restarts=False, status=ABORTED, has_progressed=progressed)
         if self._used >= self._max_restarts:
