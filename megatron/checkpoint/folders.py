@@ -23,6 +23,7 @@ MANIFEST = "checkpoint.json"
 HEAD_LINES = 8
 """Lines of a manifest before its parameters; the metadata is one of them."""
 TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,150}")
+# `.RANK` at its end: the reason of a failed save while that rank still writes it (saver.py)
 LEFTOVER = re.compile(
     r"\.(?P<tag>.+)\.(?P<state>partial|failed|replaced|deleted|latest)-(?P<token>[A-Za-z0-9]+)(\.[0-9]+)?"
 )
@@ -51,6 +52,7 @@ def checkpoint_folders(save: Path) -> list[Path]:
         if left is not None and left["state"] == "replaced":
             tag = left["tag"]
         if TAG.fullmatch(tag) and os.path.lexists(path / MANIFEST):
+            # by number, not by text: global_step1000 is newer than global_step200
             keys[path] = (iteration_of(tag), tag == path.name, path.name)
     return sorted(keys, key=lambda path: keys[path], reverse=True)
 
@@ -60,6 +62,7 @@ def read_metadata(folder: Path) -> dict[str, Any] | None:
     begin = b' "metadata": '
     # one line of the text: the manifest of a large model has tens of thousands
     with contextlib.suppress(CheckpointError, OSError, ValueError), open_file(folder / MANIFEST) as at:
+        # a duplicate: closing the file object closes its descriptor, and `at` is open_file's to close
         with os.fdopen(os.dup(at), "rb") as file:
             line = next((line for line in itertools.islice(file, HEAD_LINES) if line.startswith(begin)), b"")
         metadata = parse_json(line.removeprefix(begin).rstrip(b",\n"))
@@ -75,6 +78,7 @@ def open_file(path: Path) -> Iterator[int]:
         # O_NONBLOCK: a pipe in its place must not block us
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
+        # the whole folder has gone: it was removed as an old one while this was being read, and is not damaged
         if not path.parent.exists():
             raise CheckpointError(
                 f"{path.parent} is not there any more; a run that goes on removes its older checkpoints (--keep-last). "
@@ -82,10 +86,12 @@ def open_file(path: Path) -> Iterator[int]:
             ) from None
         raise CheckpointError(f"{path} is not there; {REMEDY}") from None
     except OSError as error:
+        # Linux's answer to O_NOFOLLOW for a link at the end of the path
         if error.errno == errno.ELOOP:
             raise CheckpointError(f"{path} is a link, which is never followed; put the file itself there") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
     try:
+        # of what was opened, not of the path, behind which another file may be by now
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise CheckpointError(f"{path} is not a regular file; {REMEDY}")
         yield descriptor

@@ -31,6 +31,7 @@ _TO_TRANSFORMERS = "export it to a folder of transformers"
 
 DEEPSPEED = ForeignFormat(
     "a checkpoint in DeepSpeed's format",
+    # a universal folder; a model with one file for each model-parallel rank; a pipeline, with one for each layer
     (("zero/*/fp32.pt",), ("*mp_rank_*_model_states.pt",), ("layer_*-model_*-model_states.pt",)),
     "train from it with --universal-checkpoint (HL_UNIV_CP=1), or convert it with "
     f"{command_name('convert_checkpoint')}",
@@ -127,11 +128,13 @@ def deepspeed_folder(path: Path) -> Path | None:
         return None
     if _has_signs(path, DEEPSPEED):
         return path
+    # ds_to_universal.py writes its pointer beside the `latest` of the checkpoint that it converted
     for pointer in ("latest_universal", "latest"):
         if not (path / pointer).is_file():
             continue
         # the first line; our own `latest` has another
         tag = (path / pointer).read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0].strip()
+        # others have written it: a path in it would lead out of the folder
         if not tag or tag in (".", "..") or Path(tag).name != tag:
             raise CheckpointError(f"{path / pointer} holds {tag!r}; it must be the name of a folder beside it")
         if (path / tag).is_dir() and _has_signs(path / tag, DEEPSPEED):
@@ -149,6 +152,7 @@ def not_deepspeed(path: Path) -> str:
     if is_model(path):
         return f"load={path} holds a model of transformers; leave universal_checkpoint (HL_UNIV_CP) out"
     other = foreign_format(path)
+    # a folder within this one may hold DeepSpeed's files; the message below has the remedy for that
     if other is not None and DEEPSPEED.name not in other:
         return other
     return (

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# `as`: exported again for those that use the format, as strict mypy wants it marked
 from megatron.checkpoint.errors import CheckpointError as CheckpointError
 from megatron.checkpoint.errors import SaveError as SaveError
 from megatron.checkpoint.folders import MANIFEST, REMEDY, TAG, open_file
@@ -94,6 +95,7 @@ class Fragment:
             )
         if not _KIND.fullmatch(self.kind):
             raise CheckpointError(f"{what}: a kind consists of lower-case letters, digits and underscores")
+        # so that a tensor which every rank holds is described alike, whatever layout saved it
         if self.shard.dim is None and self.tensor_size != 1:
             raise CheckpointError(f"{what} is not sharded; it must be saved once, as tensor rank 0 of 1")
         if not 0 <= self.tensor_rank < self.tensor_size:
@@ -131,6 +133,7 @@ def safetensors_header(
     # the save and the file's own name: a file from another checkpoint is found without its checksums
     entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, "tag": tag, "save": token, "file": file}}
     for at in fragments:
+        # safetensors counts from the end of its header, the manifest from the beginning of the file
         begin = at.offset - header_bytes
         key = f"{at.kind}:{at.name}"
         if key in entries:
@@ -139,6 +142,7 @@ def safetensors_header(
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > header_bytes - 8:
         raise CheckpointError(f"the header of {file} has {len(text)} bytes, more than the {header_bytes - 8} for it")
+    # safetensors: the length of the header in 8 bytes, then its JSON, which spaces may follow
     return (header_bytes - 8).to_bytes(8, "little") + text.ljust(header_bytes - 8)
 
 
@@ -187,8 +191,10 @@ def manifest_text(
         return "{\n" + ",\n".join(entries) + "\n }"
 
     fields = {"format": json.dumps(FORMAT), "version": str(VERSION), "tag": json.dumps(tag), "token": json.dumps(token)}
+    # metadata before the long sections, on one line: folders.read_metadata parses nothing else
     fields |= {"metadata": metadata_text, "parameters": lines(parameters), "files": lines(files)}
     body = "{\n" + ",\n".join(f' "{key}": {value}' for key, value in fields.items())
+    # of the text as it ends without the seal; a reader cuts the seal off and sums the same bytes
     seal = hashlib.sha256(f"{body}\n}}\n".encode()).hexdigest()
     return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
 
@@ -259,6 +265,7 @@ def _typed(entry: Any, key: str, kind: type) -> Any:
 
 def _count(entry: Any, key: str) -> int:
     value = _typed(entry, key, object)
+    # not isinstance, for which True is an integer
     if type(value) is not int or not 0 <= value < 2**62:
         raise CheckpointError(f"{key} is {str(value)[:80]}, not a count; {REMEDY}")
     return value
@@ -302,6 +309,7 @@ def _rank_file(file: str, entry: Any, parameters: Mapping[str, Shard]) -> RankFi
 def _check_completeness(
     parameters: Mapping[str, Shard], tensors: Mapping[tuple[str, str], Sequence[StoredFragment]]
 ) -> None:
+    # a save without the optimizer (no_save_optim) lacks moments; nothing lacks weights
     for name in parameters:
         if (name, "weight") not in tensors:
             raise CheckpointError(f"there is no weight of {name}; {_SAVE_AGAIN}")
@@ -326,6 +334,7 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
     by_rank: dict[int, list[StoredFragment]] = {}
     for at in fragments:
         by_rank.setdefault(at.tensor_rank, []).append(at)  # ZeRO cuts a rank's tensor into stretches
+    # before the ranks that lack: the difference of sets would not see one too many
     if max(by_rank) >= size:
         return f"a fragment is of tensor rank {max(by_rank)}, but there are {size}"
     missing = set(range(size)) - by_rank.keys()
@@ -341,6 +350,8 @@ def _tiling_fault(shard: Shard, fragments: Sequence[StoredFragment]) -> str | No
 
 def _stretch_fault(shard: Shard, fragments: Sequence[StoredFragment], local_numel: int, of_rank: str) -> str | None:
     """Reason why these fragments are not exactly one local tensor."""
+    # the end of what the fragments cover so far, without a gap or an overlap
+    # by size too: an empty fragment comes before the one that begins at its place, or would look like an overlap
     position = 0
     for at in sorted(fragments, key=lambda at: (at.start, at.numel)):
         if at.start > position:
@@ -369,4 +380,5 @@ def as_damage(path: Path) -> Iterator[None]:
     except (CheckpointError, LayoutError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
+        # with its cause, from which the loader sees that a network may be back soon and nothing is damaged
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error

@@ -68,6 +68,7 @@ class Difference:
     @property
     def relative_norm(self) -> float:
         """||a - b|| / ||a||."""
+        # first: two tensors of zeros are equal, not infinitely far apart
         if self.squares == 0:
             return 0.0
         if self.reference_squares == 0:
@@ -81,6 +82,7 @@ class Difference:
         delta = (reference - second.double()).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
         self.largest = max(self.largest, delta.max().item())
         self.squares += delta.square().sum().item()
+        # an infinite element would make the relative norm 0, and hide differences of the finite ones
         self.reference_squares += reference[reference.isfinite()].square().sum().item()
 
     def merge(self, other: Difference) -> None:
@@ -115,6 +117,7 @@ def compare(first: Checkpoint, second: Checkpoint, progress: ReportBytes) -> dic
             difference.add(chunk, other)
             progress(ITEM_BYTES * len(chunk))
         of_kind = kinds.setdefault(kind, Difference())
+        # before `merge`, which raises the largest of the kind
         if difference.largest > of_kind.largest:
             worst[kind] = name
         of_kind.merge(difference)
@@ -146,5 +149,6 @@ def _chunks(checkpoint: Checkpoint, name: str, kind: str) -> Iterator[Tensor]:
     """Yield a whole tensor, flattened, piece by piece."""
     shard = checkpoint.parameters[name]
     numel = math.prod(shard.shape)
+    # cut by elements, not by fragments, so that two checkpoints of different layouts give the same pieces
     for start in range(0, numel, CHUNK_NUMEL):
         yield checkpoint.read(Slice(name, shard, start, min(CHUNK_NUMEL, numel - start)), kind)

@@ -88,7 +88,9 @@ class Run:
         """Return True if the checkpoint of `other` after `iteration` steps led to this run's state, or is its own."""
         if other.id == self.id:
             return True
+        # where weights alone were taken, a fallback to that run would bring its optimizer and progress back
         continued = [one for one in self.ancestors if one.is_continued]
+        # what an ancestor saved after the branch belongs to its own further way
         return any(one.run == other.id and iteration <= one.iteration for one in continued)
 
 
@@ -108,6 +110,7 @@ def of_run(run: Run, folders: Sequence[Path], *, with_ancestors: bool) -> list[P
     own = []
     for folder in folders:
         saver = run_in(folder)
+        # whose it was is not known, so it is neither resumed nor removed for being old
         if saver is None:
             continue
         led_here = with_ancestors and run.continues(saver, iteration_of(folder.name))

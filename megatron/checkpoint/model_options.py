@@ -48,6 +48,7 @@ def check_known_options(folder: Path, known: Mapping[str, Any], config: Config) 
 
     Raises CheckpointError with every difference.
     """
+    # an option that the files do not state counts as ours here, and is returned unless shapes settle it
     ours = {field.name: getattr(config.model, field.name) for field in dataclasses.fields(config.model)}
     _compare(folder, ours | dict(known), config.training.seq_length, config)
     computed = config.model.computed(config.training.seq_length)
@@ -65,11 +66,14 @@ def _compare(
     folder: Path, saved: Mapping[str, Any], seq_length: int, config: Config, unknown: list[str] | None = None
 ) -> None:
     try:
+        # without `freeze`, which changes what is trained and not what is computed
+        # its own seq_length: learned positions without a length of their own have that of their run
         there = ModelConfig(**{**saved, "freeze": ()}).computed(seq_length)
     except ValidationError as error:
         faults = "; ".join(f"{fault['loc'][0]}={fault['input']!r}" for fault in error.errors())
         raise CheckpointError(f"{folder} describes no model ({faults}); load another checkpoint") from None
     differences = differing(config.model.computed(config.training.seq_length), there)
+    # a newer release's option may change what is computed, so it is not passed over
     differences += [f"{name} there, which this release does not have" for name in unknown or ()]
     if differences:
         raise CheckpointError(

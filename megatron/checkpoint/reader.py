@@ -93,6 +93,7 @@ class Checkpoint(WeightSource):
                 )
             if isal_zlib.crc32(header) != file.header_crc32:
                 raise CheckpointError(f"its header (bytes 0 to {data_start}) has another checksum; {REMEDY}")
+            # made again from the manifest, not parsed: nothing can be in a header that the manifest does not say
             if header != safetensors_header(self.tag, self.token, name, file.fragments, data_start):
                 raise CheckpointError(f"its header lists other tensors than {MANIFEST}; {REMEDY}")
 
@@ -120,6 +121,7 @@ class Checkpoint(WeightSource):
                 if stored.tensor_rank != at.tensor_rank or numel <= 0:
                     continue
             held = regions(replace(shard, padding=stored.padding), stored.tensor_rank, stored.tensor_size, start, numel)
+            # in elements from the beginning of the file, which is mapped as float32 with its header
             begin = stored.offset // ITEM_BYTES + start - stored.start
             copy_overlap(self._map(stored.file)[begin : begin + numel], held, target, wanted)
         self._release(at.numel * ITEM_BYTES)
@@ -168,6 +170,7 @@ class Checkpoint(WeightSource):
         """Release the mapped pages from time to time, so that memory does not grow with the bytes read."""
         self._unreleased_bytes += num_bytes
         if self._unreleased_bytes >= RELEASE_BYTES:
+            # of a shared mapping that only reads: a page that is touched again comes from the file again
             for mapped, _ in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._unreleased_bytes = 0
@@ -179,6 +182,7 @@ class Checkpoint(WeightSource):
         total = sum(at.num_bytes for at in self.fragments)
         own, before = [], 0
         for at in self.fragments:
+            # a fragment is that worker's in whose share of the bytes it begins, so none is left out or read twice
             if before * count // max(total, 1) == index:
                 own.append(at)
             before += at.num_bytes
@@ -197,6 +201,7 @@ class Checkpoint(WeightSource):
         own = [at for at in self.share(share) if kinds is None or at.kind in kinds]
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((at.num_bytes for at in own), default=0))))
         damages = []
+        # groups are of neighbours: the fragments are in the order of their files
         for file, fragments in itertools.groupby(own, lambda at: at.file):
             path = self.folder / file
             with open_file(path) as descriptor, as_damage(path):
@@ -281,6 +286,7 @@ def _newest_of(
         latest, of_latest = read_latest(save)
         if run is None:
             lineage = of_latest
+        # several runs may save into one folder (allow_used_save), and `latest` is of the one that saved last
         is_own = run is None or (of_latest is not None and of_latest.id == run.id)
         if is_own and latest not in excluding:
             return _named_by_latest(save, latest)
@@ -351,6 +357,7 @@ def _lineage_of(save: Path, candidates: Sequence[Path], run: Run | None, *, with
     if run is not None:
         return of_run(run, candidates, with_ancestors=with_ancestors)
     newest = {}
+    # from the oldest on: of each run the last one stays, its newest
     for path in reversed(candidates):
         saver = run_in(path)
         if saver is not None:
@@ -368,6 +375,7 @@ def read_latest(save: Path) -> tuple[str, Run | None]:
     """Return the tag in `latest`, and the run that it belongs to; None: unknown. Raises CheckpointError."""
     path = save / LATEST
     with open_file(path) as descriptor, as_damage(path):
+        # whatever bytes a damaged file has must reach the message instead of a UnicodeDecodeError
         tag, _, record = os.read(descriptor, LATEST_BYTES).decode("ascii", "backslashreplace").strip().partition("\n")
         tag = tag.strip()
         if not TAG.fullmatch(tag):
@@ -407,6 +415,7 @@ def own_run(options: CheckpointConfig) -> Run | None:
 def _was_started_by(run: Run, options: CheckpointConfig) -> bool:
     if _source(run.start.get("load"), options) != _source(options.load, options):
         return False
+    # an option that is newer than the record had its default then
     return all(run.start.get(name, DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
 
 

@@ -55,6 +55,7 @@ class SaveFolder:
             left = LEFTOVER.fullmatch(path.name)
             if left is None or left["token"] == token:
                 continue
+            # killed between the two renames of writer.commit: the new one had not got the name yet
             if left["state"] == "replaced" and not os.path.lexists(self._path / left["tag"]):
                 os.rename(path, self._path / left["tag"])
             elif path.is_dir() and not path.is_symlink():
@@ -87,6 +88,7 @@ class SaveFolder:
         if self._keep_last is None:
             return
         numbered = [path for path in checkpoint_folders(self._path) if iteration_of(path.name) >= 0]
+        # neither what a save is replacing now, nor a checkpoint of elsewhere that a user has linked here
         named = [path for path in numbered if not path.name.startswith(".") and not path.is_symlink()]
         for path in of_run(run, named, with_ancestors=False)[self._keep_last :]:
             if path.name not in tags and not self._is_retained(path):
@@ -111,6 +113,7 @@ def take_lock(folder: Path) -> tuple[int, bool]:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # POSIX lets a lock that another process holds give either
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             logger.warning("%s cannot be locked (%s); make sure that only one run saves there", path, error.strerror)
             return file, False
@@ -119,6 +122,7 @@ def take_lock(folder: Path) -> tuple[int, bool]:
         raise CheckpointError(
             f"{folder} is in use by another run (process {holder}); give each run its own folder"
         ) from None
+    # not by O_TRUNC: a run that is refused must leave the holder's line
     os.ftruncate(file, 0)
     os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return file, True

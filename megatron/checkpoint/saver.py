@@ -126,6 +126,7 @@ class Saver:
             self._outcomes.append(job.fail(error))
         else:
             # not a daemon: a process that ends waits for its save
+            # of a synchronous save too: the main thread attends to the other ranks meanwhile (`attend`)
             self._thread = threading.Thread(
                 target=self._carry_out, args=(job, owned, entries, text), name=f"save {tag}"
             )
@@ -211,6 +212,7 @@ class Saver:
             copies.append(replace(fragment, tensor=copy))
             begin += len(copy)
         if on_cuda:
+            # once for all copies, and before the next step changes what they copy
             torch.cuda.synchronize()
         return copies
 
@@ -240,8 +242,10 @@ class _Job:
         """Write this rank's file, and return its entries of the manifest."""
         if self._saver.own_folder is not None:
             self._saver.own_folder.remove_leftovers(self._token)
+        # before the folder is made: rank 0 removes it where another rank has failed, and it would come back
         self._raise_failure()
         self._saver.folder.mkdir(parents=True, exist_ok=True)
+        # every rank tries, so that none waits for another to begin
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._partial)
         # by which it is known under its final name: another save of this tag may be there already
@@ -294,6 +298,7 @@ class _Job:
         return f"{type(error).__name__}: {error}"
 
     def _report_failure(self, reason: str) -> None:
+        # renamed when it is whole, since others read it at any moment; by rank, since two may fail at once
         message = self._failure.with_name(f"{self._failure.name}.{self._rank}")
         try:
             write_durably(message, reason.encode())
@@ -315,6 +320,7 @@ class _Job:
         if not fragments:
             return entries
         path = self._partial / rank_file(self._rank)
+        # left by a first attempt: Writer creates its file, and opens none that is there
         path.unlink(missing_ok=True)
         header_bytes = header_bytes_for(self._tag, self._token, fragments)
         writer = Writer(path, tag=self._tag, token=self._token, header_bytes=header_bytes)
@@ -348,6 +354,7 @@ class _Job:
 
     def _sizes(self) -> dict[str, int]:
         sizes = {}
+        # rank 0 renames the folder, and ranks rename files in it, while this one looks
         with contextlib.suppress(FileNotFoundError), os.scandir(self._partial) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):

@@ -88,6 +88,7 @@ def copy_overlap(
 
     `source` and `target` are contiguous 1-D tensors; the regions must be of matrices with the same columns.
     """
+    # few: at most three bands of each fused piece on either side
     for there in source_regions:
         for here in target_regions:
             row_start, row_stop = max(there.row_start, here.row_start), min(there.row_stop, here.row_stop)
@@ -103,4 +104,5 @@ def copy_overlap(
 
 def _rectangle(flat: Tensor, region: Region, row: int, column: int, shape: tuple[int, int]) -> Tensor:
     offset = region.offset + (row - region.row_start) * region.row_stride + column - region.column_start
+    # as_strided counts from the beginning of the storage, of which `flat` may be a part
     return flat.as_strided(shape, (region.row_stride, 1), flat.storage_offset() + offset)

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 def _entry_bytes(fragment: Fragment) -> int:
     """Upper bound of the header bytes that a fragment needs."""
+    # 47 characters of JSON around the key, a comma, and three numbers of at most 20 digits
     return len(json.dumps(f"{fragment.kind}:{fragment.name}")) + 120
 
 
@@ -86,6 +87,7 @@ class Writer:
                 raise
             self._direct = False  # a file system without O_DIRECT, which may have created the file all the same
             self._file = os.open(path, flags & ~os.O_EXCL, 0o666)
+        # at a whole block (`header_bytes_for`), as O_DIRECT demands
         os.lseek(self._file, header_bytes, os.SEEK_SET)
 
     def fits(self, fragment: Fragment) -> bool:
@@ -113,6 +115,7 @@ class Writer:
     def close(self) -> dict[str, Any]:
         """Write the rest, wait for the disk, and return the manifest's entry of the file."""
         self._flush()
+        # the header's bytes lie at no aligned address
         self._leave_direct()
         header = safetensors_header(self._tag, self._token, self.path.name, self._fragments, self._header_bytes)
         os.lseek(self._file, 0, os.SEEK_SET)
@@ -138,6 +141,7 @@ class Writer:
 
     def _write(self, content: memoryview) -> None:
         while len(content):
+            # the rest at the end of a file is shorter than a block
             if self._direct and len(content) < BLOCK_BYTES:
                 self._leave_direct()
             part = content
@@ -197,6 +201,7 @@ def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment]
     """
     save, token = Path(folder), uuid.uuid4().hex[:12]
     check_tag(tag)
+    # NaN and infinities are not JSON: other readers would refuse the manifest
     text = json.dumps(metadata, allow_nan=False)
     make_folder(save)
     partial = hidden_path(save, tag, "partial", token)
@@ -220,6 +225,7 @@ def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment]
     finally:
         if writer is not None:
             writer.abandon()
+        # after a commit it has another name, and nothing is here
         shutil.rmtree(partial, ignore_errors=True)
     return save / tag
 
@@ -261,6 +267,7 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
             os.rename(final, replaced)
         try:
             os.rename(partial, final)
+            # the name is on the disk before `latest` gives it: after a crash, none that is missing is named
             sync_folder(save)
             os.replace(latest, save / LATEST)
             sync_folder(save)
@@ -274,6 +281,7 @@ def commit(save: Path, tag: str, token: str, entries: ManifestEntries, metadata_
         with contextlib.suppress(OSError):
             os.unlink(latest)
         raise
+    # last: until `latest` is on the disk, this is what a crash leaves whole
     if os.path.lexists(replaced):
         remove_checkpoint(replaced, hidden_path(save, tag, "deleted", token))
 
