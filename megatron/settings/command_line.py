@@ -67,6 +67,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     `unread`: options whose values the caller could not read, and reports itself; `config` is all of them.
     """
     words = dashed(arguments)
+    # argparse's own error of an unknown flag would end the process before the other faults are found
     namespace, rest = build_parser().parse_known_args(words)
     reading, notes = _Reading(_stray_words(words, rest), set(unread)), list[str]()
     # the option that a misspelt flag is most like may be meant: rules that need it are not reported
@@ -75,7 +76,9 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
             reading.unread |= set(nearest(_option_name(word), options()))
     tree = _preset_values(presets_of(namespace), notes, reading)
     flags = _flag_values(namespace, reading)
+    # last: a flag counts more than any preset
     tree = merged(tree, flags, notes)
+    # a folder that cannot be read might describe any option, so it counts as an unread preset does
     with reading.faults_kept():
         tree = with_loaded_model(tree, notes)
     known, wrong, unusable = known_values(tree)
@@ -84,6 +87,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     if "config" in reading.unread:  # a preset that cannot be read might give every option that no flag does
         perhaps_given = options().keys() - set(chain.from_iterable(flags.values())) - reading.unread
     trees = with_stand_ins(known, reading.unread - {"config"}, perhaps_given)
+    # valid by now: what was wrong has a stand-in
     configs = [CONFIG.validate_python(values) for values in trees]
     given = set(chain.from_iterable(known.values()))
     with reading.faults_kept():
@@ -118,6 +122,7 @@ def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None:
         return config
+    # a run's command, typed again after `load` has gone, continues the run in `save`
     may_resume = save is not None and os.path.isdir(save) and not os.path.lexists(load)
     if not may_resume and not os.path.lexists(Path(load, ADAPTER_CONFIG)):
         return config
@@ -161,6 +166,7 @@ def _flag_values(namespace: argparse.Namespace, reading: _Reading) -> dict[str, 
         tree[section] = {}
         for name, hint in get_type_hints(cls).items():
             value = getattr(namespace, name)
+            # as the parser gives a flag without its value; a flag that is not given is None
             if value in ("", []):
                 reading.faults.append(f"{flag(name)} needs a value")
                 reading.unread.add(name)
@@ -195,6 +201,7 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
     faults = [_unknown_flag(word) for word in unknown]
     for word in rest:
         if word in values_of_unknown:
+            # removed one by one: the same word elsewhere is a fault of its own
             values_of_unknown.remove(word)
         elif word not in unknown:
             faults.append(
@@ -205,6 +212,7 @@ def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 def _unknown_flag(word: str) -> str:
     name = word.split("=", 1)[0]
+    # before a guess at what was meant: a flag of Megatron's is spelled rightly, but not an option here
     answer = answer_to(name)
     if answer is not None:
         return f"{name} of Megatron {answer}"
@@ -227,6 +235,7 @@ def load_command_line(
 
     Raises ConfigError with every fault. `--help` and `--print-config` print and exit with 0.
     """
+    # first: help comes whatever else is wrong with the line
     topic = help_topic(arguments)
     if topic is not None:
         show(help_text(topic))
@@ -248,6 +257,7 @@ def load_command_line(
 def _launched_ranks(faults: list[str]) -> int:
     """Return the launcher's WORLD_SIZE, 1 without a launcher; any other value is a fault, added to `faults`."""
     given = os.environ.get("WORLD_SIZE", "1")
+    # not by int() alone, which also takes " 8 " and "1_6"
     if given.isdecimal() and int(given) > 0:
         return int(given)
     faults.append(f"WORLD_SIZE={given!r} must be a whole number, 1 or more; the launcher sets it, else unset it")

@@ -53,6 +53,7 @@ def check_device(config: Config) -> Iterator[str]:
 
 
 def _check_memory(memory: str, device: str) -> Iterator[str]:
+    # a chip's name stands for its memory, and belongs to one kind of device
     known = known_chip(memory)
     if known is not None and device not in ("auto", known[0].name):
         kind = known[0].name
@@ -95,6 +96,7 @@ def check_attention(config: Config) -> list[str]:
             "set it to 0, or use sdpa",
         ),
         (
+            # torch would refuse it too, but in the first forward pass
             uses_flex and model.head_size < MIN_FLEX_HEAD_SIZE,
             f"attention_backend=flex takes heads of {MIN_FLEX_HEAD_SIZE} channels or more, but these have "
             f"{model.head_size}; use sdpa",
@@ -171,6 +173,7 @@ def check_fp8_device(config: Config) -> Iterator[str]:
     device, given = config.parallel.device, f"fp8_format={config.fp8.fp8_format}"
     if not config.fp8.uses_fp8 or device == "auto":
         return
+    # apart from check_fp8: with device=auto the ranks choose, and check this again
     if not find_device(device).has_fp8:
         yield f"{given} runs on Gaudi's transformer engine, but device={device}; leave it out"
     elif config.training.torch_compile:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from megatron.options.config import Config, broken
 
+# `cost` is ours; the others are spelled as for DeepSpeed's PipelineModule
 METHODS = ("cost", "parameters", "uniform", "type:TransformerLayer")
 
 
 def check_engine(config: Config) -> Iterator[str]:
     optimizer, pp = config.optimizer, config.parallel.pipeline_model_parallel_size
     stage = f"zero_stage={optimizer.zero_stage}"
+    # for the message: the first of the options that exclude a pipeline
     if config.parallel.no_pipeline_parallel:
         reason = "no_pipeline_parallel"
     else:
@@ -86,6 +88,7 @@ def check_partition(config: Config) -> Iterator[str]:
     num_stages = parallel.pipeline_model_parallel_size
     part = "stage" if num_ranges == num_stages else "chunk"
     size, over = divmod(num_layers, num_ranges)
+    # a list for these very sizes, which can be copied from the message
     example = ",".join([str(size + 1)] * over + [str(size)] * (num_ranges - over))
     if listed is None:
         yield (
@@ -94,12 +97,14 @@ def check_partition(config: Config) -> Iterator[str]:
         )
         return
     wrong = []
+    # all that is wrong with the list, in one message: each correction alone would be refused again
     if len(listed) != num_ranges:
         noun = "number" if len(listed) == 1 else "numbers"
         wrong.append(f"has {len(listed)} {noun}")
     if sum(listed) != num_layers:
         wrong.append(f"adds up to {sum(listed)}")
     if 0 in listed[1:-1]:  # the first and the last stage hold the embedding and the output projection
+        # from the second on, since the first may be 0
         wrong.append(f"leaves {part} {listed.index(0, 1)} without a layer")
     if wrong:
         parts = "1 stage" if num_ranges == 1 else f"{num_ranges} {part}s"

@@ -31,6 +31,8 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
         prog=train_name(),
         usage="%(prog)s --config PRESET [--flag VALUE ...]",
         description=None if only else ABOUT,
+        # an abbreviation would be another option, or none, once an option with the same beginning is added
+        # --help takes a topic, so argparse's own, which prints all and exits, is left out
         allow_abbrev=False,
         add_help=False,
         formatter_class=HelpFormatter,
@@ -49,12 +51,14 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
     for section, cls in sections().items():
         if only and section not in only:
             continue
+        # the docstring of a section's class is its help too, so that the two cannot differ
         add_flags(parser.add_argument_group(section, (cls.__doc__ or "").strip()), cls)
     return parser
 
 
 def help_topic(arguments: Sequence[str]) -> str | None:
     """Return the word after --help, "" if there is none; None without --help."""
+    # by hand, before the parser: the help of a section builds the parser of that section alone
     for position, word in enumerate(arguments, 1):
         if word in ("--help", "-h"):
             return "".join(arguments[position : position + 1])
@@ -132,8 +136,10 @@ test_megatron_flags.py writes it). A flag that ends in * stands for all with tha
 
 def answer_to(name: str) -> str | None:
     """Return what to do about a flag of Megatron, to stand after its name; None if it is another's."""
+    # Megatron's users write underscores too
     name = name.replace("_", "-")
     for theirs, (ours, note) in _answers().items():
+        # a family of flags of one subject, such as --mtp-*, has one row on the page
         beginning = theirs[:-1] if theirs.endswith("*") else None
         if name != theirs and (beginning is None or not name.startswith(beginning)):
             continue

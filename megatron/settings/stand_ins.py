@@ -17,6 +17,7 @@ from megatron.options.types import STRICT
 from megatron.runtime.devices import device_names
 from megatron.tasks.registry import TASKS
 
+# for any type that an option has: a switch, a count, a fraction, a text, three numbers, words
 CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
 MOST = 3
 """Stand-ins of an option: each is another round of all rules."""
@@ -60,11 +61,14 @@ def stand_ins(name: str) -> list[Any]:
         return list(NAMED[name])
     hint = get_type_hints(sections()[options()[name][0]], include_extras=True)[name]
     accepted: list[Any] = []
+    # the choices of an option that may be unset are one level down, in Literal[...] | None
     for part in (hint, *get_args(hint)):
         if get_origin(part) is Literal:
             accepted += get_args(part)
+    # with one choice alone, nothing would show that a fault depends on the value
     if len(accepted) > 1:
         return accepted[:MOST]
+    # strict, as the options are: otherwise True would pass for a count
     adapter = TypeAdapter(hint, config=STRICT)
     for candidate in CANDIDATES:
         try:

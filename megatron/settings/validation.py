@@ -96,6 +96,7 @@ def _check_rampup(config: Config, world_size: int) -> Iterator[str]:
     given, size = f"rampup_batch_size={start} {increment} {samples}", training.global_batch_size
     if start > size:
         yield f"{given} starts above global_batch_size={size}; start lower"
+    # Megatron's microbatch calculator demands it too
     elif (size - start) % increment:
         yield (
             f"{given} never reaches global_batch_size={size}: the difference {size - start} is not a multiple of the "
@@ -128,8 +129,10 @@ def _check_learning_rate(config: Config) -> Iterator[str]:
 
 def _check_length(optimizer: OptimizerConfig, name: str) -> Iterator[str]:
     """Check that a length is given in one unit."""
+    # not every length can be given in every unit
     values = {f"{name}_{unit}": getattr(optimizer, f"{name}_{unit}", 0) for unit in ("samples", "iters", "fraction")}
     given = [f"{option}={value}" for option, value in values.items() if value]
+    # the schedule takes the first that is given, so that the others would be ignored in silence
     if len(given) > 1:
         how_many = "both" if len(given) == 2 else "all"
         yield f"{' and '.join(given)} are {how_many} given; keep one"
@@ -139,6 +142,7 @@ def _check_decay(config: Config) -> Iterator[str]:
     """Check that the parts of the schedule fit into its length."""
     training, optimizer = config.training, config.optimizer
 
+    # 0 is the default of a length, and means that it is not given
     def first_given(*lengths: float | None) -> int:
         return int(next(filter(None, lengths), 0))
 
@@ -154,14 +158,17 @@ def _check_decay(config: Config) -> Iterator[str]:
         samples_after(training, optimizer.lr_warmup_iters),
         (optimizer.lr_warmup_fraction or 0) * decay,
     )
+    # the constant style has no decay that a long warm-up would leave no room for
     if decay and warmup >= decay and optimizer.lr_decay_style != "constant":
         rule = f"the warm-up of {warmup} samples must be shorter than the decay of {decay} samples"
         yield f"{rule}; lower {optimizer.given_warmup}"
     if optimizer.lr_decay_style != "WSD":
         return
+    # in whole global batches, as the schedule counts this part: a ramp-up is over by then
     last = first_given(optimizer.lr_wsd_decay_samples, (optimizer.lr_wsd_decay_iters or 0) * training.global_batch_size)
     if not last:
         yield "lr_decay_style=WSD needs lr_wsd_decay_samples or lr_wsd_decay_iters; give one"
+    # a warm-up that is too long by itself was reported above
     elif warmup < decay < warmup + last:
         yield (
             f"the warm-up of {warmup} samples and WSD's last part of {last} do not fit into {decay}; "
@@ -193,6 +200,7 @@ def _check_data(config: Config) -> Iterator[str]:
     if data.data_path and data.per_split:
         option = next(option for option, words in data.paths if words)
         yield f"data_path and {option} are both given; keep data_path and split, or give each split its own path"
+    # an evaluation alone reads no training data
     elif data.per_split and not data.train_data_path and not config.training.skip_train:
         yield "valid_data_path or test_data_path is given without train_data_path; give it, or data_path for all three"
     paths = {"data_path": data.data_path, **dict(data.paths)}
@@ -206,6 +214,7 @@ def _check_data(config: Config) -> Iterator[str]:
 
 def _check_task(config: Config, world_size: int) -> Iterator[str]:
     try:
+        # a task that cannot be loaded is one fault among the others
         yield from load_task(config).faults(world_size)
     except ConfigError as error:
         yield from error.faults
@@ -235,6 +244,7 @@ def _check_tokenizer(config: Config) -> Iterator[str]:
     if data.tokenizer_type == "GPT2BPETokenizer":
         if not (data.vocab_file and data.merge_file):
             yield "tokenizer_type=GPT2BPETokenizer needs vocab_file and merge_file; give both"
+    # NullTokenizer reads ids that were made elsewhere, and has no file
     elif data.tokenizer_type not in (None, "NullTokenizer") and not data.tokenizer_model:
         yield f"tokenizer_type={data.tokenizer_type} needs tokenizer_model; give the file"
 
@@ -299,6 +309,7 @@ def _check_exports(config: Config) -> Iterator[str]:
             f"save_hf={exports} is exported from the checkpoints in save, which is not given; give a folder, with "
             "no_save_optim and keep_last=1 if only the exports are needed"
         )
+    # by spelling alone, since neither folder has to be there yet
     elif os.path.normpath(exports) == os.path.normpath(save):
         yield f"save_hf={exports} is the same folder as save; use another, such as a subfolder of it"
 
@@ -316,6 +327,7 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
     for name in logging.callbacks:
         try:
+            # imported now, so that a misspelt name is a fault beside the others and does not end a run that has begun
             import_attribute("callbacks", name)
         except ConfigError as error:
             yield from error.faults
@@ -351,6 +363,7 @@ def _check_guard(config: Config) -> Iterator[str]:
             "spike_action=rollback needs the optimizer's state, but no_save_optim leaves it out; turn one of them off",
         ),
     )
+    # unset: at most the other one (`effective_watchdog_timeout_s`)
     minutes, timeout_s = config.parallel.distributed_timeout_minutes, config.guard.watchdog_timeout_s
     if timeout_s is None:
         return
