@@ -53,6 +53,7 @@ class FinetuneFile:
 
 
 def _whole(name: str, at_least: int, target: str) -> Entry:
+    # YAML may hold 8, 8.0 or "8"
     check = number(lambda x: x == int(x) and x >= at_least, f"must be a whole number, {at_least} or more")
     return sets(name, target, read=lambda value: str(int(float(check(value)))))
 
@@ -72,6 +73,7 @@ KEYS: tuple[Entry, ...] = (
     _whole("seed", 0, "--seed"),
     sets("lr", "HL_LR", read=number(lambda x: x > 0, "must be a number above 0")),
     sets("weight_decay", "--weight-decay", read=number(lambda x: x >= 0, "must be a number, 0 or more")),
+    # reached only by a single value: `_flat` replaces a group by its keys
     Entry("LoRA", "sets", convert=_adapters),
     _whole("LoRA.r", 0, "HL_LORA_RANK"),
     sets("LoRA.alpha", "HL_LORA_ALPHA", read=number(lambda x: x > 0, "must be a number above 0")),
@@ -98,14 +100,18 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
         return None
     result = DIALECT.translate(_flat(tree).items())
     settings, faults = result.settings, result.faults
+    # the variables go the way of the user's own, which then override the file; the rest becomes flags
     variables = {target: value for target, value in settings.items() if target.startswith("HL_")}
+    # without it the choice between adapters and the whole model would be a guess
     if "HL_LORA_RANK" not in variables and "HL_LORA_RANK" not in result.unread:
         faults.append("LoRA.r, the rank of the adapters, is not given; give it, or 0 to train the whole model")
     elif variables.get("HL_LORA_RANK") == "0":  # the whole model is trained
         variables = {target: value for target, value in variables.items() if not target.startswith("HL_LORA_")}
     if "data" in settings:
         variables["HL_DATA"] = _data(settings["data"], settings.get("split"), faults)
+    # of the settings only the flags: `flag_words` passes over other names
     flags = flag_words(DEFAULTS | settings)
+    # no key of the YAML names it
     beside = Path(name).parent / DEEPSPEED_FILE
     if beside.is_file():
         flags += deepspeed_flags(beside)
@@ -169,11 +175,13 @@ def _file(path: Path, split: object, faults: list[str]) -> str:
     if split is not None:
         return str(path / f"{split}.jsonl")
     files = list(path.glob("*.jsonl"))
+    # of several files none is the obvious one: the folder is then refused as no file
     return str(files[0] if len(files) == 1 else path)
 
 
 def deepspeed_flags(path: Path) -> list[str]:
     """Return the flags of a DeepSpeed JSON: what options of ours set too, and the rest as it stands."""
+    # a file that contradicts an option is refused, so the options follow the file
     flags = ["--deepspeed-config", str(path)]
     try:
         zero = read_settings(str(path)).get("zero_optimization")

@@ -37,6 +37,7 @@ def script_help(script: Script, topic: str) -> str:
         return f"Variables of run_{script}.sh (defaults: docs/reference/variables.md)\n" + variable_lines(taken)
     if not topic.startswith("HL_"):
         return help_text(topic)
+    # before the script's own: a refused name is in no script's table, and has its reason here
     refused = next((row for row in REFUSED if row.covers(topic)), None)
     if refused is not None:
         accepted = f" Accepted: {', '.join(refused.accepts)}." if refused.accepts else ""
@@ -48,6 +49,7 @@ def script_help(script: Script, topic: str) -> str:
 
 
 def _overview(script: Script, taken: Sequence[Entry]) -> str:
+    # in the order of FIRST, not that of the table
     rows = {row.name: row for row in taken}
     first = [rows[name] for name in FIRST if name in rows]
     return "\n".join(

@@ -25,7 +25,9 @@ def _idle(name: str, reason: str, accepts: str) -> Entry:
     return Entry(name, "no effect", reason, accepts=(accepts,))
 
 
+# A value in `accepts` requests what is done anyway, so a command that spells it out still runs.
 REFUSED: tuple[Entry, ...] = (
+    # fp8
     *_refused("HL_USE_FUSED_SDPA_FP8", "under HL_FP8=1 the attention itself stays in bf16. Set 0", "0"),
     *_refused(
         "HL_USE_TE_CUSTOM_OP HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN",
@@ -33,6 +35,7 @@ REFUSED: tuple[Entry, ...] = (
         "0",
     ),
     *_refused("HL_FP8_MANUAL_MODE", "HL_FP8_MEASURE_INTERVAL says when scales are updated. Unset it", "1"),
+    # parallelism and experts
     *_refused("HL_CP", "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1", "1"),
     *_refused("HL_CP_COMM_TYPE", "context parallelism is not supported. Unset it", "p2p"),
     *_refused("HL_MOE_*", _EXPERTS),
@@ -41,6 +44,7 @@ REFUSED: tuple[Entry, ...] = (
         "HL_AUX_LOSS_COEFF HL_ENABLE_SHARED_EXPERT_OVERLAP",
         _EXPERTS,
     ),
+    # compilation
     *_refused("HL_USE_REGIONAL_COMPILATION", _COMPILE, "0 1"),
     *_refused("HL_ALLOW_UNSPEC_INT_ON_NN_MODULE HL_CACHE_SIZE_LIMIT", _COMPILE, "0"),
     *_refused(
@@ -48,6 +52,7 @@ REFUSED: tuple[Entry, ...] = (
         "checkpoints have a format of this project; tools/convert_checkpoint.py converts them. Unset it",
     ),
     *_refused("HL_CKPT_FULLY_PARALLEL_LOAD", "each rank reads its own part of a checkpoint. Unset it", "0 1"),
+    # one value each: it names a way of writing, not a result, and there is one way here
     _idle("HL_SAVE_DISTRIB_OPTIMIZER_METHOD", "each rank writes its own part. Unset it", "serial_per_node"),
     _idle("HL_LOAD_DISTRIB_OPTIMIZER_METHOD", "each rank reads its own part. Unset it", "serial_per_dp_groups"),
     *_refused("HL_NO_LOAD_STRICT", "a checkpoint must have every parameter of the model. Set 0", "0"),
@@ -63,6 +68,7 @@ REFUSED: tuple[Entry, ...] = (
     *_refused("HL_REDIRECT_LOGS", "the log is always in train.log of the results folder. Unset it", "0 1"),
     *_refused("HL_SSH_PORT", 'set PDSH_SSH_ARGS_APPEND="-p PORT", or Port in ~/.ssh/config. Unset it', "22"),
     *_refused(
+        # one list for three names: 0 of the first two, localhost of the address
         "HL_TORCHRUN_MULTINODE HL_TORCHRUN_NODE_RANK HL_TORCHRUN_MASTER_ADDR",
         "set HL_RENDEZVOUS=HOST:PORT, where this script is started on each node by itself. Unset it",
         "0 localhost",
@@ -76,6 +82,7 @@ REFUSED: tuple[Entry, ...] = (
         "0",
     ),
     *_refused(
+        # -1 of the first two, all of the type
         "HL_START_CHECK_TP_NORM_ITER HL_END_CHECK_TP_NORM_ITER HL_CHECK_TP_NORM_TYPE",
         "it belongs to HL_CHECK_TP_NORM. Unset it",
         "-1 all",

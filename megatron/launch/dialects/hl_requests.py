@@ -62,9 +62,11 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     result = _translate(given, script, request, replaced=_replaced(arguments))
     settings = result.settings
     preset = _preset(settings, script, request, adapts=_requests_adapters(settings, arguments))
+    # a preset that the user names has a rate of its own
     if script == "dpo" and "config" not in settings:
         _check_rate(settings, arguments, request)
 
+    # the flags are in the order of precedence, the weakest first: the last one of a name counts
     if preset is not None:
         request.train_flags += ["--config", preset]
     request.train_flags += of_file
@@ -84,6 +86,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     request.save, request.resume = settings.get("save", True), True
     # last, so that arguments override variables, which override the file and the preset
     request.train_flags += passed_on
+    # an argument takes the place of a variable that cannot be read
     request.unread -= {name for name, value in arguments.items() if value is not None}
     return request
 
@@ -110,6 +113,7 @@ def _translate(
 
     `replaced`: flags that arguments give in other words.
     """
+    # refused alone: translated too, they would add faults of what this script does not have
     of_others = {name for name in given if name in KNOWN and script not in KNOWN[name].scripts}
     for name in sorted(of_others):
         homes = " and ".join(path_of(home) for home in KNOWN[name].scripts)
@@ -140,6 +144,7 @@ def _unknown(name: str, value: str, near: str | None) -> str:
 def _replaced(arguments: Mapping[str, object]) -> frozenset[str]:
     """Return the flags that arguments give in other words, as --train-samples gives --train-iters."""
     replaced = set()
+    # options that say the same in other words: a variable's would contradict the argument's, which overrides it
     for group in ALTERNATIVES:
         for name in group:
             others = [arguments.get(other) for other in group if other != name]
@@ -162,12 +167,14 @@ def _with_file(
             break
     else:
         return given, passed_on, []
+    # what the file sets takes its place
     given = {key: value for key, value in given.items() if key != "HL_CONFIG"}
     others = [other for other in names if other != name]
     if others:
         given["HL_CONFIG"] = others[0]
     request.faults += file.faults
     request.notes += file.notes
+    # the file counts the samples of a rank, and a global batch that is given wins over what follows from them
     if "HL_GBS" not in given and arguments["global_batch_size"] is None:
         request.samples_per_rank = file.samples_per_rank
     return file.variables | given, _without_config(passed_on, name), file.flags
@@ -176,6 +183,7 @@ def _with_file(
 def _without_config(arguments: list[str], name: str) -> list[str]:
     rest, words = list[str](), iter(arguments)
     for word in words:
+        # argparse takes both forms: two words, or one with =
         given = [word, next(words, "")] if word == "--config" else [word]
         if given not in (["--config", name], [f"--config={name}"]):
             rest += given
@@ -187,6 +195,7 @@ def _option(flag: str) -> str:
 
 
 def _requests_adapters(settings: Mapping[str, Any], arguments: Mapping[str, object]) -> bool:
+    # "none" as an argument takes the adapters of a variable away
     rank = arguments["lora_rank"]
     if rank is None:
         rank = settings.get("--lora-rank")
@@ -220,6 +229,7 @@ def _llama_preset(settings: Mapping[str, Any], request: LaunchRequest) -> str | 
     sizes = LLAMA_PRESETS.get(version)
     if sizes is not None and size in sizes:
         return sizes[size]
+    # `config` stands for all options: checks of a model of the default size would add faults that are none
     request.unread.add("config")
     if sizes is not None:
         request.faults.append(f"HL_LLAMA_MODEL_SIZE={size} must be {one_of(sizes)} with HL_LLAMA_VER={version}")
@@ -251,6 +261,7 @@ def _run_name(settings: Mapping[str, Any], script: Script, preset: str | None) -
 
 def _device(settings: Mapping[str, Any], result: Translation, request: LaunchRequest) -> str:
     """Return the name of a device, auto, or `no-hpu`: the first of cuda and cpu that is there."""
+    # HL_USE_HPU is Habana's; HL_DEVICE, which names other devices too, is ours
     device, use_hpu = settings.get("device"), settings.get("use_hpu")
     if result.unread & {"device", "use_hpu"}:
         request.unread.add("device")
@@ -293,7 +304,9 @@ def _environment(settings: Mapping[str, Any], result: Translation, request: Laun
     if settings.get("hnic"):
         if request.nodes == 1 and "nodes" not in request.unread:
             request.faults.append("HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1; unset one of them")
+        # of a name in HL_ENV_FLAGS too the HL_* variable counts, or its default
         variables |= {name: settings.get(name, value) for name, value in NETWORK.items()}
+    # a value of HL_HNIC that cannot be read may have been meant as 1
     elif "hnic" not in result.unread:
         for name in NETWORK:
             if name in settings:
@@ -306,6 +319,7 @@ def _fp8(given: Mapping[str, str], result: Translation, request: LaunchRequest) 
     if result.unread & {"fp8", "transformer_engine", "fp8_format", *TRANSFORMER_ENGINE}:
         return  # a default instead would bring faults of the device and the precision with it
     settings = result.settings
+    # two names of one switch, of two releases of Habana's scripts
     switches = [settings[name] for name in ("fp8", "transformer_engine") if name in settings]
     if len(set(switches)) > 1:
         both = " and ".join(f"{name}={given[name]}" for name in ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE"))
@@ -318,11 +332,13 @@ def _fp8(given: Mapping[str, str], result: Translation, request: LaunchRequest) 
         return
     request.train_flags += ["--fp8-format", settings.get("fp8_format", FP8_FORMATS[0])]
     variables = {name: str(int(settings.get(name, default))) for name, default in TRANSFORMER_ENGINE.items()}
+    # HL_ENV_FLAGS comes last: it names the ranks' variables themselves
     request.environment = variables | request.environment
 
 
 def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: Script, request: LaunchRequest) -> None:
     """Add the training data, and the model's flags, from its folder."""
+    # data first, the model last: without a model nothing more can be said, but of the data it can
     model, data, folder = settings.get("model"), settings.get("data"), settings.get("folder")
     rows = "pairs of answers" if script == "dpo" else "chats"
     names = ("chat_template", "train_on", "too_long", "ignore_columns")
@@ -352,6 +368,7 @@ def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: 
         request.unread |= {"config", "model"}
         return
     request.fine_tuning = dataclasses.replace(request.fine_tuning, model=model)
+    # the model's sizes come from its config.json; the preset has the recipe alone
     request.train_flags += flag_words({flag(name): value for name, value in options.items()})
     request.train_flags += ["--load", model, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", model]
 
@@ -399,6 +416,7 @@ def _data(settings: Mapping[str, Any], script: Script, preset: str | None, reque
 def _tokenizer(settings: Mapping[str, Any], script: Script, preset: str | None) -> dict[str, str]:
     """Return the flags of the tokenizer's files, where Habana's scripts look for them: in the folder of the data."""
     kind, folder = settings.get("--tokenizer-type"), Path(settings.get("data_root", "."))
+    # the names are those of run_bloom13b.sh
     of_gpt2 = {"--vocab-file": str(folder / "gpt2-vocab.json"), "--merge-file": str(folder / "gpt2-merges.txt")}
     if kind == "GPT2BPETokenizer":
         return of_gpt2
@@ -410,6 +428,7 @@ def _tokenizer(settings: Mapping[str, Any], script: Script, preset: str | None) 
         return of_huggingface
     if kind is not None:
         return {"--tokenizer-model": str(folder / "tokenizer.model")}
+    # no type is given: a file of the usual name shows it, else none is set, since few options of a training need one
     if script == "bloom13b" and all(Path(file).is_file() for file in of_gpt2.values()):
         return {"--tokenizer-type": "GPT2BPETokenizer", **of_gpt2}
     if script == "llama" and (folder / "tokenizer.json").is_file():
@@ -419,6 +438,7 @@ def _tokenizer(settings: Mapping[str, Any], script: Script, preset: str | None) 
 
 def legend(faults: list[str], script: Script) -> str:
     """Return 'HL_TP sets tensor_model_parallel_size' for the options that faults name and a script has as variables."""
+    # the message of a row names the flag, by which no user of a script would find the variable
     if any("--ignore-columns" in fault for fault in faults):
         return "HL_IGNORE_COLUMNS sets --ignore-columns"
     # a single word may be plain English, or the name of a section

@@ -114,6 +114,7 @@ def _profile_steps(text: str) -> list[Setting]:
     if not comma:
         raise WrongValueError("must be two iterations, such as 3,4")
     number = whole(1)
+    # Habana's last iteration is in the trace; ours is the one before which it ends
     return [("--profile-step-start", number(first)), ("--profile-step-end", number(last) + 1)]
 
 
@@ -123,6 +124,7 @@ def _profile(last_step: int) -> Callable[[str], list[Setting]]:
             raise WrongValueError("needs Habana's trace viewer, which is not part of this project; use pt")
         if text not in ("pt", "pt-full"):
             raise WrongValueError("must be pt or pt-full")
+        # HL_PROFILE_STEPS stands below in the table, and so overrides these
         settings = [("--profile", True), *_profile_steps(f"3,{last_step}")]
         if text == "pt-full":
             settings += [("--pytorch-profiler-collect-shapes", True), ("--pytorch-profiler-collect-callstack", True)]
@@ -147,9 +149,13 @@ def _tokenizer(text: str) -> list[Setting]:
     return [("--tokenizer-type", one_in((*TOKENIZERS, "Llama3Tokenizer"))(text))]
 
 
+# the type is Literal[...] | None, whose first member has the names
 TOKENIZERS: tuple[str, ...] = get_args(get_args(get_type_hints(DataConfig)["tokenizer_type"])[0])
+# the first counts where HL_FP8=1 names none
 FP8_FORMATS = ("hybrid", "e5m2")
 
+# In the order in which they count: a later one overrides what an earlier one implies. Earlier and later releases of
+# Habana's scripts name some differently: both names are here, and two values that differ are a fault.
 _VARIABLES: tuple[Entry, ...] = (
     # what is trained
     _text("HL_CONFIG", "config", "preset (megatron/presets/), or a YAML file, instead of the script's own"),
@@ -273,6 +279,7 @@ _VARIABLES: tuple[Entry, ...] = (
         "HL_RAMPUP_BS",
         "--rampup-batch-size",
         "1: grow the global batch from 16 by 16 over 5,000,000 samples",
+        # start, increment and samples of Habana's run_bloom13b.sh
         on=("16", "16", "5000000"),
         off="none",
         scripts=PRETRAINING,
@@ -321,6 +328,7 @@ _VARIABLES: tuple[Entry, ...] = (
         "HL_USE_FUSED_SDPA",
         "--attention-backend",
         "0: torch's attention instead of Habana's FusedSDPA on HPU",
+        # not the kernel's name: a device without it would be refused, and the variable is 1 in Habana's scripts
         on="auto",
         off="sdpa",
     ),
@@ -507,6 +515,7 @@ _THERE = {
     "HL_BF16": _switch("HL_BF16", "--precision", "", on="bf16", off="fp32"),
 }
 """Those that set something else there."""
+# one row of each name: _OF_INFERENCE adds scripts to it, and _THERE replaces what it sets in these
 VARIABLES = tuple(
     replace(row, scripts=(*row.scripts, *INFERENCE)) if row.name in _OF_INFERENCE else row for row in _VARIABLES
 )

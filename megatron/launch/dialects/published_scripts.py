@@ -15,7 +15,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+# NL ends an empty line, or one within a statement; the end of a statement is a NEWLINE
 LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+# the text of an indent does not count: tabs, or another width, make no other code
 LAYOUT = {tokenize.NEWLINE: "\n", tokenize.INDENT: ">", tokenize.DEDENT: "<"}
 # digests of the published files, by name
 PUBLISHED: dict[str, tuple[str, ...]] = {
@@ -92,6 +94,7 @@ def digest(text: str) -> str:
 def check_script(script: str) -> Iterator[str]:
     """Yield a fault for each file with code of its own: the script, and the modules beside it. None need be there."""
     path = Path(script)
+    # the modules too: a loss of the user's own stands in dataloader.py
     name = path.name.removesuffix(".py")
     for module in (name, *BESIDE.get(name, ())):
         file = path.with_name(f"{module}.py")

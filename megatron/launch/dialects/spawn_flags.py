@@ -53,6 +53,7 @@ _COMPILED = "text is generated without torch.compile"
 
 def _steps(text: str) -> list[tuple[str, str]]:
     try:
+        # transformers counts epochs where max_steps is not above 0
         return [("HL_TRAIN_ITERS", text)] if int(text) > 0 else [("by_epochs", "1")]
     except ValueError:
         raise WrongValueError("must be a whole number") from None
@@ -68,6 +69,7 @@ def _epochs(text: str) -> str:
     try:
         number = float(text)
     except ValueError:
+        # no number: refused below, as a fraction is
         number = 0.5
     if number < 1 or number != int(number):
         raise WrongValueError("must be a whole number, 1 or more; --max_steps ends a run within an epoch")
@@ -96,6 +98,7 @@ def _report(text: str) -> str:
 _ADAMW = [("HL_OPTIMIZER", "adamw")]
 _OPTIMIZERS = {
     "paged_adamw_32bit": [("HL_OPTIMIZER", "paged_adamw_32bit")],
+    # one optimizer in several implementations; which kernel computes it is the device's choice
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), _ADAMW),
     "sgd": [("HL_OPTIMIZER", "sgd")],
 }
@@ -103,6 +106,7 @@ _SHAPES = {
     "cosine": [("--lr-decay-style", "cosine")],
     "linear": [("--lr-decay-style", "linear")],
     "constant_with_warmup": [("--lr-decay-style", "constant")],
+    # transformers warms up under constant_with_warmup alone, and a preset may have a warm-up
     "constant": [("--lr-decay-style", "constant"), ("--lr-warmup-fraction", "none"), ("--lr-warmup-iters", "0")],
     "inverse_sqrt": [("--lr-decay-style", "inverse-square-root")],
 }
@@ -132,6 +136,7 @@ def _model_flags(model: str) -> tuple[Entry, ...]:
 
 
 def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[Entry]:
+    # of the two scripts dpo.py alone has this default, and its own name for the flag of the optimizer
     of_decay = "; dpo.py declares 0.05, but never uses it" if optimizer == "paged_adamw_32bit" else ""
     return [
         _to("--learning_rate", "HL_LR", default=rate),
@@ -191,6 +196,7 @@ def _adam_flags(note: str = "") -> list[Entry]:
     return [
         _to("--adam_beta1", "--adam-beta1", note, default="0.9"),
         _to("--adam_beta2", "--adam-beta2", note, default="0.999"),
+        # GaudiTrainingArguments' own: transformers has 1e-8
         _to("--adam_epsilon", "--adam-eps", note, default="1e-6"),
         _to("--max_grad_norm", "--clip-grad", note, default="1.0"),
     ]
@@ -210,6 +216,7 @@ def _deepspeed_flag() -> Entry:
 
 
 SFT: tuple[Entry, ...] = (
+    # model and data
     *_model_flags("meta-llama/Llama-2-7b-hf"),
     _to("--dataset_name", "dataset", "`HL_DATA`: a file, or the folder of a downloaded dataset; nothing is downloaded"),
     _to("--subset", "subset", "a folder in that of `--dataset_name`", default="data/finetune"),
@@ -220,6 +227,7 @@ SFT: tuple[Entry, ...] = (
     no_effect("--validation_split_percentage", "nothing is kept from training unless `-- --split` says so"),
     no_effect("--num_workers", "as many workers as cores tokenize"),
     no_effect("--dataset_num_proc", "as many workers as cores tokenize"),
+    # samples
     Entry("--num_buckets", "sets", "`HL_BUCKETING=optimal` with `--num-buckets`; -1: `auto`", convert=_buckets),
     _switch("--use_peft", "use_peft", "True", "False", "False: no `HL_LORA_*`, the whole model is trained"),
     _to(
@@ -238,12 +246,14 @@ SFT: tuple[Entry, ...] = (
         default="True",
     ),
     honoured("--remove_unused_columns", "columns that a form of rows does not name are not read"),
+    # schedule and length
     *_schedule_flags(rate="5e-5", shape="linear", warmup="0", decay="0.0", optimizer="adamw_torch", seed="42"),
     _to("--warmup_ratio", "--lr-warmup-fraction"),
     *_adam_flags(),
     *_batch_flags("8", "1"),
     Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs` counts", convert=_steps),
     sets("--num_train_epochs", "HL_NUM_EPOCHS", "`HL_NUM_EPOCHS`", _epochs, default="3"),
+    # results: a second command of the same folder goes on with its run
     *_output_flags(None, "500", None),
     no_effect("--overwrite_output_dir", "the same command resumes its run; another run needs another folder", "switch"),
     honoured("--resume_from_checkpoint", "the same command resumes from the newest checkpoint of its folder", "value"),
@@ -264,6 +274,7 @@ SFT: tuple[Entry, ...] = (
     no_effect("--logging_first_step", "`--logging_steps` counts", "switch"),
     _to("--logging_dir", "HL_TENSORBOARD_DIR"),
     _to("--run_name", "run_name", "`--wandb-exp-name`, where `--report_to` names wandb"),
+    # precision, device and graphs
     _variable("--bf16", "HL_BF16"),
     refused("--fp16", "Gaudi trains in bfloat16; use --bf16", "switch"),
     _variable("--use_habana", "HL_DEVICE", "hpu", None, "; where `HL_DEVICE` is set, that counts"),
@@ -282,6 +293,7 @@ SFT: tuple[Entry, ...] = (
     no_effect("--adjust_throughput", "each log line has the throughput of its own steps", "switch"),
     no_effect("--pipelining_fwd_bwd", "the schedule of the vendor's scripts marks the steps", "switch"),
     no_effect("--non_blocking_data_copy", "batches are always copied ahead", "switch"),
+    # layout, memory and speed
     refused("--distribution_strategy", "DeepSpeed sums the gradients; leave it out", accepts="ddp"),
     refused("--context_parallel_size", "use HL_TP=N and HL_SEQ_PARALLEL=1 instead", accepts="1"),
     refused("--minimize_memory", "use --gradient_checkpointing, or --deepspeed with stage 3", "switch"),
@@ -296,6 +308,7 @@ SFT: tuple[Entry, ...] = (
     _variable("--flash_attention_fast_softmax", "HL_USE_FAST_SOFTMAX", more=", on HPU alone"),
     honoured("--flash_attention_causal_mask", "causal attention needs no mask tensor"),
     _variable("--fp8", "HL_FP8", more=", on HPU alone"),
+    # loading, logging and other arguments of transformers
     _to("--dataloader_num_workers", "HL_NUM_WORKERS"),
     no_effect("--dataloader_pin_memory", "batches are always copied ahead", "switch"),
     no_effect("--dataloader_drop_last", "the last step of an epoch takes what is left", "switch"),
@@ -316,6 +329,7 @@ SFT: tuple[Entry, ...] = (
 )
 
 DPO: tuple[Entry, ...] = (
+    # model, data and objective
     *_model_flags("../sft/results/final_checkpoint"),
     honoured(
         "--tokenizer_name_or_path", "the tokenizer is the one in the model's folder, where merging puts it", "value"
@@ -333,10 +347,12 @@ DPO: tuple[Entry, ...] = (
     sets(
         "--max_length",
         "HL_SEQ_LEN",
+        # a prompt with its answer has up to seq_length + 1 tokens: the last one is a target alone
         "`HL_SEQ_LEN`, which is one less; tokens count, where dpo.py counts characters, and long answers are cut",
         lambda text: str(whole(2)(text) - 1),
         default="1024",
     ),
+    # schedule and results
     *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.0", optimizer="paged_adamw_32bit", seed="0"),
     *_adam_flags("; dpo.py has no such flag and always uses the default"),
     *_batch_flags("1", "4"),
@@ -357,6 +373,7 @@ DPO: tuple[Entry, ...] = (
 )
 
 GENERATION: tuple[Entry, ...] = (
+    # model, prompts and the choice of tokens
     _to("--model_name_or_path", "--load", ": a folder, or the hub name of a downloaded model"),
     sets("--peft_model", "adapter", "`--load`, with the model as `--lora-base`"),
     _to("--device", "--device"),
@@ -382,6 +399,7 @@ GENERATION: tuple[Entry, ...] = (
     _on_off("--use_hpu_graphs", "--use-graphs", "`--use-graphs`, on HPU; else no effect"),
     _on_off("--use_chat_template", "--as-chat", "`--as-chat`: each prompt is a chat of its own, which is answered"),
     _on_off("--quantize_with_bnb", "nf4", "`--quantize-base nf4`"),
+    # optimisations that always hold here
     honoured("--use_kv_cache", "keys and values are always kept"),
     honoured("--reuse_cache", "the cache is always allocated once and written in place"),
     honoured("--trim_logits", "the logits of the last token alone are always computed"),
@@ -393,6 +411,7 @@ GENERATION: tuple[Entry, ...] = (
     honoured("--clear_hpu_graphs_cache", "the graphs are freed with the process"),
     honoured("--reduce_recompile", "shapes are always fixed within a batch"),
     honoured("--local_rank", "the launcher numbers the ranks", "value"),
+    # measurements, and kernels that the device chooses here
     no_effect("--warmup", "each text is generated once; `tools/generate.py --benchmark` measures"),
     no_effect("--n_iterations", "each text is generated once; `tools/generate.py --benchmark` measures"),
     no_effect("--bucket_size", "lengths are rounded up by a rule of this project"),
@@ -413,6 +432,7 @@ GENERATION: tuple[Entry, ...] = (
     no_effect("--force_static_compile", _COMPILED, "switch"),
     no_effect("--dynamo_specialize_float", _COMPILED, "switch"),
     no_effect("--dynamo_allow_unspec_int_on_nn_module", _COMPILED, "switch"),
+    # what would change the texts, and cannot be passed over
     refused("--dataset_name", _DATASETS),
     refused("--mlcommons_dataset", _DATASETS),
     refused("--column_name", _DATASETS),

@@ -43,11 +43,13 @@ def generation_request(
     """
     request = GenerationRequest()
     values = {**defaults, **given}
+    # by this variable optimum-habana's script runs a model in fp8
     if environment.get("QUANT_CONFIG"):
         request.faults.append(
             f"QUANT_CONFIG={environment['QUANT_CONFIG']} is not supported: text is generated in 16 bits; unset it, "
             "or use --quantize_with_bnb"
         )
+    # generation_config.json is the base's: a folder of adapters has none
     base = values.pop("--lora-base", values.get("--load"))
     if "adapter" in values:
         values |= {"--load": values.pop("adapter"), "--lora-base": base or ""}
@@ -59,6 +61,7 @@ def generation_request(
         values["--quantize-base"] = "nf4"
     prompts = shlex.split(values.pop("prompts", ""))
     for name, value in values.items():
+        # an HL_* variable is the user's word, which a default of the script must not override
         is_given = name in given or name == "--lora-base"
         if is_given or name not in from_variables:
             request.flags += [name, value]
@@ -66,6 +69,7 @@ def generation_request(
         request.faults.append("--prompt is not given; give at least a text in quotes, which is not the script's own")
         return request
     request.flags += ["--prompt", *prompts]
+    # else both do the same
     if str(len(prompts)) != values["--batch-size"]:
         request.notes.append(
             f"all {len(prompts)} prompts are continued, where run_generation.py cuts or repeats them to --batch_size "
@@ -83,15 +87,18 @@ def _choose_tokens(
     samples: bool,
 ) -> None:
     """Set how a token is chosen: drawn with --do_sample alone, and by what the model's own configuration says."""
+    # 1 leaves the probabilities as they are, with each of the three
     used = {key: configured[key] for key in OF_MODEL if configured.get(key) not in (None, 1, 1.0)}
     if "repetition_penalty" in used:
         values["--repetition-penalty"] = str(used["repetition_penalty"])
     if samples:
         values.setdefault("--temperature", str(configured.get("temperature") or 1.0))
         values.setdefault("--top-p", str(configured.get("top_p") or 1.0))
+        # here 0 is the most probable token; transformers refuses to draw at it
         if values["--temperature"] in ("0", "0.0"):
             request.faults.append("--temperature=0 must be above 0 with --do_sample; leave --do_sample out")
     else:
+        # the penalty changes the most probable token too
         used = {key: value for key, value in used.items() if key == "repetition_penalty"}
         for name in ("--temperature", "--top-p", "--top-k"):
             if values.pop(name, None) is not None:

@@ -88,6 +88,7 @@ def script_request(
     """Return the request of a command, with every fault in it, and the flags by the variables that they set."""
     command = read_words(kind, TABLES[kind], words)
     variables = hl_variables(environment)
+    # optimum-habana's commands have --use_habana, and HL_DEVICE=cpu in front is to run them elsewhere
     if "HL_DEVICE" in variables:
         command.settings.pop("HL_DEVICE", None)
     _join_lengths(command, variables)
@@ -106,6 +107,7 @@ def script_request(
     request = from_environment(given, kind, [*flags, *command.train_flags])
     _set_batch(request, command, variables)
     request.faults[:0] = [*_refused_model(command), *command.faults]
+    # faults name HL_* variables, which the user of a script did not write
     request.faults = [named(fault, command.sources) for fault in request.faults]
     request.notes[:0] = command.notes
     ranks.apply(request)
@@ -114,6 +116,7 @@ def script_request(
 
 def _graph_flags(command: SpawnCommand, variables: Mapping[str, str]) -> list[str]:
     """Return the flags of validations by HPU graphs, with a note where they have no effect."""
+    # both flags of graphs set it; training has no graphs that are kept, so validations are all that they can mean
     if command.settings.get("graphs") != "1":
         return []
     device = variables.get("HL_DEVICE") or command.settings.get("HL_DEVICE") or detect_device()
@@ -150,6 +153,7 @@ def read_words(script: str, rows: tuple[Entry, ...], words: Sequence[str]) -> Sp
 def _values(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]) -> Iterator[tuple[str, str]]:
     """Yield each flag, and its value as one text; --no_X is X=False where X is a switch."""
     for name, values in _grouped(words, table, faults):
+        # transformers' parser has --no_X for each switch that is on by default
         positive = "--" + name.removeprefix("--no_")
         if name not in table and positive in table and table[positive].takes == "switch":
             yield positive, "False"
@@ -178,6 +182,7 @@ def _grouped(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]
             name, equals, value = word.partition("=")
             name, values = "--" + name[2:].replace("-", "_"), [value] if equals else []
             continue
+        # words behind an unknown flag are its own, so that it is the only fault
         takes_one = name in table and table[name].takes in ("value", "switch")
         if not name or (takes_one and values):
             faults.append(f"{word!r} does not follow a flag; write --FLAG {word}")
@@ -190,6 +195,7 @@ def _grouped(words: Sequence[str], table: Mapping[str, Entry], faults: list[str]
 def _join_lengths(command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Let the flag or variable of the run's length that is given replace the default of the other."""
     steps, epochs = "HL_TRAIN_ITERS", "HL_NUM_EPOCHS"
+    # dpo.py has a default of steps and none of epochs, sft.py the other way round
     if "by_epochs" in command.settings:
         command.defaults.pop(steps, None)
         command.defaults.setdefault(epochs, EPOCHS)
@@ -205,6 +211,7 @@ def _join_lengths(command: SpawnCommand, variables: Mapping[str, str]) -> None:
 
 def _name_modules(command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Set the modules with adapters where none are named, as PEFT does by the kind of the model."""
+    # in the order in which `script_request` lets them override each other
     model = {**command.defaults, **variables, **command.settings}.get("HL_MODEL", "")
     with contextlib.suppress(CheckpointError, ConfigError):  # preflight names the fault of a model that cannot be read
         config = read_json(own_file(find_model(model, "HL_MODEL"), "config.json"))
@@ -218,6 +225,7 @@ def _without_adapters(command: SpawnCommand) -> None:
     if command.settings.get("use_peft") != "False":
         return
     command.defaults = {name: value for name, value in command.defaults.items() if not name.startswith("HL_LORA_")}
+    # defaults go in silence; what the user wrote does not
     given = [name for name in command.settings if name.startswith("HL_LORA_")]
     if given:
         command.faults.append(f"--use_peft False trains no adapters; leave {command.sources[given[0]]} out")
@@ -248,6 +256,7 @@ def _name_batch(kind: Kind, command: SpawnCommand) -> None:
     """Set the longest microbatch: as many tokens as the samples of a device may have."""
     batch, length = command.get("batch"), command.get("HL_SEQ_LEN")
     if batch is not None and length is not None and length.isdecimal():
+        # a pair is two sequences, its prompt with either answer
         answers = 2 if kind == "dpo" else 1
         command.defaults["HL_MAX_BATCH_LEN"] = str(batch * int(length) * answers)
 
@@ -256,12 +265,14 @@ def _name_rows(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) 
     """Set what sft.py does with rows, unless they were processed before."""
     is_processed = "HL_DATA_OUTPUT_DIR" in variables and "HL_DATA" not in variables
     if kind == "sft" and not is_processed:
+        # sft.py has its loss on every token, by plain language modelling
         command.defaults["HL_TRAIN_ON"] = "all"
         command.defaults["HL_TOO_LONG"] = "split" if command.get("packing") == "1" else "truncate"
 
 
 def _name_data(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) -> None:
     """Set the files of the dataset, and the chat template that goes with them."""
+    # a variable in front replaces the script's dataset, also its default
     if "HL_DATA" in variables or "HL_DATA_OUTPUT_DIR" in variables:
         if "dataset" in command.settings:
             command.faults.append(f"{command.sources['dataset']} and HL_DATA both name the data; give one of them")
@@ -270,6 +281,7 @@ def _name_data(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) 
     if name is None:
         command.faults.append("--dataset_name is not given; give a file of chats, or the folder of a dataset")
         return
+    # dpo.py has no --subset: it reads the folder of pairs
     subset = command.settings.get("subset") or (PAIRS if kind == "dpo" else command.defaults.get("subset", ""))
     try:
         files = dataset_files(
@@ -307,9 +319,11 @@ def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list
         raise ConfigError([f"{name} has no folder {subset}; give one of its folders as --subset, or None"])
     try:
         listing = find_sources([str(folder)])
+        # a single file is the data, whatever split its name says
         if len(listing.sources) > 1:
             listing = of_split(listing, split, [str(folder)])
     except DataError as error:
+        # the reader's messages name the flag of the commands for data
         raise ConfigError([f"{name}: {error}".replace("--input", str(folder))]) from None
     return [source.name for source in listing.sources]
 
@@ -317,6 +331,7 @@ def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list
 def _report(command: SpawnCommand) -> None:
     if "wandb" not in (command.get("report_to") or "").split():
         return
+    # the variable is transformers' too
     command.settings["--wandb-project"] = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
     if "run_name" in command.settings:
         command.settings["--wandb-exp-name"] = command.settings["run_name"]
@@ -347,6 +362,7 @@ def finetune_request(script: str, words: Sequence[str], environment: Mapping[str
     if name is None:
         faults.append("--config-name is not given; give the YAML file, such as --config-name=finetune_lora.yaml")
     else:
+        # Hydra takes the name with or without its ending
         ending = "" if name.endswith((".yaml", ".yml")) else ".yaml"
         candidates = [folder / f"{name}{ending}" for folder in folders]
         file = next((path for path in candidates if path.is_file()), None)
@@ -356,6 +372,7 @@ def finetune_request(script: str, words: Sequence[str], environment: Mapping[str
                 "folder config beside the script, or --config-dir"
             )
     config = [] if file is None else ["--config", str(file)]
+    # as arguments, which override the recipe's; the user's own come last
     request = from_environment({**ranks.variables, **environment}, "sft", [*config, *GAUDI_ADAM, *train_flags])
     if file is None:  # the rest would follow from the missing file
         request.faults, request.unread = [], request.unread | {"config"}
@@ -374,6 +391,7 @@ def _config_folders(folder: Path, settings: Mapping[str, str]) -> list[Path]:
 
 def _hydra_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield Hydra's flags, by their long names, with their values, and all other words with none."""
+    # one iterator: `next` takes the word behind a flag, its value, from the loop
     rest = iter(words)
     names = [row.name for row in FINETUNE]
     for word in rest:
@@ -386,6 +404,7 @@ def _hydra_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _unknown_word(word: str, value: str, near: str | None) -> str:
+    # Hydra's override of a key, such as lr=1e-4
     if "=" in word and not word.startswith("-"):
         return f"{word!r}: values of the file are not overridden on the command line; write it into the file"
     name = word.partition("=")[0]
