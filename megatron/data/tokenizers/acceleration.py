@@ -52,6 +52,7 @@ def is_bloom(content: dict[str, Any]) -> bool:
     steps = (content["pre_tokenizer"] or {}).get("pretokenizers", [])
     plain = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]
     model = content["model"]
+    # ignore_merges: a whole word of the vocabulary is one token whatever the merges say, and ours has merges alone
     if plain != PRE_TOKENIZER or content["normalizer"] is not None or model.get("ignore_merges"):
         return False
     return model["vocab"].keys() >= {*byte_symbols()}
@@ -74,6 +75,7 @@ def load_bloom(content: dict[str, Any]) -> Callable[[], Callable[[list[str]], To
     """Return a maker of encoders, each for one thread, of the tokenizer.json of a tokenizer that `is_bloom`."""
     vocab = content["model"]["vocab"]
     byte_ids = np.array([vocab[symbol] for symbol in byte_symbols()], dtype=np.int32)
+    # [merges, 3] ids of left, right and result; the number of the row is the rank of the merge
     rows = [(vocab[left], vocab[right], vocab[left + right]) for left, right in content["model"]["merges"]]
     merges = np.array(rows, dtype=np.int32).reshape(-1, 3)
 
@@ -174,6 +176,7 @@ class AcceleratedTokenizer:
             rest[i] = ""
         ids, lengths = self._encode(rest)
         left_ids, left_lengths = self._reference.encode_plain([texts[i] for i in left])
+        # neighbours that are both empty share an offset, at which np.insert keeps their order
         starts = np.cumsum(lengths) - lengths
         ids = np.insert(ids, np.repeat(starts[left], left_lengths), left_ids)
         lengths[left] = left_lengths
@@ -230,6 +233,7 @@ def _of_library(tokenizer: LibraryTokenizer, content: dict[str, Any]) -> Acceler
     import gigatoken
 
     _check_for_gigatoken(content)
+    # what was checked, not the file: added tokens that stay text are left out
     text = orjson.dumps(content).decode()
     load = _loads(lambda: gigatoken.Tokenizer.from_json(text))
     return AcceleratedTokenizer(tokenizer, load, has_unicode_17_character)
@@ -263,6 +267,7 @@ def _loads(create: Callable[[], gigatoken.Tokenizer]) -> Callable[[], Encoder]:
         def encode(texts: list[str]) -> TokenBatch:
             # in this thread: callers have their own threads
             rows = inner.encode_batch(texts, parallel=False)
+            # [texts + 1] into the ids of all texts; nothing is copied
             offsets: NDArray[np.int64] = rows.layout.offsets.data
             return TokenBatch(rows.layout.content.data, np.diff(offsets))
 
@@ -289,6 +294,7 @@ def _library_json(tokenizer: LibraryTokenizer) -> dict[str, Any]:
     """Return the tokenizer.json, of special tokens only those to be parsed. Raises NotAccelerated."""
     content: dict[str, Any] = orjson.loads(tokenizer.to_json())
     if not tokenizer.parse_special_tokens:
+        # as the library's encode_special_tokens: special tokens are text then, and other added tokens still tokens
         content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     model = content["model"]
     if model["type"] != "BPE":
@@ -323,6 +329,7 @@ def _check_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> None:
     if last["type"] != "ByteLevel" or last["add_prefix_space"] or any(step["type"] != "Split" for step in splits):
         raise NotAccelerated(f"gigatoken has no pre-tokenizer of {' + '.join(step['type'] for step in steps)}")
     for step in splits:
+        # of a pattern that covers any text, both leave its matches
         if (step["behavior"], step["invert"]) not in (("Isolated", False), ("Removed", True)):
             raise NotAccelerated(f"gigatoken ignores the behavior={step['behavior']} of the pre-tokenizer's Split")
 
@@ -360,6 +367,7 @@ def check_equal(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> 
         actual = fast.encode_batch(texts)
     except Exception as error:
         raise NotAccelerated(f"the accelerated tokenizer refuses text that the reference encodes: {error}") from error
+    # lengths too: the same ids, shifted to the next text, are another result
     if np.array_equal(actual.lengths, expected.lengths) and np.array_equal(actual.ids, expected.ids):
         return
     for text, ours, theirs in zip(texts, _rows_of(actual), _rows_of(expected), strict=True):

@@ -145,6 +145,7 @@ def surrounded(batch: TokenBatch, added: Added) -> TokenBatch:
     starts = ends - lengths[has_token]
     # inserted at one offset, the end of a text comes before the start of the next, as np.insert keeps their order
     offsets = np.concatenate([np.repeat(ends, len(added.after)), np.repeat(starts, len(added.before))])
+    # astype: NumPy makes float64 of an empty tuple, and so of both
     values = np.concatenate([np.tile(added.after, len(ends)), np.tile(added.before, len(starts))]).astype(ids.dtype)
     return TokenBatch(np.insert(ids, offsets, values), lengths + has_token * (len(added.before) + len(added.after)))
 
@@ -182,6 +183,7 @@ def any_of(words: Collection[str]) -> re.Pattern[str] | None:
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     if not longest_first:
         return None
+    # an alternation takes the first that fits, not the longest
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
@@ -193,6 +195,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
     (rb"#version", "a merges.txt (GPT2BPETokenizer)"),
     (rb'\s*\{\s*"version"', "a tokenizer.json (HFTokenizer)"),
     (rb'\s*\{\s*"[^"]*":\s*\d+\s*,', "a vocab.json (GPT2BPETokenizer, with its merges.txt)"),
+    # protobuf: a piece (field 1), its length, and in it the text (field 1 again)
     (rb"\n.\n", "a SentencePiece model (SentencePieceTokenizer)"),
     (rb"PK\x03\x04|\x1f\x8b", "an archive; unpack it"),
 )
@@ -201,6 +204,7 @@ _KINDS: tuple[tuple[bytes, str], ...] = (
 def looks_like(content: bytes, wanted: str) -> str:
     """Return a sentence about what a file that is not `wanted` seems to be; empty if unknown."""
     for start, kind in _KINDS:
+        # a file of the wanted kind that is damaged looks like that kind, which would be no help
         if re.match(start, content[:1000], re.IGNORECASE | re.DOTALL) and not kind.startswith(wanted):
             return f". It looks like {kind}"
     return ""

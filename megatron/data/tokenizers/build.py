@@ -48,6 +48,7 @@ class NullTokenizer(IdentifiedTokenizer):
         return " ".join(str(int(i)) for i in ids)
 
     def token_id(self, token: str) -> int | None:
+        # its length first: int() refuses a text of more than 4,300 digits with an error of its own
         is_id = token.isdecimal() and len(token) <= len(str(self.vocab_size)) and int(token) < self.vocab_size
         return int(token) if is_id else None
 
@@ -111,6 +112,7 @@ def build_tokenizer(
     if parse_special_tokens is not None:
         parses = parse_special_tokens
     of_tiktoken = {"tiktoken_pattern": tiktoken_pattern, "tiktoken_num_special_tokens": tiktoken_num_special_tokens}
+    # another tokenizer would ignore them in silence
     for name, value in of_tiktoken.items():
         if value is not None and kind != "TikTokenizer":
             raise DataError(f"{name}={value} is for TikTokenizer, not for {tokenizer_type}; leave it out")
@@ -169,6 +171,7 @@ def tokenizer_of_run(config: Config, *, prepend_bos: bool | None = None) -> Toke
         tiktoken_pattern=data.tiktoken_pattern,
         tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
     )
+    # fewer are right: models pad their vocabulary
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; set vocab_size to "
@@ -181,6 +184,7 @@ def _added(tokenizer: AnyTokenizer, tokenizer_type: str, prepends: bool | None) 
     """Return the ids around each text; None for `prepends`: those of the tokenizer's own files."""
     if prepends is False:
         return Added()
+    # a BOS of the files' own is there already: a second one would be another text to the model
     if prepends is None or tokenizer.template.before:
         return tokenizer.template
     if tokenizer.bos is None:

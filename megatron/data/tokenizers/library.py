@@ -38,11 +38,13 @@ class LibraryTokenizer(IdentifiedTokenizer):
         self._inner = inner
         self.parse_special_tokens = parse
         self.eod = eod
+        # by the largest id, not by the number of tokens: ids may have gaps
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
 
     def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
         try:
             # the fast variant leaves out character offsets; ids are the same
+            # add_special_tokens=False: what the file puts around a text is `template`, and added by `surrounded`
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception, or TypeError
             raise refusal(texts, error) from error
@@ -94,6 +96,7 @@ class GPT2BPETokenizer(LibraryTokenizer):
             ) from error
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         inner.decoder = decoders.ByteLevel()
+        # the library would give one that the vocabulary lacks a new id, which the model has no row for
         if parse_special_tokens and END_OF_TEXT in vocab:
             inner.add_special_tokens([END_OF_TEXT])
         contents = (vocab_content, merge_content)
@@ -147,6 +150,7 @@ class HFTokenizer(LibraryTokenizer):
                 f"{file} is not a tokenizer.json ({error}); give the file of that name, or its folder"
                 f"{looks_like(content, 'a tokenizer.json')}"
             ) from error
+        # a tokenizer.json may hold both, as last set before it was saved: documents would be cut in silence
         inner.no_truncation()
         inner.no_padding()
         config_path = file.with_name("tokenizer_config.json")
@@ -188,6 +192,7 @@ def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:
     text = next((text for text in texts if inner.encode(text, add_special_tokens=False).ids), "")
     plain = inner.encode(text, add_special_tokens=False).ids
     full = inner.encode(text, add_special_tokens=True).ids
+    # where the text's own ids lie in the others; all else is what was put around them
     for start in range(len(full) - len(plain) + 1):
         end = start + len(plain)
         if full[start:end] == plain:

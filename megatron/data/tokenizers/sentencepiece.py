@@ -60,6 +60,7 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
         if self._special is not None:
             return end_to_end([self._encode(text) for text in texts], np.int32)
         try:
+            # one thread, since callers have threads of their own
             documents = self._inner.encode(list(texts), out_type="numpy", num_threads=1)
         except Exception as error:  # RuntimeError or TypeError
             raise refusal(texts, error) from error
@@ -74,6 +75,7 @@ class SentencePieceTokenizer(IdentifiedTokenizer):
             ids = self._inner.encode(stretches[::2], out_type="numpy", num_threads=1)
         except Exception as error:  # RuntimeError or TypeError
             raise refusal([text], error) from error
+        # joined in turn below; there is one stretch of text more than pieces
         parsed = [np.array([self.special_tokens[piece]], dtype=np.int32) for piece in stretches[1::2]]
         both = itertools.zip_longest(ids, parsed, fillvalue=np.empty(0, dtype=np.int32))
         return np.concatenate(list(itertools.chain.from_iterable(both)))

@@ -140,6 +140,7 @@ class TikTokenizer(IdentifiedTokenizer):
             self.pattern = _scheme_name(self.path, len(ranks), tiktoken_pattern)
             scheme = TIKTOKEN_SCHEMES[self.pattern]
             pattern = scheme.pattern
+            # offsets, since a file of another size may be named as of a scheme
             specials = {token: len(ranks) + offset for token, offset in scheme.special_tokens.items()}
             eod, bos = specials[scheme.eod], specials.get("<|begin_of_text|>")
         options = (
@@ -160,6 +161,7 @@ class TikTokenizer(IdentifiedTokenizer):
     def _encode(self, text: str) -> NDArray[np.uint32]:
         try:
             # other methods silently replace unpaired surrogates
+            # disallowed_special=(): by default tiktoken raises for a literal special token in a text
             return self._inner.encode_to_numpy(
                 text, allowed_special="all" if self.special_tokens else set(), disallowed_special=()
             )
@@ -261,6 +263,7 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 def _scheme_name(path: Path, num_ranks: int, name: str | None) -> str:
     choices = ", ".join(f"{known} (of {scheme.num_ranks} ranks)" for known, scheme in TIKTOKEN_SCHEMES.items())
+    # before the general message: this name is known, and the file is of the other form
     if name in MEGATRON_PATTERNS:
         raise DataError(
             f"tiktoken_pattern={name} is for JSON vocabularies, but {path} is a rank file; use one of {choices}"

@@ -21,6 +21,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, min_frequency: int) -
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = byte_level
+    # END_OF_TEXT is added afterwards: as a special token of the trainer it would be the first
+    # every byte is in the alphabet, also those that these texts lack, so that any later text can be encoded
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # without END_OF_TEXT
         min_frequency=min_frequency,
@@ -31,6 +33,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, min_frequency: int) -
     learned = json.loads(learner.to_str())["model"]
     vocab: dict[str, int] = learned["vocab"]
     merges: list[tuple[str, str]] = [tuple(pair) for pair in learned["merges"]]
+    # bytes alone would be a tokenizer, but one that learnt nothing
     if not merges:
         raise DataError("--input has nothing to learn from; give text that is not empty")
     vocab[END_OF_TEXT] = len(vocab)
