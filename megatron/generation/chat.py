@@ -35,6 +35,7 @@ class TerminalChat:
         self._messages: list[dict[str, Any]] = []
         self._num_answers = 0
         self._kept = KeptText()
+        # a template that is missing or wrong is an error before the first line is typed, not after it
         raise_on_all_ranks(self._ctx, lambda: session.encoder.template)
         if self._ctx.num_batch_ranks > 1:
             raise ConfigError([f"a chat uses one copy of the model, and there are {self._ctx.num_batch_ranks}; start "
@@ -51,6 +52,7 @@ class TerminalChat:
                 request = self._ctx.broadcast_object(self._next_request() if self._ctx.rank == 0 else None)
                 if request is None:
                     break
+                # on every rank: Ctrl-C may have reached them between two answers
                 self._session.is_interrupted = False
                 self._answer(request)
         line = self._session.summary()
@@ -87,6 +89,7 @@ class TerminalChat:
                 self._messages.append({"role": "user", "content": text})
                 if (request := self._request()) is not None:
                     return request
+                # what cannot be answered must not stand before the next question
                 self._messages.pop()
 
     def _read_line(self) -> str | None:
@@ -95,6 +98,7 @@ class TerminalChat:
             try:
                 if self._input is None:
                     return input(YOU)
+                # no input(): that would edit lines of this process's own stdin, which a rank does not have
                 print(YOU, end="", flush=True)
                 return self._input.readline() or None
             except EOFError:
@@ -107,6 +111,7 @@ class TerminalChat:
         """Return the request of the messages; None after a message why the model cannot take it."""
         try:
             ids = self._session.encoder.chat(self._messages)
+            # its number decides what is drawn, so the same question again gets another answer
             request = Request(self._num_answers, ids, is_chat=True)
         except DataError as error:
             print(error, flush=True)
@@ -133,6 +138,8 @@ class TerminalChat:
         """Let Ctrl-C stop the answer under way, or leave the line that is being written."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
+            # an exception anywhere else would leave the other ranks waiting in a collective; an answer ends after its
+            # next token
             is_reading = self._is_reading(frame)
             self._session.is_interrupted = True
             if is_reading:
@@ -146,6 +153,7 @@ class TerminalChat:
 
     @staticmethod
     def _is_reading(frame: FrameType | None) -> bool:
+        # the handler runs in the frame that was interrupted: that of _read_line, or one that it has called
         while frame is not None:
             if frame.f_code is TerminalChat._read_line.__code__:
                 return True

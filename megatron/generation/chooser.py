@@ -110,28 +110,33 @@ class BeamSearch:
                 id.
         """
         rows = list(range(len(logits_BV)) if rows is None else rows)
+        # transformers' order: penalties apply to log-probabilities, which are not normalised again after them
         scores_BV = logits_BV.log_softmax(dim=1)
         if self._penalties.changes_logits:
             self._penalties.apply(scores_BV, rows)
         firsts = rows[:: self.num_beams]
         running = [self._scores_of(first) for first in firsts]
         scores_BV += torch.tensor(running, device=scores_BV.device).view(-1, 1)
+        # [R, N V]: the candidates of a sequence compete over all its beams; an index is beam * V + token
         joined = scores_BV.view(len(firsts), self.num_beams * self._vocab_size)
         values, indices = joined.topk(min(self._num_candidates, joined.shape[1]), dim=1)
         ids, sources, finished = list[int](), list[int](), dict[int, list[BeamResult]]()
         for number, (first, scores, choices) in enumerate(zip(firsts, values.tolist(), indices.tolist(), strict=True)):
             start = number * self.num_beams
+            # rows without a sequence go through the pass too, since its shape is fixed: each continues itself
             if first not in self._sequences:
                 ids += [0] * self.num_beams
                 sources += range(start, start + self.num_beams)
                 continue
             beams_and_tokens = [divmod(index, self._vocab_size) for index in choices]
             candidates = [(score, *pair) for score, pair in zip(scores, beams_and_tokens, strict=True)]
+            # the best num_candidates suffice: of these at least num_beams do not end with a final id
             kept, results = self._advance(self._sequences[first], candidates)
             ids += [token for _, token in kept]
             sources += [start + beam for beam, _ in kept]
             if results:
                 finished[first] = results
+        # copy before extend: a beam inherits the counts of the beam that it continues, then gets its own token
         ids_B = torch.tensor(ids)
         if self._penalties.changes_logits:
             self._penalties.copy([rows[source] for source in sources], rows)
@@ -150,8 +155,10 @@ class BeamSearch:
         Returns the beam and the token of each continued beam, and the best texts if the search has ended.
         """
         count, options = self.num_beams, self.options
+        # all beams of a sequence are of one length; + 1 for the token that is being chosen
         divisor = (len(sequence.texts[0]) + 1) ** options.length_penalty
         reasons = [self._reason(sequence, beam, token) for _, beam, token in candidates]
+        # with early_stopping the search is over once num_beams texts are complete; later ones must not replace them
         if not options.early_stopping or len(sequence.complete) < count:
             self._complete(sequence, candidates[:count], reasons, divisor)
         ongoing = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]
@@ -179,14 +186,19 @@ class BeamSearch:
 
     def _has_ended(self, sequence: _Sequence, divisor: float, ongoing: Collection[tuple[float, int, int]]) -> bool:
         """Return true if no candidate goes on, or none could be better than all texts that are complete."""
+        # at max_new_tokens every candidate ends by "length"
         if not ongoing:
             return True
         if len(sequence.complete) < self.num_beams:
             return False
+        # scores[0] is the best beam's sum. Log-probabilities are not positive, so at this length no continuation has a
+        # higher one; transformers stops by the same estimate, though with length_penalty above 0 a longer text could
+        # win
         return self.options.early_stopping or sequence.scores[0] / divisor <= sequence.complete[-1].score
 
     def _reason(self, sequence: _Sequence, beam: int, token: int) -> Reason | None:
         """Return why a beam ends if this token continues it."""
+        # a beam's ids are a tuple, not a list that grows: several candidates branch off the same one
         ids = (*sequence.texts[beam], token)
         # of each candidate: the next ones may continue it
         reason = None if self._is_finished is None else self._is_finished(sequence.number, beam, ids)
@@ -205,6 +217,7 @@ class Chooser:
     ) -> None:
         self._options, self._is_finished = options, is_finished
         self._final = final_ids(options, eos_ids)
+        # exactly one of both: a beam search ranks whole texts, sampling decides a token at a time
         self._sampler = TokenSampler(options, vocab_size, eos_ids) if options.num_beams == 1 else None
         self._beams = BeamSearch(options, vocab_size, eos_ids, is_finished) if options.num_beams > 1 else None
 
@@ -231,6 +244,7 @@ class Chooser:
         if choice.alternatives is not None:
             tokens, values = (part.tolist() for part in choice.alternatives)
             others = [tuple(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+        # active lacks the rows that are computed without a text; they have a verdict too, which no one applies
         reasons = [self._reason(active.get(row), token) for row, token in zip(rows, ids, strict=True)]
         self._sampler.remove([row for row, reason in zip(rows, reasons, strict=True) if reason])
         verdicts = [Verdict(*each) for each in zip(ids, reasons, rows, logprobs, others, strict=True)]
@@ -239,6 +253,7 @@ class Chooser:
     def _reason(self, row: ActiveRow | None, token: int) -> Reason | None:
         if row is None:
             return None
+        # the row gets its token only when the verdict is applied, on all ranks alike
         ids = [*row.ids, token]
         if token in self._final:
             return "stop"
@@ -255,7 +270,9 @@ class Chooser:
         verdicts = []
         for index, (row, token, source) in enumerate(zip(rows, step.ids_B.tolist(), step.sources, strict=True)):
             results = step.finished.get(rows[index - index % count], [])
+            # the rows of a search end together, under the reason of its best text
             reason = results[0].reason if results else None
+            # of a search that has ended no row of the cache needs to be copied: it is its own source
             verdicts.append(Verdict(token, reason, row if results else rows[source]))
         for first in step.finished:
             self._beams.remove(first)

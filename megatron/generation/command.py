@@ -72,6 +72,7 @@ class PromptOptions:
             yield "nothing to continue is given; use --prompt TEXT, --input FILE, --chat or --benchmark"
         elif len(sources) > 1:
             yield f"{' and '.join(sources)} exclude each other; give one of them"
+        # --input may hold rows of messages, which only its lines show
         is_plain = bool(self.prompt) and not self.as_chat
         for name in ("system", "chat_template"):
             if is_plain and getattr(self, name) is not None:
@@ -190,12 +191,14 @@ def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentP
 
 def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     """Return the command, and a note for each flag without effect. Raises ConfigError with every fault."""
+    # other programs' names first, so that argparse and its suggestions know only ours
     words, notes, faults = translated(arguments)
     namespace, rest = build_generate_parser().parse_known_args(words)
     faults += unknown_flags(rest, vars(namespace))
     load = read_flags(LoadOptions, namespace, faults)
     prompts = read_flags(PromptOptions, namespace, faults)
     generation = read_flags(GenerationOptions, namespace, faults)
+    # a shell passes "\n" as two characters; after reading, before the rules look at it
     if generation is not None:
         generation = dataclasses.replace(generation, stop=tuple(map(unescaped, generation.stop)))
         faults += generation.faults()
@@ -206,6 +209,7 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     if prompts is not None and generation is not None:
         faults += _faults_of_both(prompts, generation)
     if faults or load is None or prompts is None or generation is None:
+        # dict.fromkeys: each fault once, in the order found
         raise ConfigError(list(dict.fromkeys(faults)))
     return GenerateCommand(load, prompts, generation), notes
 
@@ -244,6 +248,7 @@ def _in_our_words(word: str, name: str, names: Sequence[str]) -> list[str]:
     if name in ("--model-name-or-path", "--load") and "--peft-model" in names:
         # the adapters are loaded, onto this base
         return ["--lora-base" + word[len(name) :]]
+    # the rest of the word is "=VALUE", or empty
     if name in OTHER_NAMES:
         return [OTHER_NAMES[name] + word[len(name) :]]
     if name in _PRECISIONS:

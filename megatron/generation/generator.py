@@ -97,8 +97,10 @@ def generate(
     if kept is not None and len(requests) * texts_of_a_prompt * ctx.num_batch_ranks != 1:
         raise ValueError("keys and values are kept for one text of one prompt on one replica")
     chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
+    # dealt out in turn, so that the first results are complete while the last prompts still wait
     own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
     replica = _Replica(model, own, options, settings, chooser, statistics, kept)
+    # texts end in any order; they are held back until all before them are there
     order = deque(itertools.product([request.number for request in requests], range(options.num_samples)))
     finished: dict[tuple[int, int], Completion] = {}
     for completions in _of_all_replicas(model, replica.run(on_token or (lambda *token: None))):
@@ -112,11 +114,14 @@ def _of_all_replicas(model: InferenceModel, turns: Iterator[list[Completion]]) -
 
     `turns`: the texts that end in this rank's replica.
     """
+    # one copy has nothing to exchange: its texts are given as they end. The collection over several is a collective,
+    # too slow for each token
     count = 1 if model.ctx.num_batch_ranks == 1 else TURNS_BETWEEN_EXCHANGES
     is_done = False
     while not is_done:
         taken = list(itertools.islice(turns, count))
         own = [completion for turn in taken for completion in turn]
+        # a copy that is done goes on exchanging nothing: the collective needs it until all are
         completions, is_done = _exchange(model, own, len(taken) < count)
         yield completions
 
@@ -139,6 +144,7 @@ def _faults_of(request: Request, model: InferenceModel, options: GenerationOptio
     if not request.prompt:
         yield "has no tokens; give at least one, such as the tokenizer's begin-of-text token"
         return
+    # the embedding is padded: an id of the padding would be looked up without an error
     wrong = next((token for token in request.prompt if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         yield f"has the id {wrong}, but the model's vocabulary has the ids 0 to {model.vocab_size - 1}"
@@ -181,6 +187,8 @@ def attention_layers(module: nn.Module) -> list[SelfAttention]:
     """Return the attention of every transformer layer of a stage. Raises ConfigError for a layer without one."""
     attentions = []
     for layer in module.children():
+        # embedding, final norm and output have no attention, and need none; a family's own layer without ours would
+        # compute without a cache in silence
         names = [getattr(parameter, "full_name", "") for parameter in layer.parameters()]
         own = [each for each in layer.modules() if isinstance(each, SelfAttention)]
         is_transformer = bool(names) and names[0].startswith("layers.")
@@ -237,7 +245,9 @@ class _Replica:
         self._kept = kept
         ctx, beams = model.ctx, options.num_beams
         self._most = MostTokens(options.max_new_tokens, model.max_positions)
+        # no more rows than there are texts: each costs keys and values for a whole sequence
         num_rows = min(settings.batch_size, len(requests) * max(beams, options.num_samples))
+        # a group for each stage keeps all stages at work; a group must hold the beams of one prompt
         num_groups = max(1, min(ctx.num_stages, num_rows // beams))
         size = -(-num_rows // num_groups)
         size = max(beams, size // beams * beams)  # the beams of a prompt are in one group
@@ -257,6 +267,7 @@ class _Replica:
         if kept is None:
             self._passes = new_passes(length)
         else:
+            # before passes: a larger cache takes over only what the new prompt shares with the last text
             kept.begin(requests[0].prompt, few_shapes=self._few_shapes)
             self._passes = kept.passes(model, attentions, length, new_passes)
             self._num_kept = len(kept.ids)
@@ -279,9 +290,12 @@ class _Replica:
         self._sends.end()
 
     def _turn(self, group: RowGroup, on_token: OnToken) -> list[Completion]:
+        # first the verdicts of the last turn: they free rows for prompts that wait. With several groups they have
+        # travelled while the others computed
         finished = self._apply(group, on_token)
         began = time.perf_counter()
         placed = group.place(self._waiting, self._most, self._options.num_beams)
+        # prompts go first, and the group's texts wait a turn: a decode pass costs the same however few rows are in use
         if placed:
             self._prefill(group, placed)
             self._statistics.prefill_s += time.perf_counter() - began
@@ -291,6 +305,7 @@ class _Replica:
         return finished
 
     def _prefill(self, group: RowGroup, placed: list[tuple[Unit, list[int]]]) -> None:
+        # a prompt is read once, in the first row of its unit; the cache copies it for further samples and beams
         by_first = {rows[0]: (unit, rows) for unit, rows in placed}
         if self._chooser is not None:
             for unit, rows in placed:
@@ -312,6 +327,7 @@ class _Replica:
         """Choose the first tokens of all texts of the prompts that end in this chunk."""
         ended = [by_first[chunk.rows[index]] for index, _ in chunk.ends]
         rows = [row for _, own in ended for row in own]
+        # logits [ends, V] -> [rows, V]: the samples of a prompt draw from the same distribution, each with its key
         copies = [(own[0], row, len(unit.request.prompt)) for unit, own in ended for row in own[1:]]
         if logits is not None and self._chooser is not None and copies:
             logits = logits.repeat_interleave(torch.tensor([len(own) for _, own in ended]).to(logits.device), dim=0)
@@ -332,6 +348,7 @@ class _Replica:
     ) -> None:
         """Decide, or expect the decision."""
         pending = _Pending(rows, copies=copies)
+        # the other ranks know only that a verdict is due; they receive it at the group's next turn, not now
         if self._chooser is not None:
             assert logits is not None
             pending.verdicts, pending.results = self._chooser.choose(logits, rows, group.active)
@@ -343,6 +360,7 @@ class _Replica:
         finished: list[Completion] = []
         for pending in self._pending[group.first]:
             verdicts = self._receive(pending) if pending.verdicts is None else pending.verdicts
+            # copies come before the rows change: a source is named by the row that it was in
             self._copy_rows(group, pending, verdicts)
             results = iter(pending.results)
             for row, verdict in group.apply(pending.rows, verdicts):
@@ -373,6 +391,7 @@ class _Replica:
             copies = [
                 (verdict.source, row, group.active[row].position + 1)
                 for row, verdict in zip(pending.rows, verdicts, strict=True)
+                # + 1: with the newest token, whose keys and values the last pass has written
                 if verdict.source != row and row in group.active
             ]
         if copies:
@@ -397,12 +416,14 @@ class _Replica:
         if not self._others:
             return
         assert pending.verdicts is not None
+        # integers on the host: no rank waits for its device to read a decision
         messages = [torch.tensor([verdict.encode() for verdict in pending.verdicts])]
         if pending.results:
             padded = [
                 [len(each.ids), REASONS.index(each.reason), *_double_bits(each.score), *each.ids]
                 for each in pending.results
             ]
+            # a fixed width, since the receiver has to allocate the message before it knows the lengths
             width = 4 + self._options.max_new_tokens
             messages.append(torch.tensor([row + [0] * (width - len(row)) for row in padded]))
         group = self._model.ctx.control_group
@@ -412,6 +433,7 @@ class _Replica:
     def _receive(self, pending: _Pending) -> list[Verdict]:
         verdicts = [Verdict.decode(row) for row in self._received(len(pending.rows), 4 + 2 * self._num_alternatives)]
         beams = self._options.num_beams
+        # the second message exists only if a search has ended, which the first one shows
         num_ended = sum(verdict.reason is not None for verdict in verdicts) // beams  # beam searches
         if beams == 1 or not num_ended:
             return verdicts
@@ -433,6 +455,7 @@ class _Replica:
 
 
 def _double_bits(value: float) -> tuple[int, int]:
+    # two halves: the bits of a negative double, as one unsigned number, do not fit into int64
     return struct.unpack("<II", struct.pack("<d", value))
 
 

@@ -51,14 +51,18 @@ class _Outside(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, Tensor] = {}
+        # by identity, as == of tensors is element-wise; weak, so that an intermediate result is freed as without a
+        # graph, and its id does not count for a later tensor
         self._made = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and each not in self._made:
+                # held by a strong reference, so no other tensor can get this id
                 self.tensors[id(each)] = each
         result = function(*args, **(kwargs or {}))
         for each in tree_leaves(result):
+            # an operator in place returns what was there before, such as the cache: it stays outside
             if isinstance(each, Tensor) and id(each) not in self.tensors:
                 self._made[each] = True
         return result
@@ -103,6 +107,7 @@ class PassGraphs:
         if key not in self._captured:
             if self._most is not None and self.count >= self._most:
                 return function(*inputs)
+            # a capture records and does not compute: the result of this call comes from the replay below
             self._captured[key] = self._capture(function, inputs)
         captured = self._captured[key]
         for static, value in zip(captured.inputs, inputs, strict=True):
@@ -111,13 +116,16 @@ class PassGraphs:
                     f"a graph captured for {tuple(static.shape)} {static.dtype} cannot take {tuple(value.shape)} "
                     f"{value.dtype}"
                 )
+            # a graph reads fixed addresses: new values are written into the captured inputs
             static.copy_(value)
         self._accelerator.replay_graph(captured.graph)
         return captured.output  # type: ignore[no-any-return]
 
     def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Captured:
         accelerator = self._accelerator
+        # clones: the caller's tensors may be freed or reused between replays
         static = tuple(value.clone() for value in inputs)
+        # torch's rule for a capture: warm up on a side stream, which waits for the current one and is waited for
         stream = accelerator.Stream()
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
@@ -127,6 +135,8 @@ class PassGraphs:
         accelerator.current_stream().wait_stream(stream)
         accelerator.synchronize()
         graph = accelerator.create_graph()
+        # the first graph makes the pool, the others share it: they never run at the same time, and each would keep its
+        # own activations
         with _Outside() as outside, accelerator.capture_to_graph(graph, pool=self._pool):
             output = function(*static)
         if self._pool is None and hasattr(graph, "pool"):  # HPU graphs have none

@@ -52,9 +52,11 @@ class PromptSource:
         """Lines that were left out."""
 
     def __iter__(self) -> Iterator[Prompt]:
+        # a line left out keeps its number: what is drawn for the others does not depend on it
         for number, (where, read) in enumerate(self._rows()):
             try:
                 row = read()
+                # the result repeats the row's keys, and would replace one of its own names
                 if taken := [key for key in self._result_keys if key in row]:
                     raise DataError(f"it has the key {taken[0]!r}, which the result needs; rename it")
                 ids = ids_of(row, self._encoder, as_chat=self._options.as_chat)
@@ -66,6 +68,7 @@ class PromptSource:
                 if self._options.on_bad_line == "fail":
                     raise DataError(f"{where}: {error}" if where else str(error)) from None
                 self.num_bad += 1
+                # stdout may be the results
                 print(f"left out: {where}: {error}", file=sys.stderr)
                 continue
             yield Prompt(request, row)
@@ -89,6 +92,8 @@ def rows_of(path: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
+                # a function, not the row: a generator that raises is over, and the lines behind a bad one would be
+                # lost
                 yield f"{path}, line {number}", partial(_json_row if is_json else _text_row, line)
 
 
@@ -145,6 +150,8 @@ class ResultFile:
 
     def __init__(self, path: Path, command: GenerateCommand, model: InferenceModel):
         self._path = path
+        # before the file is opened, which creates it. "ab": the lock must not change a file that another process is
+        # writing
         is_new = not path.exists()
         self._lock = path.open("ab")
         if not lock_file(self._lock):
@@ -157,6 +164,7 @@ class ResultFile:
             # the newest checkpoint of a run that goes on is another one at the next start
             "ckpt_step": None if model.origin is None else model.origin.ckpt_step,
         }
+        # by way of JSON, as the stored one: tuples are lists in both
         state = json.loads(json.dumps(options))
         try:
             if is_new or command.prompts.overwrite:
@@ -181,6 +189,7 @@ class ResultFile:
             raise DataError(f"--output {self._path} exists already; {remedy}") from None
         except ValueError:
             raise DataError(f"{self._state_path} is damaged; {remedy}") from None
+        # one output must not hold texts of two models or two temperatures
         if changed := [name for name in state if state[name] != begun.get(name)]:
             name = changed[0]
             raise DataError(
@@ -193,6 +202,8 @@ class ResultFile:
         with self._path.open("rb") as file:
             for line in file:
                 prompt = next(prompts, None)
+                # results are in the order of the prompts, so line n belongs to prompt n; another input would be
+                # continued in silence
                 if prompt is None or not _is_result(line, prompt.row):
                     raise DataError(
                         f"--output {self._path}, line {self.num_present + 1} is not the result of this input's prompt "
@@ -217,6 +228,7 @@ class ResultFile:
 
 def _drop_partial_line(path: Path) -> None:
     with path.open("rb+") as file:
+        # backwards by blocks of 1 MiB: only the last line, whose write was interrupted, is of interest
         size = end = file.seek(0, os.SEEK_END)
         while end:
             begin = max(0, end - (1 << 20))
@@ -234,6 +246,7 @@ def _is_result(line: bytes, row: dict[str, Any]) -> bool:
         result = parse_json(line)
     except ValueError:
         return False
+    # as text: in Python 1 equals True and 1.0, and NaN does not equal itself
     return isinstance(result, dict) and as_line({key: result.get(key) for key in row}) == as_line(row)
 
 
@@ -262,6 +275,7 @@ def as_result(
 
 def _fields(completion: Completion, text: str, token: Callable[[int], str]) -> dict[str, Any]:
     fields = {"completion": text, "reason": completion.reason, "num_tokens": len(completion.ids)}
+    # a key that the options do not request would be null in every line
     if completion.score is not None:
         fields["score"] = completion.score
     if completion.logprobs is not None:

@@ -53,7 +53,9 @@ def load_model(
     `say` receives lines for the user. Raises CheckpointError, ConfigError, DataError or DeviceError.
     """
     loaded = _open(options, ctx)
+    # each step on all ranks: one that cannot read a file would leave the others in the next collective
     saved = raise_on_all_ranks(ctx, lambda: config_of_source(loaded))
+    # the layout is of now: a checkpoint is read by slices, whatever layout has written it
     config = raise_on_all_ranks(ctx, lambda: _config(options, saved, ctx))
     source = loaded
     if config.lora.lora_rank is not None:
@@ -68,10 +70,13 @@ def load_model(
             config = dataclasses.replace(merged_config(config), training=training)
     layers, module = raise_on_all_ranks(ctx, lambda: build_stage(config, ctx, ctx.device))
     raise_on_all_ranks(ctx, lambda: _fill(module, source, config, ctx))
+    # once all their parts are read: the constants of nf4's blocks are quantised too, over the whole weight
     for _, weight in quantized_weights(module):
         weight.finish()
+    # after reading: the sums that identify a base are taken from the slices as they are read
     for line in source.identify(ctx):
         say(line)
+    # 16-bit products that this device computes in float32 take longer, which the user should know
     if widened := widened_line(device_of(ctx.device.type), config.training.precision):
         say(widened)
     step = iteration_of(loaded.folder.name) if isinstance(loaded, Checkpoint) else None
@@ -133,7 +138,9 @@ def _fill(module: torch.nn.Module, source: WeightSource, config: Config, ctx: Pa
     counted_elsewhere = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
 
     def read(name: str, shard: Shard, start: int, numel: int) -> Tensor:
+        # a parameter without a cut dimension is whole on every rank
         place = (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
+        # each number counts once in the sums that identify the base, over all copies and tensor-parallel ranks
         is_first = ctx.batch_rank == 0 and (shard.dim is not None or ctx.tensor_rank == 0)
         is_counted = is_first and name.rpartition(".")[0] not in counted_elsewhere
         return source.read(Slice(name, shard, start, numel, *place, is_counted))
@@ -171,11 +178,13 @@ def _tokenizer(options: LoadOptions, config: Config, origin: ModelOrigin) -> Tok
     is_given = options.tokenizer_type is not None or options.tokenizer_model is not None
     if not is_given and origin.tokenizer is not None and (origin.tokenizer / TOKENIZER_FILES[0]).is_file():
         return build_tokenizer("HFTokenizer", str(origin.tokenizer), eod_token=options.eod_token)
+    # ids alone are enough to score an indexed dataset
     if config.data.tokenizer_type is None:
         return None
     try:
         return tokenizer_of_run(config)
     except DataError as error:
+        # a file that the user names must be there; one that a run names may have stayed on its machine
         if is_given:
             raise
         log.warning("%s names a tokenizer that is not to be had: %s", origin.folder, error)

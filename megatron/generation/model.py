@@ -77,6 +77,7 @@ class InferenceModel:
         self._layers = list(layers)
         self.tokenizer, self.origin = tokenizer, origin
         quantized = (weight.packed for _, weight in quantized_weights(module))
+        # an nf4 weight is not a parameter, so it is counted beside them
         tensors = [*(parameter for _, parameter in named_parameters(module)), *quantized]
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         """Bytes of this rank's weights."""
@@ -87,6 +88,7 @@ class InferenceModel:
     def _lay_out(self) -> None:
         """Lay the weights out for inference."""
         lay_out(self.module)
+        # the embedding of the first stage is of a type in OUTPUTS too; the last such module of the last stage projects
         output = next((each for each in reversed(list(self.module.children())) if isinstance(each, OUTPUTS)), None)
         if output is None or output.adapters is not None or not self.ctx.is_last_stage:
             return
@@ -128,6 +130,7 @@ class InferenceModel:
 
     def logits(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
         """Return the logits [S, B, V] of what the last stage returned, whole on each of its ranks. Collective there."""
+        # each tensor-parallel rank has V / t columns; the padding of the vocabulary is cut off where they are joined
         return gather_logits(*outputs, self.ctx, self._product)
 
 
@@ -145,10 +148,13 @@ def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> t
                 "checkpoints"
             ]
         )
+    # packed documents decide the attention kernel, which is to be that of the training
     packs_documents = load_task(config).data.packs_documents
     specs = build_layers(config, ctx, packs_documents=packs_documents, trains=False)
     bounds = stage_bounds(config, declared_layers(config))
+    # a tied weight whose two ends are in one stage is one module, under one name: it must be built, and filled, once
     layers, modules, tied = [], nn.ModuleList(), dict[str, nn.Module]()
+    # in the final dtype and place from the start: a float32 copy of the whole stage would be its largest moment
     with default_dtype(compute_dtype(config)), device:
         for spec in specs[bounds[ctx.stage] : bounds[ctx.stage + 1]]:
             module = tied.get(spec.layer.name) or spec.build()
@@ -181,10 +187,12 @@ def training_model(
         parallel=dataclasses.replace(config.parallel, sequence_parallel=False),
         training=dataclasses.replace(config.training, torch_compile=False),
     )
+    # without memory of its own: each weight is replaced by the run's below
     layers, modules = build_stage(config, alone, torch.device("meta"))
     held = dict(named_parameters(module))
     packed = dict(quantized_weights(module))
     for each in modules.modules():
+        # by full name, which is the same in every engine, as paths of modules are not
         for name, parameter in list(each.named_parameters(recurse=False)):
             each._parameters[name] = held[parameter.full_name]  # type: ignore[attr-defined]
         for name, child in list(each.named_children()):

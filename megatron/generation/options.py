@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from megatron.options import types
 from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
 
+# the range of OpenAI's and vLLM's penalties of these names
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -82,6 +83,7 @@ class GenerationOptions:
                     f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "
                     "such as 1"
                 )
+        # final ids would be excluded up to the last token, so that no text could end by itself
         if self.min_new_tokens > self.max_new_tokens:
             yield f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}"
         if "" in self.stop:

@@ -74,9 +74,11 @@ def prompt_passes(
 
     `first`: number of tokens of every prompt that have been read.
     """
+    # the longest first: a prompt drops out of the later chunks of its batch, never joins them
     waiting = deque(sorted(zip(rows, prompts, strict=True), key=lambda pair: -len(pair[1])))
     passes = []
     while waiting:
+        # rows of a pass, by the width of its first chunk, which no later one exceeds
         most = max(1, TOKENS_AT_ONCE // min(CHUNK, len(waiting[0][1])))
         batch = [waiting.popleft() for _ in range(min(most, len(waiting)))]
         longest = len(batch[0][1])
@@ -84,6 +86,7 @@ def prompt_passes(
             batch = [pair for pair in batch if len(pair[1]) > begin]
             width = min(CHUNK, longest - begin)
             if few_shapes:
+                # the next power of two, from BUCKET to CHUNK: four widths in all, each of which is compiled once
                 width = min(CHUNK, max(BUCKET, 1 << (width - 1).bit_length()))
             passes.append(PromptPass([row for row, _ in batch], [prompt for _, prompt in batch], begin, width))
     return passes
@@ -116,19 +119,23 @@ class StagePasses:
             return None
         if not chunk.ends:
             return None
+        # hidden [S, B, H] -> [1, ends, H]: the output projection has V columns, and only last tokens need their logits
         hidden, weight = outputs
         index, place = torch.tensor(chunk.ends, device=device).t()
         return self.model.logits((hidden[place, index].unsqueeze(0), weight))[0].float()
 
     def decode(self, first_row: int, ids: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Run the newest token of each row from `first_row` on. Returns the logits [B, V] float32 on the last stage."""
+        # reads as many places as the longest row has: a text that ends shortens the passes after it
         num_places = min(bucketed(max(positions) + 1), self.cache.length)
+        # [B, 1]; the other stages receive hidden states of the same pass
         inside = self._input(torch.tensor(ids).unsqueeze(1) if self._ctx.is_first_stage else None, 1, len(ids))
         places = torch.tensor(positions).to(self._ctx.device, non_blocking=True)
         if self._graphs is None:
             outputs = self._decode(inside, places, first_row, num_places)
         else:
             decode = partial(self._decode, first_row=first_row, num_places=num_places)
+            # both are constants in the graph: the slice of the cache and the places that attention reads
             outputs = self._graphs.run((first_row, num_places), decode, (inside, places))
         if self._ctx.is_last_stage:
             return outputs
@@ -178,10 +185,13 @@ class KeptText:
         The last token of a prompt is always read: its logits choose the first new token. `few_shapes`: a multiple of
         BUCKET.
         """
+        # prompt[:-1]: a prompt that was kept whole still has to run its last token
         same = takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt[:-1], strict=False))
         count = sum(1 for _ in same)
+        # what is left to read then begins at a multiple of BUCKET, as the passes of a new prompt do
         if few_shapes:
             count -= count % BUCKET
+        # what follows in the cache is overwritten before it is read, as a place belongs to its position
         self.ids = prompt[:count]
         return count
 
@@ -196,6 +206,7 @@ class KeptText:
             wanted = [length]
             if old is not None:
                 wanted = self._fitting(model, layers, [max(length, 2 * old.cache.length), length])
+                # given up before the new cache is allocated: only together do both not fit
                 if not wanted:
                     self.ids, self._passes, old = (), None, None
             self._passes = new((wanted or [length])[0])
@@ -209,5 +220,6 @@ class KeptText:
         """Return those lengths whose cache fits beside the present one on every rank."""
         free = free_memory_bytes()
         own = [row_bytes(layers, bucketed(length), model.dtype) <= free for length in lengths]
+        # memory differs from rank to rank, and all have to choose the same length
         fits = model.ctx.gather_objects(own)
         return [length for length, *each in zip(lengths, *fits, strict=True) if all(each)]

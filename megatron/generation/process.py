@@ -23,6 +23,7 @@ def work_with_model(
     from megatron.runtime import accelerator
     from megatron.runtime.devices import set_graph_variables
 
+    # these variables are read when the device's plugin is imported, so they come before everything else
     if use_graphs:
         set_graph_variables(load.device, load.tensor_model_parallel_size, lazy=True)
     device = accelerator.choose_device(load.device)  # before anything imports deepspeed

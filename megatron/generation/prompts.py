@@ -69,6 +69,7 @@ class PromptEncoder:
         ids = tuple(self.tokenizer.encode_plain([prompt]).ids.tolist())
         if not ids:
             raise DataError(f"the prompt {prompt[:40]!r} has no tokens in this tokenizer; give a word to continue")
+        # BOS as in training, but not what the tokenizer adds behind a text: after an EOS there is nothing to continue
         return (*self.tokenizer.added.before, *ids)
 
     def chat(self, messages: object) -> tuple[int, ...]:
@@ -76,6 +77,7 @@ class PromptEncoder:
         checked = _checked(messages)
         if self._system is not None and checked[0]["role"] != "system":
             checked = [{"role": "system", "content": self._system}, *checked]
+        # the template writes BOS itself, so none is added to its ids, as in transformers
         text = self.template.render(checked, add_generation_prompt=True)
         ids = tuple(self.tokenizer.encode_plain([text]).ids.tolist())
         if not ids:
@@ -85,6 +87,7 @@ class PromptEncoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises DataError."""
+        # else <|im_end|> in a rendered chat would become the ids of its characters, which no model was trained on
         if not (isinstance(self.tokenizer, LibraryTokenizer) and self.tokenizer.parse_special_tokens):
             raise DataError(
                 "chats need a tokenizer.json, whose special tokens a template writes as text; name its folder with "
@@ -93,9 +96,11 @@ class PromptEncoder:
         source = find_template(self._template_name, self._folder)
         tokens = named_tokens(read_config(self._folder)) | source.named_tokens
         known = [token for token in KNOWN_EOD_TOKENS if self.tokenizer.token_id(token) is not None]
+        # templates write eos_token by name; a config that names none would have them write an empty text
         if known:
             tokens.setdefault("eos_token", known[0])
         template = ChatTemplate(source, tokens)
+        # a model's own template may well write markers as plain text: it was trained so
         if self._template_name is not None:
             self._check_markers(template)
         return template
@@ -123,6 +128,7 @@ class PromptEncoder:
 
     def final_ids(self, *, of_chats: bool) -> frozenset[int]:
         """Return the ids that end a text: those of generation_config.json and of the tokenizer, and of a turn."""
+        # several: chat models often end turns with another token than documents
         ids = {self.tokenizer.eod}
         if self._model.origin is not None:
             ids.update(_configured_ids(self._model.origin))
@@ -142,6 +148,7 @@ class PromptEncoder:
 
 def _end_marker(template: ChatTemplate) -> str | None:
     """Return the marker that a template writes behind an answer; None if there is none."""
+    # a user first: many templates refuse a chat that begins with the assistant
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
     _, _, behind = template.render(messages).partition(ANSWER)
     mark = template.end_marker.match(behind.lstrip())
@@ -154,6 +161,7 @@ def _configured_ids(origin: ModelOrigin) -> list[int]:
     if given is None:
         return []
     ids = given if isinstance(given, list) else [given]
+    # bool is a subclass of int
     wrong = [each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0]
     if wrong:
         raise DataError(

@@ -63,6 +63,7 @@ class Verdict(NamedTuple):
 
     def encode(self) -> list[int]:
         """Return plain integers, a float as the bits of its float32."""
+        # -1 is free: the bits are read as an unsigned number
         logprob = -1 if self.logprob is None else _bits(self.logprob)
         pairs = [number for token, value in self.alternatives for number in (token, _bits(value))]
         return [self.token, REASONS.index(self.reason), self.source, logprob, *pairs]
@@ -95,6 +96,7 @@ def units_of(requests: Sequence[Request], options: GenerationOptions, most_rows:
     """Return the units of all requests in order, of at most `most_rows` rows each."""
     if options.num_beams > 1:
         return deque(Unit(request, range(options.num_beams)) for request in requests)
+    # more samples than rows become units of their own, each of which reads the prompt again
     starts = range(0, options.num_samples, most_rows)
     return deque(
         Unit(request, range(start, min(start + most_rows, options.num_samples)))
@@ -146,6 +148,7 @@ class RowGroup:
         """
         placed = []
         free = [row for row in self.rows if row not in self.active]
+        # strictly from the front: a unit of many rows would wait for ever if smaller ones went past it
         while waiting and len(waiting[0].samples) <= len(free):
             unit = waiting.popleft()
             rows, free = free[: len(unit.samples)], free[len(unit.samples) :]
@@ -158,6 +161,7 @@ class RowGroup:
     def apply(self, rows: Sequence[int], verdicts: Sequence[Verdict]) -> Iterator[tuple[ActiveRow, Verdict]]:
         """Append the tokens, and free the rows of texts that ended. Yields each row in use that got a token."""
         for row, verdict in zip(rows, verdicts, strict=True):
+            # a pass computes rows without a text too
             if row not in self.active:
                 continue
             active = self.active[row]

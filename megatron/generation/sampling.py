@@ -24,7 +24,10 @@ def exponentials(keys: Sequence[Key], count: int) -> Tensor:
     """
     if not keys:
         return torch.empty(0, count)
+    # torch's generators give other numbers on other devices, and by other batch shapes
     rows = b"".join(hashlib.shake_128(repr(key).encode()).digest(4 * count) for key in keys)
+    # + 0.5: within (0, 1), so the logarithm is finite. In float64: float32 has no number between 1 - 2^-24 and 1, so
+    # uniform would round to 1 and the variable to 0
     uniform = (np.frombuffer(rows, dtype="<u4").astype(np.float64) + 0.5) * 2.0**-32
     return torch.from_numpy(-np.log(uniform)).to(torch.float32).view(len(keys), count)
 
@@ -40,6 +43,7 @@ class Draws:
     """
 
     def __init__(self, vocab_size: int):
+        # the root of V rounded up: block + num_blocks numbers a draw is least where both are about equal
         self.block = math.isqrt(vocab_size - 1) + 1
         self.num_blocks = -(-vocab_size // self.block)
         self.padded_size = self.num_blocks * self.block
@@ -53,6 +57,7 @@ class Draws:
         batch = len(keys)
         noise = exponentials(keys, self.num_blocks + self.block).to(weights_BV.device)
         blocks_BNK = weights_BV.view(batch, self.num_blocks, self.block)
+        # exponential races: with E_i exponential of mean 1, P(argmax w_i / E_i = i) = w_i / sum w
         chosen_B = (blocks_BNK.sum(dim=2) / noise[:, : self.num_blocks]).argmax(dim=1)
         rows_BK = blocks_BNK[torch.arange(batch, device=weights_BV.device), chosen_B]
         return chosen_B * self.block + (rows_BK / noise[:, self.num_blocks :]).argmax(dim=1)
@@ -116,6 +121,8 @@ class Penalties:
         self._reserve(rows, device)
         for row, prompt in zip(rows, prompts, strict=True):
             self.lengths[row] = 0
+            # a prompt's tokens count for the repetition penalty, but not for frequency and presence, which see the
+            # generated text alone
             if self._seen_BV is not None:
                 self._seen_BV[row] = False
                 self._seen_BV[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
@@ -139,10 +146,12 @@ class Penalties:
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Let each of `rows` continue what its source held."""
+        # the list of lengths is complete before the first is replaced, for the same reason as below
         for row, length in zip(rows, [self.lengths[source] for source in sources], strict=True):
             self.lengths[row] = length
         for state_BV in (self._seen_BV, self._counts_BV):
             if state_BV is not None:
+                # indexing copies the sources first: a row may be a source of another one, and be overwritten itself
                 index, of = torch.tensor([list(rows), list(sources)], device=state_BV.device)
                 state_BV[index] = state_BV[of]
 
@@ -154,6 +163,7 @@ class Penalties:
             logits_BV[:, token] += bias
         index = torch.tensor(rows, device=logits_BV.device)
         if self._seen_BV is not None:
+            # CTRL's penalty (arXiv:1909.05858) as transformers has it: division alone would raise negative logits
             penalised = torch.where(
                 logits_BV < 0, logits_BV * options.repetition_penalty, logits_BV / options.repetition_penalty
             )
@@ -161,6 +171,7 @@ class Penalties:
         if self._counts_BV is not None:
             counts_BV = self._counts_BV[index]
             logits_BV.sub_(counts_BV, alpha=options.frequency_penalty)
+            # the sign of a count is 1 for every token that has been generated
             logits_BV.sub_(counts_BV.sign(), alpha=options.presence_penalty)
         if self._final:
             early = [place for place, row in enumerate(rows) if 0 <= self.lengths[row] < options.min_new_tokens]
@@ -172,6 +183,7 @@ class Penalties:
         """Append a token to the sequence of each row."""
         self._reserve(rows, ids_B.device)
         for row in rows:
+            # -1 stays: the row has no sequence
             self.lengths[row] += self.lengths[row] >= 0
         if self._seen_BV is not None or self._counts_BV is not None:
             index = torch.tensor(rows, device=ids_B.device)
@@ -198,11 +210,13 @@ def filter_logits(logits_BV: Tensor, options: GenerationOptions) -> None:
     if options.temperature != 1.0:
         logits_BV.div_(options.temperature)
     top_k = min(options.top_k, logits_BV.shape[1])
+    # as transformers: each filter sees what the one before has left, so top_p sums over the top_k renormalised
     if top_k:
         _drop_below(logits_BV, logits_BV.topk(top_k, dim=1).values[:, -1:])
     if options.top_p < 1.0:
         _drop_below(logits_BV, _nucleus_threshold(logits_BV, options.top_p))
     if options.min_p > 0.0:
+        # p >= min_p * max(p), in logarithms, where the normaliser cancels
         _drop_below(logits_BV, logits_BV.amax(dim=1, keepdim=True) + math.log(options.min_p))
 
 
@@ -217,10 +231,14 @@ def _nucleus_threshold(logits_BV: Tensor, top_p: float) -> Tensor:
     for count in (MOST_LIKELY, vocab_size):
         values_BK = logits_BV.topk(min(count, vocab_size), dim=1).values
         probs_BK = (values_BK - total_B1).exp()
+        # probability of all tokens before this one: it is needed if that is still below top_p, the first one always
         before_BK = probs_BK.cumsum(dim=1) - probs_BK
         kept_BK = before_BK < top_p
+        # if a row keeps even the last of the 1,024, its threshold may be behind it. The bool waits for the device,
+        # which is cheaper than sorting the whole vocabulary each time
         if count >= vocab_size or not bool(kept_BK[:, -1].any()):
             break
+    # the smallest of those that are kept
     return values_BK.masked_fill(~kept_BK, math.inf).amin(dim=1, keepdim=True)
 
 
@@ -279,11 +297,13 @@ class TokenSampler:
             rows: the row of each sequence; None: 0 to B - 1. Rows without a sequence get any id.
         """
         rows = range(len(logits_BV)) if rows is None else rows
+        # the usual greedy case: no copy, no float32 buffer of the batch
         if not self.needs_logits:
             ids_B = logits_BV.argmax(dim=1)
             self._penalties.extend(ids_B, rows)
             return Choice(ids_B)
         work_BV = self._copy(logits_BV)
+        # a view: penalties and filters write into the buffer that the draw reads
         scores_BV = work_BV[:, : self.vocab_size]
         if self._penalties.changes_logits:
             self._penalties.apply(scores_BV, rows)
@@ -302,10 +322,12 @@ class TokenSampler:
             self._work_BV = logits_BV.new_empty(batch, self._draws.padded_size, dtype=torch.float32)
         work_BV = self._work_BV[:batch]
         work_BV[:, : self.vocab_size] = logits_BV
+        # exp makes these columns 0, as Draws demands
         work_BV[:, self.vocab_size :] = -math.inf
         return work_BV
 
     def _draw(self, work_BV: Tensor, rows: Sequence[int]) -> Tensor:
+        # weights need not sum to 1; relative to the largest, none overflows
         work_BV.sub_(work_BV.amax(dim=1, keepdim=True)).exp_()
         lengths = self._penalties.lengths
         return self._draws.draw(
@@ -315,6 +337,7 @@ class TokenSampler:
     def _with_logprobs(self, ids_B: Tensor, logits_BV: Tensor) -> Choice:
         if self.options.logprobs is None:
             return Choice(ids_B)
+        # of the logits as they came: penalties and filters have changed the copy alone
         total_B1 = logits_BV.logsumexp(dim=1, keepdim=True)
         logprobs_B = (logits_BV.gather(1, ids_B[:, None]) - total_B1)[:, 0]
         values_BK, ids_BK = logits_BV.topk(min(self.options.logprobs, self.vocab_size), dim=1)

@@ -36,6 +36,7 @@ def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[st
 
 def parallel_options(options: LoadOptions) -> ParallelConfig:
     """Return the layout that the options describe, for ParallelContext.build."""
+    # the context of the groups needs no model, so it is built before the folder is read
     return ParallelConfig(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
@@ -53,7 +54,9 @@ def inference_config(options: LoadOptions, saved: Config, device: str, *, lazy: 
         raise CheckpointError(f"load={options.load} is a whole model; lora_base={options.lora_base} is for adapters")
     if options.merge_adapter and saved.lora.lora_rank is None:
         raise CheckpointError(f"load={options.load} is a whole model; merge_adapter is for adapters: leave it out")
+    # kernels and the like are chosen for this device, not for that of the training
     of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
+    # adapters were trained on the rounded base; a model whose weights are its own is stored in full
     quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
     quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
     if options.merge_adapter and quantize_base != "none":
@@ -103,5 +106,6 @@ def _tokenizer_options(options: LoadOptions, saved: DataConfig) -> DataConfig:
         given["tokenizer_type"] = "HFTokenizer"
     if "tokenizer_type" in given:
         return DataConfig(**given)
+    # each may be given alone beside those of the run; another kind of tokenizer has files of its own
     own = {name: getattr(saved, name) for name in (*_TOKENIZER, "tiktoken_num_special_tokens")}
     return DataConfig(**(own | given))

@@ -77,6 +77,7 @@ class Session:
             return
         # a batch has one set of final ids, so texts and chats are generated one after the other
         by_request: dict[int, list[Completion]] = defaultdict(list)
+        # sorted: every rank has to generate the kinds in one order. Texts come first
         for is_chat in sorted(kinds):
             of_kind = [request for request in requests if request.is_chat == is_chat]
             for completion in self._generate(of_kind, is_chat, None, None):
@@ -92,6 +93,8 @@ class Session:
         texts = GrowingTexts(lambda number: self._text(by_number[number]), of_beams=self.options.num_beams > 1)
 
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
+            # checked at each token, so an interruption ends after the token under way and no rank is left in a
+            # collective
             if self.is_interrupted:
                 return "interrupted"
             return "stop" if ends.strings and texts.is_stopped(number, sample, ids) else None
@@ -109,6 +112,7 @@ class Session:
             eos_ids=ends.ids,
             settings=self.settings,
             is_finished=is_finished,
+            # the text is decoded where it is printed; the other ranks have nothing to show
             on_token=on_token if self.model.ctx.rank == 0 else None,
             statistics=self.statistics,
             kept=kept,
@@ -173,6 +177,7 @@ class Session:
 
 def _throughput(name: str, replicas: Sequence[dict[str, Any]], tokens: str, seconds: str) -> str:
     """Describe what all replicas have done of one kind, and in what time: the longest of theirs."""
+    # replicas work side by side: their tokens add up, their seconds do not
     count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
     rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
     return f"{name} {count:,} tokens in {time_s:.2f} s{rate}"
@@ -222,8 +227,10 @@ def _opened(session: Session, source: PromptSource) -> tuple[Iterator[Prompt], R
 def _blocks(session: Session, prompts: Iterator[Prompt]) -> Iterator[tuple[list[Prompt], list[Request]]]:
     """Yield prompts, on rank 0, and their requests, on all ranks. Collective."""
     ctx = session.model.ctx
+    # an input of any size is read in blocks: at the end of a block rows run empty, so it has many batches
     size = PROMPTS_AT_ONCE * session.settings.batch_size * ctx.num_batch_ranks
     while True:
+        # the other ranks' iterator is empty; an error of the reader on rank 0 must end them too
         block = raise_on_all_ranks(ctx, lambda: list(itertools.islice(prompts, size)))
         requests: list[Request] = ctx.broadcast_object([prompt.request for prompt in block])
         if not requests:
@@ -249,7 +256,9 @@ def _run_block(
 ) -> int:
     """Generate for some prompts; return the number of texts. Collective."""
     options, prompts = session.options, session.command.prompts
+    # texts of --prompt on a terminal, not JSON lines
     is_plain = writer is None and prompts.input is None
+    # only a single text can be printed while it grows: several would be interleaved
     is_single = len(requests) == 1 and options.num_samples == 1 and options.num_beams == 1 and is_first
     if is_plain and is_single and len(prompts.prompt) == 1:
         if block:
@@ -264,6 +273,7 @@ def _run_block(
     for completion in session.generate(requests):
         num_texts += 1
         completions.append(completion)
+        # completions come in the order of prompts and samples, so a full list belongs to the next prompt
         if len(completions) == options.num_samples:
             _write(session, next(waiting), completions, writer, is_plain=is_plain)
             completions = []
@@ -294,6 +304,7 @@ def _write(
 
 
 def _print(text: str) -> None:
+    # stdout may be a pipe: each result is written at once, for a program that reads along
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -307,6 +318,7 @@ def print_throughput(model: InferenceModel, command: GenerateCommand) -> None:
     Sequences of one length with random ids, as many as the batches of all copies hold; the first run of a shape is not
     counted.
     """
+    # every text must have all max_new_tokens, whatever is generated: else the figures would depend on the weights
     options = replace(command.generation, ignore_eos=True, stop=(), stop_token_ids=())
     options = replace(options, min_new_tokens=options.max_new_tokens)
     prompts = command.prompts
@@ -315,6 +327,7 @@ def print_throughput(model: InferenceModel, command: GenerateCommand) -> None:
         for length in prompts.benchmark_prompt_lengths
         for size in prompts.benchmark_batch_sizes
     ]
+    # all cases are checked before the first one runs: measuring takes minutes
     faults = [fault for case in cases for fault in request_faults(model, case.requests, options, case.settings)]
     faults += [fault for length in prompts.benchmark_prompt_lengths for fault in _too_long(model, options, length)]
     if faults:
@@ -322,6 +335,7 @@ def print_throughput(model: InferenceModel, command: GenerateCommand) -> None:
     if model.ctx.rank == 0:
         print("  ".join(COLUMNS), flush=True)
     for case in cases:
+        # loads kernels in little time: at most two texts a copy
         case.run(case.requests[: 2 * model.ctx.num_batch_ranks])
         statistics, first_token_s = case.run(case.requests)
         if model.ctx.rank == 0:

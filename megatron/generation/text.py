@@ -28,6 +28,8 @@ class TextDecoder:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, keep_special: bool = False):
         self._tokenizer = tokenizer
         self._hidden = frozenset[int]() if keep_special else tokenizer.special_ids
+        # begins with the prompt's last ids: SentencePiece leaves out the space before the first word of what it
+        # decodes, which would be missing between prompt and text
         self._window = [token for token in prompt if self._is_shown(token)][-CONTEXT:]
         while tokenizer.decode(self._window).startswith(REPLACEMENT):  # it begins within a character
             del self._window[0]
@@ -44,6 +46,7 @@ class TextDecoder:
             return ""
         self._window.append(token)
         is_whole = not text.endswith(REPLACEMENT)
+        # the end may be the first bytes of a character; it is written once an id completes it
         certain = text if is_whole else text.rstrip(REPLACEMENT)
         new = certain[self._num_written :]
         self._num_written = max(self._num_written, len(certain))
@@ -65,6 +68,7 @@ class TextDecoder:
 
     def _shorten(self) -> None:
         """Forget the ids before a whole character, as decoders need a few of the last ones only."""
+        # cut only between characters: half of one would decode to a replacement that was never in the text
         starts = [size for size in self._whole if size <= len(self._window) - CONTEXT]
         if starts and self._whole[-1] == len(self._window):
             self._window = self._window[starts[-1] :]
@@ -99,6 +103,7 @@ class GeneratedText:
             return ""
         self._num_tokens += 1
         new = self._decoder.add(token)
+        # no stop string counts yet, so nothing has to be kept back for one
         if self._num_tokens < self._num_before_stop:
             return new
         return self._released(self._kept + new)
@@ -118,11 +123,13 @@ class GeneratedText:
         return other
 
     def _released(self, text: str) -> str:
+        # the earliest stop string ends the text, whichever of them it is
         places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if places:
             self.is_stopped = True
             self._kept = ""
             return text[: min(places)]
+        # the longest end of the text with which a stop string begins: it may be completed by the next id
         longest = max(map(len, self._stop), default=1) - 1
         held = next(
             (
@@ -158,6 +165,7 @@ class GrowingTexts:
         if self._of_beams:
             return self._beam(number, tuple(ids)).is_stopped
         text, num_seen = self._samples.get((number, sample)) or (self._begin(number), 0)
+        # only new ids are decoded: a text of n tokens costs n steps, not n squared
         for token in ids[num_seen:]:
             text.add(token)
         self._samples[number, sample] = text, len(ids)
@@ -165,8 +173,10 @@ class GrowingTexts:
 
     def _beam(self, number: int, ids: tuple[int, ...]) -> GeneratedText:
         steps = self._beams.setdefault(number, [{(): self._begin(number)}, {}])
+        # two steps are enough: beams of one request are all of one length, and each continues one of the step before
         if ids[:-1] not in steps[0]:  # all beams have got one more token
             steps[:] = steps[1], {}
+        # a copy: several beams may continue the same one
         text = steps[0][ids[:-1]].branch()
         text.add(ids[-1])
         steps[1][ids] = text

@@ -54,14 +54,17 @@ class TextModel:
 
         Raises ConfigError with every fault of the options, or DataError for a prompt.
         """
+        # a str is a Sequence too, and the messages of one chat look like a list of prompts: both are one prompt
         is_one = isinstance(prompts, str) or _is_chat(prompts)
         listed: list[Any] = [prompts] if is_one else list(prompts)
         rows = [{"messages" if _is_chat(each) else "prompt": each} for each in listed]
         session = Session(self.model, self._command(options, has_chats=any("messages" in row for row in rows)))
+        # all prompts are read before any text is generated: a wrong one costs nothing, and is named by its number
         texts = self._texts(session, list(_requests(session, rows, names_prompts=not is_one)))
         line = session.out_of_positions()
         if line:
             log.warning("%s", line)
+        # a text for each prompt; with several samples a list of texts for each
         if session.options.num_samples == 1:
             results: list[Any] = [text for of_prompt in texts for text in of_prompt]
         else:
@@ -73,11 +76,13 @@ class TextModel:
         texts: list[list[str]] = [[] for _ in requests]
         for completion in session.generate(requests):  # on rank 0
             texts[completion.request].append(session.text_of(requests[completion.request], completion))
+        # only rank 0 is given the completions; callers on other ranks need the same return value
         of_rank_0: list[list[str]] = self.model.ctx.broadcast_object(texts)
         return of_rank_0
 
     def _command(self, options: Mapping[str, Any], *, has_chats: bool) -> GenerateCommand:
         given = dict(options)
+        # a str would be read as a sequence: a stop string of each of its characters
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         faults = _unknown(given, (*OF_TEXTS, *OF_PROMPTS))
@@ -90,6 +95,7 @@ class TextModel:
             faults += [
                 f"{name} is for chats, and the prompt is a text; set as_chat, or leave it out" for name in unused
             ]
+        # texts and prompts are None where _read has found a fault; repeated for the type checker
         if faults or texts is None or prompts is None:
             raise ConfigError(faults)
         return GenerateCommand(self._load, prompts, texts)
@@ -118,6 +124,7 @@ def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel
     if faults or load is None:
         raise ConfigError(faults)
     device = choose_device(load.device)  # before anything imports deepspeed
+    # WORLD_SIZE is what a launcher sets for its ranks
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         ctx = ParallelContext.build(parallel_options(load), device)
     else:  # a notebook keeps no process group
@@ -152,6 +159,7 @@ def _read(cls: type[Options], values: dict[str, Any], faults: list[str]) -> Opti
     """Return the options of a dataclass; None where one is wrong, with each fault added by its name in Python."""
     of_flags: list[str] = []
     options = read_values(cls, values, of_flags)
+    # options are described as flags (`--top-k 0: ...`); here they are keyword arguments
     for fault in of_flags:
         name, rest = fault.removeprefix("--").split(" ", 1)
         faults.append(f"{name.replace('-', '_')}={rest}")
