@@ -52,12 +52,14 @@ class Commands:
         An error of `action` is raised on rank 0, and OtherRankFailed on the others.
         """
         ctx, fault = self.model.ctx, None
+        # rank 0 alone runs foreign code; the others wait for its commands and compute them
         if ctx.rank:
             self._follow()
             return None
         try:
             return action(self)
         except Exception as error:
+            # the others end with the status of the cause, not with one of their own
             fault = [str(error), exit_status(error)]
             raise
         finally:
@@ -65,8 +67,10 @@ class Commands:
                 ctx.broadcast_object(["end", fault])
 
     def _send(self, name: str, content: Any) -> Any:
+        # lists and dicts: between ranks goes plain data alone, never a pickle
         self.model.ctx.broadcast_object([name, content])
         self._beat()
+        # no try: if _compute raises, it has raised on all ranks, which then are no longer in _follow
         self._is_computing = True
         result = self._compute(name, content)
         self._is_computing = False
@@ -95,6 +99,7 @@ class Commands:
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
             return "stop" if options.stop and texts.is_stopped(number, sample, ids) else None
 
+        # completions come back in order on rank 0, and the other ranks return an empty list that no one reads
         requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
         completions = generate(
             self.model,

@@ -50,6 +50,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self._commands, self._encoder, self._options = commands, encoder, options
         self._tokenizer = encoder.tokenizer
         model = commands.model
+        # without learned positions a model has no last one: then the length of its training counts
         self.max_length = options.max_length or model.max_positions or model.config.training.seq_length
         if model.max_positions is not None:
             self.max_length = min(self.max_length, model.max_positions)
@@ -62,6 +63,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
+        # as `hf`: BOS if there is one, else the end-of-text token
         bos: int | None = getattr(self._tokenizer, "bos", None)
         return self.eot_token_id if bos is None else bos
 
@@ -82,6 +84,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
         ids: list[int] = self._tokenizer.encode_plain([string]).ids.tolist()
+        # a chat template may have written BOS already: `hf` looks for it in the text, this in the ids
         if add_special_tokens is None:
             add_special_tokens = ids[:1] != [self.prefix_token_id]
         if not add_special_tokens:
@@ -99,10 +102,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     f"the continuation {continuation[:40]!r} of {context[-40:]!r} has {len(ids)} tokens; "
                     f"lm-eval scores 1 to max_length={self.max_length}"
                 )
+            # as lm-eval's (context + continuation)[-(max_length + 1):][:-1]: the last id is predicted, never read
             room = self.max_length + 1 - len(ids)
             sent.append(Continuation(tuple(before[-room:]), tuple(ids)))
         found = [(score.total, score.is_greedy) for score in self._commands.score(sent)]
         for (arguments, _, _), result in zip(requests, found, strict=True):
+            # lm-eval's own cache of requests, which every model has to fill
             self.cache_hook.add_partial("loglikelihood", arguments, result)
         return found
 
@@ -117,6 +122,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 max_seq_len=self.max_length,
                 context_len=1,
             )
+            # all windows of all texts in one call: packed into rows together
             pairs = list(map(utils.make_disjoint_window, found))
             windows += [Continuation(tuple(context), tuple(ids)) for context, ids in pairs]
             counts.append(len(pairs))
@@ -125,6 +131,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         results: list[str] = [""] * len(requests)
+        # a batch has one set of options; requests of one task usually share theirs
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -136,10 +143,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     f"a task generates {options.max_new_tokens} tokens, but max_length={self.max_length} leaves no "
                     "room for its prompt; raise --max-length, or lower the task's max_gen_toks"
                 )
+            # a prompt loses its beginning, as in lm-eval: the question is at its end
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             found = self._commands.generate(prompts, options, sorted(self._encoder.final_ids(of_chats=False)))
             hidden = self._tokenizer.special_ids
             for number, ids in zip(numbers, found, strict=True):
+                # skip_special_tokens, as `hf` decodes
                 text = self._tokenizer.decode([token for token in ids if token not in hidden])
                 results[number] = postprocess_generated_text(text, until, None)
                 self.cache_hook.add_partial("generate_until", requests[number].args, results[number])
@@ -149,9 +158,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the strings that end a text, and the options of a task's generation_kwargs."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_NEW_TOKENS))
         until, length = list(wanted.pop("until", [])), wanted.pop("max_gen_toks")
+        # lm-eval's own rule: without do_sample any temperature is 0
         if not wanted.pop("do_sample", False):
             wanted["temperature"] = 0.0
         values = {name: wanted.pop(name) for name in SAMPLING if name in wanted}
+        # an unknown option would change the task's results in silence
         if wanted:
             raise ConfigError(
                 [
@@ -159,6 +170,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     f"use {', '.join(('until', 'max_gen_toks', 'do_sample', *SAMPLING))}"
                 ]
             )
+        # a beam search has no stop strings here; postprocess_generated_text cuts its text at them afterwards
         stop = () if values.get("num_beams", 1) > 1 else tuple(each for each in until if each)
         options = GenerationOptions(max_new_tokens=length, stop=stop, **values)
         if faults := list(options.faults()):
@@ -201,6 +213,7 @@ def run_tasks(commands: Commands, options: EvaluationOptions, *, bootstrap_iters
 
 
 def _manager(options: EvaluationOptions) -> TaskManager:
+    # lm-eval's own tasks are more than 10,000 YAML files: they are listed only where a name may be one of them
     has_names = any(not task.endswith((".yaml", ".yml")) for task in options.tasks)
     return TaskManager(include_path=list(options.task_path) or None, include_defaults=has_names)
 
@@ -221,6 +234,7 @@ def _named_faults(options: EvaluationOptions) -> Iterator[None]:
 
 def _lacks_a_file(error: BaseException | None) -> bool:
     """Return True for an error whose cause is that a file is neither here nor may be downloaded."""
+    # datasets wraps the reason in errors of its own, by `from` or while handling another
     while error is not None:
         if isinstance(error, FileNotFoundError | ConnectionError):
             return True

@@ -51,6 +51,7 @@ class EvaluationOptions:
         if not self.tasks and not self.dataset:
             yield "nothing to measure is given; use --tasks TASK ... or --dataset PREFIX ..."
         if not self.tasks:
+            # an option that nothing reads would leave the user with results of other settings
             for name in self._changed(OF_TASKS):
                 yield f"--{name.replace('_', '-')} is for --tasks, which is not given; leave it out"
         if not self.apply_chat_template:

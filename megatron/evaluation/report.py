@@ -48,10 +48,12 @@ class DatasetScore:
 
     @property
     def perplexity(self) -> float:
+        # exp overflows a double at 709.8
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
+        # independent of the tokenizer, so models of different vocabularies can be compared
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
@@ -75,10 +77,12 @@ def score_dataset(
     num_tokens, nats, windows = len(dataset.tokens) - 1, 0.0, _windows(dataset.tokens, length)
 
     def read() -> list[Continuation]:
+        # a memory map of a file that was truncated ends the process by SIGBUS, without an exception
         dataset.files.check(always=True)
         return list(itertools.islice(windows, WINDOWS_AT_ONCE * ctx.num_batch_ranks))
 
     while block := raise_on_all_ranks(ctx, read):
+        # fsum rounds once for all windows of a block
         nats -= math.fsum(each.total for each in score(model, block, graphs=graphs))
     if num_tokens < 1:
         raise DataError(f"{prefix} holds fewer than two tokens, so none can be predicted; give another dataset")
@@ -96,6 +100,7 @@ def _opened(model: InferenceModel, prefix: str, say: Callable[[str], object]) ->
     made_by = manifest.header["tokenizer"] if manifest is not None else None
     if made_by and model.tokenizer is not None:
         own = model.tokenizer.identity
+        # a warning only: two different files may still give the same ids
         if made_by.get("sha256") != own["sha256"]:
             theirs, ours = (
                 f"{each.get('type')} of {each.get('vocab_size')} tokens, sha256 {str(each.get('sha256'))[:8]}"
@@ -110,6 +115,7 @@ def _opened(model: InferenceModel, prefix: str, say: Callable[[str], object]) ->
 
 def _windows(tokens: NDArray[Any], length: int) -> Iterator[Continuation]:
     """Yield sequences of at most length + 1 tokens; each begins with the last token of the one before."""
+    # each window shares one token with the next: the last label of one is the first input of the other
     for begin in range(0, len(tokens) - 1, length):
         first, *rest = tokens[begin : begin + length + 1].tolist()
         yield Continuation((first,), tuple(rest))
@@ -118,10 +124,12 @@ def _windows(tokens: NDArray[Any], length: int) -> Iterator[Continuation]:
 def _num_bytes(dataset: IndexedDataset, tokenizer: Tokenizer) -> int:
     """Count the bytes of all documents' texts, without what stands for no text."""
     hidden = np.array(sorted(tokenizer.special_ids), dtype=np.int64)
+    # document_index holds sequence numbers, one more than there are documents; here: tokens before each document
     ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])[dataset.document_index]
     count = 0
     for begin, end in pairwise(ends.tolist()):
         document = dataset.tokens[begin:end].astype(np.int64)
+        # EOD and other special tokens are no bytes of the text
         text = tokenizer.decode(document[~np.isin(document, hidden)].tolist())
         count += len(text.encode("utf-8", "replace"))
     return count
@@ -165,6 +173,7 @@ class EvaluationReport:
 
     def _lock(self) -> None:
         output = self._command.evaluation.output
+        # locked before the first measurement, which may take hours, not before the write
         if output is not None and self._is_first and not self._held.enter_context(locked_output(Path(output))):
             raise DataError(
                 f"another evaluation will write to --output {output}; wait until it ends, or choose another"

@@ -80,8 +80,11 @@ def score(
     documents = _documents(requests, row_tokens, least=1 if graphs is None else 2)
     rows = list(_rows(documents, row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
     for row, (log_probs, largest) in _run(model, rows, on_row, graphs):
+        # each request has its own stretch of `found`; the documents of a row come in another order than the requests
         places = np.concatenate([np.arange(ends[n] - len(requests[n].ids), ends[n]) for n in row.requests])
         found[:, torch.from_numpy(places)] = torch.stack([log_probs, largest.to(log_probs.dtype)]).cpu().double()
+    # every number is set by exactly one rank and 0 elsewhere, so the sum is a gathering. On the host: HPUs hold
+    # float32 where float64 is requested
     if ctx.world_size > 1:
         dist.all_reduce(found, group=ctx.control_group)
     logprobs, largest = found.numpy()
@@ -153,6 +156,7 @@ def _documents(requests: Sequence[Continuation], row_tokens: int, least: int = 1
     found: list[_Document] = []
     last: dict[tuple[int, ...], _Document] = {}
     for number, request in enumerate(requests):
+        # the last document of this context: earlier ones are full
         document = last.get(request.context) if len(request.context) >= least else None
         if document is None or len(document) + len(request.ids) - 1 > row_tokens:
             document = last[request.context] = _Document(request.context, [])
@@ -168,6 +172,7 @@ def _rows(documents: Sequence[_Document], row_tokens: int) -> Iterator[_Row]:
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
     packs = pack_dataset(lengths, max(row_tokens, int(lengths.max())))
     rows = [[documents[index] for index in packs[pack]] for pack in range(len(packs))]
+    # ranks take rows in turn, so in this order those of one turn are of like length
     for row in sorted(rows, key=lambda row: -sum(map(len, row))):
         yield _row(row)
 
@@ -185,7 +190,9 @@ def _row(documents: Sequence[_Document]) -> _Row:
         positions += range(length)
         span = _Span(begin, len(tokens), [])
         for number, ids in document.branches:
+            # the context's last token predicts the first id of each branch, token j of a branch its id j + 1
             places += [span.context_end - 1, *range(len(tokens), len(tokens) + len(ids) - 1)]
+            # every branch goes on from the context: they all have the same positions
             positions += range(length, length + len(ids) - 1)
             tokens += ids[:-1]
             labels += ids
@@ -204,24 +211,28 @@ class _BranchingTokens(CachedTokens):
         self._angles = {}
 
     def _angles_of(self, rotary: Any) -> tuple[Tensor, Tensor]:
+        # a table of all positions of the row; equal positions of several documents share an entry
         cos, sin = rotary.table(self._num_positions, self.positions_BS.device)
         places = self.positions_BS[0]
         return cos[places][:, None, None], sin[places][:, None, None]
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the context of q [S, 1, n, d] over k and v [S, 1, k, d]: [S, 1, n d]."""
+        # [S, 1, n, d] -> [1, n, S, d], as the attention kernels take them
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         parts = [part for span in self._spans for part in self._of_span(layer, q, k, v, span)]
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(2)
 
     def _of_span(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, span: _Span) -> Iterator[Tensor]:
         context = slice(span.begin, span.context_end)
+        # context and continuation are one causal sequence: one kernel instead of two
         if len(span.ends) == 1:
             whole = slice(span.begin, span.ends[0])
             yield layer.core(q[:, :, whole], k[:, :, whole], v[:, :, whole])
             return
         yield layer.core(q[:, :, context], k[:, :, context], v[:, :, context])
         for begin, end in pairwise([span.context_end, *span.ends]):
+            # a continuation of one id has no token to compute: the context predicts it
             if begin < end:
                 own = slice(begin, end)
                 keys, values = (torch.cat([part[:, :, context], part[:, :, own]], dim=2) for part in (k, v))
@@ -250,6 +261,7 @@ class RowGraphs:
 
     def run(self, layout: Hashable, forward: Callable[[Tensor, Tensor], Any], inputs: tuple[Tensor, Tensor]) -> Any:
         """Return forward(*inputs); the next row may overwrite it."""
+        # a capture runs the pass twice more; a layout that comes once is not worth it
         if layout in self._seen:
             return self._graphs.run(layout, forward, inputs)
         self._seen.add(layout)
@@ -293,5 +305,6 @@ def _forward(model: InferenceModel, row: _Row, inside: Tensor, positions: Tensor
 
     if graphs is None:
         return forward(inside, positions)
+    # the spans steer Python's slices and calls, which a graph has fixed
     layout = num_positions, tuple((span.begin, span.context_end, *span.ends) for span in row.spans)
     return graphs.run(layout, forward, (inside, positions))
