@@ -99,10 +99,13 @@ class Boundaries:
         later = [span.start for span in self._spans.of[i + 1 :] if span and span.start >= own.end]
         limit = min(later, default=None)
         reference = anchor.number if anchor else None
+        # two conversations of one layout, with equal text around the message, have equal boundaries relative to it:
+        # most rows of a file are then read without renders of their parts
         key = (i, reference, self._layout, self._text[base : own.start], self._text[own.end : limit])
         known = self._memory.turns.get(key)
         if known is None:
             known = self._memory.turns.keep(key, (self._prompt(i, anchor), self._end(own)))
+        # both relative to the anchor and to the message, whose own places differ from row to row
         prompt, end = known
         start, has_start = self._start(base, own, prompt)
         return Turn(start, own.end + end.length, has_start, end.is_shown)
@@ -116,10 +119,12 @@ class Boundaries:
     @cached_property
     def _layout(self) -> Key:
         """Roles, keys and options: the template decides by them, beside the text that it writes."""
+        # templates often branch on the presence of a key, such as tool_calls
         messages = tuple((message["role"], *message.keys()) for message in self._messages)
         variables = self._locator.variables
         if not variables:
             return messages, ()
+        # of tools and documents their presence alone: each row has others
         options = {name: value for name, value in variables.items() if name not in ("tools", "documents")}
         return messages, (*variables, json.dumps(options, sort_keys=True))
 
@@ -129,6 +134,7 @@ class Boundaries:
         for span in self._spans.of[: own.number]:
             if span is None or span.end > own.start:
                 continue
+            # >= takes the later one of two messages that end together, as where a template merges them
             if anchor is None or span.end >= anchor.end:
                 anchor = span
         return anchor
@@ -140,9 +146,12 @@ class Boundaries:
         render = self._locator.render
         earlier = self._messages[:i]
         if earlier:
+            # twice: a template may write a generation prompt whatever the flag says, and only the difference is
+            # certain
             with_prompt, without = render(earlier, True), render(earlier)
             if with_prompt and without:
                 return InferencePrompt(self._locator.tail(with_prompt, anchor), _added(with_prompt.text, without.text))
+        # the first message is the assistant's: nothing comes before it but what the template always writes
         elif alone := self._prompt_alone():
             return InferencePrompt(alone, "")
         # the template refuses the beginning alone; it may accept the whole
@@ -152,6 +161,7 @@ class Boundaries:
     def _prompt_alone(self) -> str:
         """Return the inference prompt without messages if the text begins with it; empty if not."""
         prompt, empty = self._locator.render([], True), self._locator.render([])
+        # equal with and without the generation prompt: nothing shows where it begins
         if prompt is None or prompt.text == (empty.text if empty else None):
             return ""
         return prompt.text if self._text.startswith(prompt.text) else ""
@@ -160,11 +170,13 @@ class Boundaries:
         """Return the offset at which the model starts to write, and whether the prompt shows it."""
         if prompt.tail is not None and self._text.startswith(prompt.tail, base):
             start = base + len(prompt.tail)
+            # a prompt that ends behind the message cannot be its own
             if start < own.end:
                 return start, True
             return own.start, False
         # what comes before is written otherwise by now: the beginning of the generation prompt
         before = self._text[base : own.start]
+        # leading white space belongs to the message before, and differs where that ends otherwise
         header = prompt.added.lstrip()
         length = _end_of_header(before, header)
         if length is not None:
@@ -176,8 +188,10 @@ class Boundaries:
 
     def _end(self, own: MessageSpan) -> TurnEnd:
         """Return the end of a turn: that of the conversation up to it, else the next end marker."""
+        # from the end of the message's text: its own characters are never compared, so any content can be remembered
         rest = self._text[own.end :]
         upto = self._messages[: own.number + 1]
+        # nothing follows the last message: all the rest belongs to its turn
         if len(upto) == len(self._messages):
             tail: str | None = rest
         else:
@@ -185,13 +199,17 @@ class Boundaries:
             tail = self._locator.tail(render, own) if render else None
         common = 0
         if tail is not None:
+            # rstrip: a newline behind the end marker is often the template's separator of turns, not written by the
+            # model
             tail = tail[: self._length_before_lasting_prompt(upto, tail, own)].rstrip()
+            # the conversation up to this turn is the beginning of the whole one: its end is the turn's
             if rest.startswith(tail):
                 return TurnEnd(len(tail), True)
             common = common_length(tail, rest)
         # the last turn ends otherwise: only an end marker can show the end of this one
         markers = self._template.end_marker.finditer(rest)
         marker = next((marker for marker in markers if marker.end() > common), None)
+        # text before the marker would be that of another message
         if marker and not rest[common : marker.start()].strip():
             return TurnEnd(marker.end(), True)
         return TurnEnd(0, False)
@@ -206,13 +224,16 @@ class Boundaries:
         plain = render(upto)
         if plain is None or not tail.strip() or not _writes_same(plain, render(upto, True)):
             return len(tail)
+        # if the text of the turn goes on unchanged before a next message, no prompt is at its end
         followed = render([*upto, {"role": "user", "content": "next"}])
         rest = self._locator.tail(followed, own) if followed else None
         if rest is None or rest.startswith(tail.rstrip()):
             return len(tail)
         earlier = render(upto[:-1]) if len(upto) > 1 else None
+        # reversed: the longest common suffix
         shared_end = common_length(earlier.text[::-1], plain.text[::-1]) if earlier else 0
         begin = max(len(tail) - shared_end, 0)
+        # behind this the render with a next message differs, so it cannot belong to the turn
         certain = common_length(tail, rest)
         markers = [marker for marker in self._template.end_marker.finditer(tail, begin) if marker.end() <= certain]
         is_single_end = len(markers) == 1 and not tail[: markers[0].start()].strip()
@@ -233,8 +254,10 @@ def _added(with_prompt: str, without: str) -> str:
 def _end_of_header(text: str, header: str) -> int | None:
     """Return the offset after the longest beginning of a header that occurs in a text, at its last occurrence."""
     whole = header.rstrip()
+    # the longest first: `<|start|>assistant` before `<|start|>`, which begins every turn
     for size in range(len(header), 0, -1):
         piece = header[:size]
+        # white space alone occurs everywhere and shows nothing
         if not piece.strip():
             return None
         # a header ends with a whole word or marker
@@ -248,6 +271,7 @@ def _end_of_header(text: str, header: str) -> int | None:
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix."""
     length = min(len(first), len(second))
+    # one comparison in C is the usual case; the search by characters is for the first difference alone
     if first[:length] == second[:length]:
         return length
     return next(i for i in range(length) if first[i] != second[i])

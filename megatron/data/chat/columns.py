@@ -44,6 +44,7 @@ EMPTY: tuple[object, ...] = ("", [], {})
 @cache
 def looks_like_context(name: str) -> bool:
     """Return true for a name whose last word is that of a part of a prompt: `chat_history`, but not `prompt_id`."""
+    # chat_history, chatHistory and CHAT-HISTORY alike
     words = _WORD.findall(name)
     return bool(words) and words[-1].lower() in _CONTEXT
 
@@ -53,7 +54,9 @@ class Row(dict[str, Any]):
 
     def __init__(self, columns: Mapping[str, Any], ignored: Iterable[str] = ()):
         """`ignored`: columns that are not read, whatever they look like."""
+        # tables write null for a column that a row does not have
         super().__init__({name: value for name, value in columns.items() if value is not None})
+        # taken out, so that no reader finds them, but still counted by name: data left out is never silent
         self._ignored = {name: super(Row, self).pop(name) for name in ignored if name in self}
         self.nulls = [name for name, value in columns.items() if value is None]
         self._read: set[str] = set()
@@ -82,6 +85,7 @@ class Row(dict[str, Any]):
     def unread(self) -> tuple[str, ...]:
         """Return the columns that are not empty and were not read."""
         others = [name for name in self if name not in self._read]
+        # an empty column has lost nothing
         names = [name for name in others if self.peek(name) not in EMPTY]
         return (*names, *self._unread_parts, *self._ignored)
 
@@ -94,6 +98,7 @@ class Row(dict[str, Any]):
         """
         unread = self.unread()
         present = [name for name in unread if name in self]  # not those that the user ignores
+        # most rows have none, and then no text needs to be compared
         suspects = [name for name in present if name in needed or looks_like_context(name)]
         if not suspects:
             return unread
@@ -121,15 +126,19 @@ class _Turns(NamedTuple):
         A text that an answer alone holds is lost: the sentence to correct may be the rejected answer. Turns may hold
         answers.
         """
+        # before numbers: bool is a subclass of int
         if isinstance(value, bool):
             return True
         if isinstance(value, int | float):
+            # a number in a column of text, such as `input`, is a part of the prompt; elsewhere it counts or scores
+            # something
             return name not in COLUMNS
         try:
             texts = _stripped(texts_in(value))
         except TypeError:
             return False
         whole = [*self.prompt, *self.answers]
+        # a list of messages holds answers too, so it is compared with both sides
         are_turns = isinstance(value, list) and all(isinstance(part, dict | list) for part in value)
         known = whole if are_turns else self.prompt
         return all(_is_known(text, known) or _renders(text, whole) for text in texts)
@@ -142,6 +151,7 @@ def _stripped(texts: Iterable[str]) -> list[str]:
 def _is_known(text: str, known: Sequence[str]) -> bool:
     if text in known:
         return True
+    # "yes" is in many texts without being a part of them
     return len(text) >= _SHORTEST_PART and any(text in one for one in known)
 
 
@@ -158,6 +168,7 @@ def texts_in(value: Any) -> Iterator[str]:
         for part in value:
             yield from texts_in(part)
     elif isinstance(value, dict):
+        # of a message its text alone: that its role is written nowhere loses nothing
         contents = [value[name] for name in ("content", "value", "text") if name in value]
         for part in contents or value.values():
             yield from texts_in(part)

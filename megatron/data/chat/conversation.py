@@ -86,6 +86,7 @@ class Chat:
     def part(self, head: int, start: int, end: int) -> Chat:
         """Return the conversation of the first `head` messages and of [start, end)."""
         numbers = [*range(head), *range(start, end)]
+        # the flags move with their messages
         flags = tuple(self.flags[i] for i in numbers) if self.flags else ()
         return replace(self, messages=[self.messages[i] for i in numbers], flags=flags)
 
@@ -114,6 +115,7 @@ def parse_row(row: object) -> Chat:
             messages.append(_checked(message, number))
             flags.append(train_flag(message, number))
     # InstructLab trains all of a conversation in its older form
+    # one message unrolls to several, for which there are no flags
     if is_pretraining or flags.count(None) == len(flags):
         flags = []
     return Chat(messages, bool(unmask) or is_pretraining, _variables(row), tuple(flags))
@@ -137,6 +139,7 @@ def _given_messages(row: Mapping[str, Any]) -> list[Any]:
 
 def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
     """Return the value of JSON text, and any other value as it is. Raises BadRow."""
+    # an empty text stays as it is: to the callers it is an empty list
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -159,11 +162,13 @@ def messages_or_text(value: Any, key: str) -> Any:
 
     Raises BadRow for text that begins as messages do and is not JSON.
     """
+    # nearly all texts end here, without the cost of parsing
     if not isinstance(value, str) or not value.lstrip().startswith(_BRACKETS):
         return value
     try:
         parsed = orjson.loads(value)
     except orjson.JSONDecodeError as error:
+        # a text may begin with a bracket, as a list in Markdown does
         if not _BEGIN_OF_MESSAGES.match(value):
             return value
         raise BadRow(
@@ -185,11 +190,13 @@ def _speaks(message: Mapping[str, Any]) -> bool:
 
 def _is_plain(message: object) -> bool:
     """Return true if a message has a role and a text only."""
+    # runs for each message of a large file: plain comparisons alone
     if not isinstance(message, dict) or len(message) != 2:
         return False
     role, content = message.get("role"), message.get("content")
     if role not in ROLES or not isinstance(content, str):
         return False
+    # an empty answer needs the longer checks, which refuse it
     return role != "assistant" or bool(content.strip())
 
 
@@ -206,6 +213,7 @@ def _check_role(message: object, number: int) -> None:
 def _checked(message: Message, number: int) -> Message:
     """Return a message for a template: without empty keys, with calls as objects. Raises BadRow."""
     role, content = message["role"], message.get("content")
+    # with role and content alone there is nothing to bring into another form
     if len(message) > 2 or content is None:
         message = _normalized(message, number)
     is_assistant = role == "assistant"
@@ -233,6 +241,7 @@ def _text_of_parts(content: object, message: Message, number: int) -> str:
         )
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        # an image or a sound that is left out would leave an answer to what the model has not seen
         if kind != "text" or not isinstance(part.get("text"), str):
             raise BadRow(
                 "bad content part",
@@ -244,6 +253,7 @@ def _text_of_parts(content: object, message: Message, number: int) -> str:
 
 def _normalized(message: Message, number: int) -> Message:
     """Return a message as transformers gives it to a template, with tool calls in one form. Raises BadRow."""
+    # templates test whether a key is there: a null of a table would be written as "None"
     changed = {key: value for key, value in message.items() if value is not None}
     reasoning = next((changed[name] for name in REASONING if name in changed), None)
     if reasoning is not None:
@@ -254,6 +264,7 @@ def _normalized(message: Message, number: int) -> Message:
     calls = _from_json(
         changed.pop("tool_calls", None), f"'tool_calls' of message {number}", "bad tool call", "correct the text"
     )
+    # OpenAI's form before tool_calls, of a single call
     if not calls and isinstance(changed.get("function_call"), dict):
         calls = [{"type": "function", "function": changed.pop("function_call")}]
     if not calls:
@@ -267,6 +278,7 @@ def _normalized(message: Message, number: int) -> Message:
 
 def _checked_call(call: object, number: int) -> dict[str, Any]:
     """Return a tool call with a name and arguments, an object or its JSON text. Raises BadRow."""
+    # with or without {"function": ...} around it: both forms are common
     described = call if isinstance(call, dict) else {}
     function = described.get("function", described)
     name = function.get("name") if isinstance(function, dict) else None
@@ -300,18 +312,21 @@ def train_flag(message: Message, number: int) -> bool | None:
     flags: dict[str, bool] = {}
     for key, training_value in TRAIN_FLAGS.items():
         value = message.get(key)
+        # a null of a table says nothing
         if value is None:
             continue
         if value not in (0, 1):  # False and True are among them
             raise BadRow(
                 "bad train flag", f"{key!r} of message {number} is {str(value)[:40]!r}; write true or false, or 1 or 0"
             )
+        # `mask: true` excludes, where `train: true` trains
         flags[key] = bool(value) == training_value
     if not flags:
         return None
     if len(set(flags.values())) > 1:
         raise BadRow("bad train flag", f"{' and '.join(flags)} of message {number} contradict each other; keep one")
     is_trained = next(iter(flags.values()))
+    # OpenAI's weight: 1 is the default of an answer, and no request to train a message of the user
     if is_trained and flags.keys() <= _EXCLUDING_FLAGS:
         return None
     return is_trained
@@ -339,6 +354,7 @@ def _options(row: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise _bad_options(f"is {str(options)[:40]!r}")
+    # it would replace the row's own messages or tools in the template
     reserved = [name for name in _RESERVED if name in options]
     if reserved:
         raise _bad_options(f"holds {', '.join(reserved)}, a key of the row")
@@ -354,6 +370,7 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools, functions = (_objects(row, key) for key in ("tools", "functions"))
     if tools and functions:
         raise BadRow("bad tools", "the row has 'tools' and 'functions'; keep 'tools'")
+    # a function of the older name is the inner part of a tool
     return tools or [{"type": "function", "function": function} for function in functions]
 
 
@@ -378,9 +395,11 @@ def _unrolled(text: object, number: int) -> list[Message]:
             f"message {number} (pretraining) contains neither <|user|> nor <|start_of_role|>user<|end_of_role|>; write "
             "the conversation as messages of user and assistant",
         )
+    # [before the first turn, role, content, role, content, ...]: the pattern has one group
     _, *parts = pattern.split(text)
     messages: list[Message] = []
     for role, content in zip(parts[::2], parts[1::2], strict=True):
+        # the template writes its own end; that of the text would be a second one
         content = _ENDS_OF_PRETRAINING.sub("", content)
         if role != "system" and content.strip():
             messages.append({"role": role, "content": content})

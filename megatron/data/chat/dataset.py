@@ -46,6 +46,7 @@ class ChatDataset(SampleDataset[ChatFile]):
     def __init__(
         self, files: Sequence[ChatFile], weights: Sequence[float] | None, *, seed: int, vocab_size: int, said: str
     ):
+        # n - 1 places: inputs without the last token, labels without the first
         lengths = np.concatenate([file.tokens.lengths[file.rows].astype(np.int64) - 1 for file in files])
         super().__init__(files, lengths, weights, seed)
         self._vocab_size = vocab_size
@@ -56,6 +57,7 @@ class ChatDataset(SampleDataset[ChatFile]):
                 f"{said}: none of the {len(self)} chats has a token to train on; look at the roles and the chat "
                 f"template with {command_name('preprocess_chat')} --show"
             )
+        # rows too: another split of the same files is other data
         identity = [
             (file.tokens.fingerprint, file.mask.fingerprint, hashlib.sha256(file.rows.tobytes()).hexdigest())
             for file in files
@@ -66,6 +68,7 @@ class ChatDataset(SampleDataset[ChatFile]):
         """Return ids and mask of a chat, both [length + 1]. Raises DataError for an id outside the vocabulary."""
         file, sequence = self.place(chat)
         ids, mask = file.tokens.read(sequence), file.mask.read(sequence)
+        # a lookup beyond the embedding is a fault of the device without the name of a file
         if int(ids.max()) >= self._vocab_size or int(ids.min()) < 0:
             raise DataError(
                 f"{file.tokens.prefix}: chat {sequence} holds token {int(ids.max())}, but vocab_size="
@@ -77,6 +80,7 @@ class ChatDataset(SampleDataset[ChatFile]):
 def _loss_tokens(file: ChatFile) -> NDArray[np.int64]:
     """Return the trained labels of each chat. The first token is never a label, whatever its mask."""
     mask, starts = file.mask.tokens, np.asarray(file.mask.pointers, dtype=np.int64)
+    # [chats]: one sum over the whole memory-mapped file instead of a read for each chat
     sums = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
     return np.asarray(sums[file.rows], dtype=np.int64)
 
@@ -89,6 +93,7 @@ def open_chats(config: Config) -> Splits[ChatDataset]:
     opened: dict[str, tuple[IndexedDataset, IndexedDataset]] = {}
 
     def open_file(prefix: str, split: int) -> ChatFile:
+        # training, validation and test are often splits of one file, which is opened and checked once
         if prefix not in opened:
             opened[prefix] = _open(prefix, config.model.vocab_size)
         tokens, mask = opened[prefix]
@@ -110,6 +115,7 @@ def _open(prefix: str, vocab_size: int) -> tuple[IndexedDataset, IndexedDataset]
             f"{prefix} has no loss mask, which task=sft needs ({error}); write both with "
             f"{command_name('preprocess_chat')}, or train with task=pretrain"
         ) from None
+    # a wrong tokenizer shows at the start, not at the first chat with a large id
     check_vocabulary(tokens, vocab_size)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, tokens.lengths):
         raise DataError(

@@ -88,6 +88,7 @@ class ChatCounts(RowCounts):
         """Raise DataError for a file whose rows are of several forms."""
         assert isinstance(other, ChatCounts)
         for name, first_rows in other.first_forms.items():
+            # a file's blocks come in order, so the form of its first row is the one that it began with
             forms = dict(self.first_forms.get(name, {}))
             for form, row in first_rows.items():
                 forms.setdefault(form, row)
@@ -100,7 +101,9 @@ class ChatCounts(RowCounts):
 
     def add(self, other: Counts) -> None:
         assert isinstance(other, ChatCounts)
+        # the sum of all fields, below, would add these up
         longest = max(self.longest, other.longest)
+        # files are read one after another: no earlier one can have a further row
         last_file = dict(list({**self.first_forms, **other.first_forms}.items())[-1:])
         super().add(other)
         self.longest, self.first_forms = longest, last_file
@@ -144,6 +147,7 @@ class ChatEncoder:
         self.template, self.tokenizer, self.rules = template, tokenizer, rules
         self._finder = TurnFinder(template)
         self._tool_finder = TurnFinder(tool_template) if tool_template else self._finder
+        # found at the start, not at the first row: an EOS that is missing would be written as an empty text
         if "eos_token" in template.variables | self._tool_finder.template.variables:
             tokenizer.eos_of_text()
 
@@ -157,6 +161,7 @@ class ChatEncoder:
             except BadRow as error:
                 results.append(error)
                 continue
+            # a place for each conversation first: samples of its parts follow once all texts are encoded
             results.append([])
             written += [(number, part, text) for part, text in parts]
             counts.num_split += len(parts) > 1
@@ -164,6 +169,7 @@ class ChatEncoder:
             # all texts at once: the tokenizers are much faster on batches
             samples = self._tokenize([text for _, _, text in written])
         except DataError as error:
+            # the library does not say which text of a batch it refuses
             if len(chats) == 1:
                 return [BadRow("cannot be encoded", str(error))]
             return [self.encode([chat], counts)[0] for chat in chats]  # one by one, to find the refused text
@@ -191,6 +197,7 @@ class ChatEncoder:
         A conversation in which other turns than the assistant's are trained stays whole. Raises BadRow.
         """
         trained = [i for i in range(len(chat.messages)) if chat.is_trained(i)]
+        # messages of others have no inference prompt after which they would be generated
         if not trained or any(chat.messages[i]["role"] != "assistant" for i in trained):
             return [(chat, "")]
         try:
@@ -212,6 +219,8 @@ class ChatEncoder:
         except TemplateFailure as error:
             raise BadRow(error.kind, str(error)) from None
         text, spans = rendered.text, rendered.trained_spans()
+        # what the template writes of earlier turns differs at inference, as without their reasoning: the text before
+        # the turn is replaced, and its span moves with it
         if prompt and spans:
             begin = spans[0][0]
             shift = len(prompt) - begin
@@ -228,6 +237,7 @@ class ChatEncoder:
 
     def _other_spans(self, chat: Chat, rendered: Rendered) -> list[Span]:
         """Return the contents of others than the assistant that are trained, without the template's text around."""
+        # the option and the row's own key mean the same
         unmask = self.rules.train_on == "all_but_system"
         if not (unmask or chat.unmask or chat.flags):
             return []
@@ -246,10 +256,12 @@ class ChatEncoder:
         """Return the samples of texts, which are encoded at once."""
         texts = [one.text for one in written]
         encoded = self.tokenizer.encode(texts)
+        # the template's text between the turns as well, as optimum-habana's sft.py trains
         if self.rules.train_on == "all":
             mask = np.ones(len(encoded.ids), np.uint8)
         else:
             mask = loss_mask(encoded, texts, [one.spans for one in written])
+        # [texts]: first token of each in the concatenated ids
         starts = np.cumsum(encoded.lengths) - encoded.lengths
         mask[starts[encoded.lengths > 0]] = 0  # nothing predicts the first token
         return [
@@ -280,6 +292,7 @@ class ChatEncoder:
                 return []
             case "truncate":
                 counts.num_truncated += 1
+                # the beginning is kept: an answer without its prompt would be learnt from nothing
                 return self._usable([_part(sample, 0, limit)], "truncated before anything trained", counts)
             case "split":
                 pieces = self._split(chat, sample, limit)
@@ -288,6 +301,7 @@ class ChatEncoder:
 
     def _usable(self, pieces: Sequence[Sample], untrained: str, counts: ChatCounts) -> list[Sample]:
         """Return the pieces of a sample that are worth training. `untrained`: why others are dropped."""
+        # counted apart, by what is wrong with each, for the manifest
         trained = [piece for piece in pieces if piece.mask.any()]
         kept = [piece for piece in trained if piece.length >= self.rules.min_length]
         if len(trained) < len(pieces):
@@ -322,9 +336,11 @@ class ChatEncoder:
 def _most_that_fit(piece_of: Callable[[int], Sample], most: int, limit: int) -> tuple[int, Sample]:
     """Return the largest number of exchanges, up to `most`, whose piece fits, by bisection; one if none fits."""
     best: tuple[int, Sample] | None = None
+    # the length grows with the number of exchanges; each trial costs a render and an encoding
     low, high = 1, most
     while low <= high:
         middle = (low + high) // 2
+        # rendered again: a template may write a part of a conversation otherwise than as a part of the whole
         piece = piece_of(middle)
         if piece.length <= limit:
             best, low = (middle, piece), middle + 1
@@ -357,6 +373,7 @@ def _merged(spans: list[Span]) -> list[Span]:
 
 def _part(sample: Sample, start: int, end: int) -> Sample:
     mask = sample.mask[start:end].copy()
+    # the first token of a piece has nothing before it that could predict it
     mask[:1] = 0
     return Sample(sample.ids[start:end], mask)
 
@@ -370,12 +387,15 @@ def loss_mask(encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequen
 
     `spans` are in characters of their own text; those of one text are in order and do not overlap.
     """
+    # (text, start, end) of all spans of a batch: one search over all tokens instead of a loop over texts
     bounds = [(i, start, end) for i, parts in enumerate(spans) for start, end in parts if end > start]
     if not bounds:
         return np.zeros(len(encoded.ids), np.uint8)
+    # spans are in characters, the tokens' offsets in bytes
     if encoded.is_bytes:
         bounds = [(i, _bytes_before(texts[i], start), _bytes_before(texts[i], end)) for i, start, end in bounds]
     numbers, starts, ends = np.array(bounds, np.int64).T  # [spans] each
+    # on one axis: each text begins where the one before it ends
     bases = encoded.bases[numbers]
     # a token without text of its own, such as a dummy prefix, belongs to the character after it
     token_ends = np.maximum(encoded.ends, encoded.starts + 1)

@@ -47,6 +47,7 @@ class _Form:
 
     def of(self, message: Message) -> Message:
         """Return a message in this form."""
+        # some templates concatenate content without a test whether it is there
         changed = {"content": "", **message} if self.fills_content else dict(message)
         content = message.get("content")
         if self.joins_parts and isinstance(content, list):
@@ -70,11 +71,13 @@ def _forms_of(messages: Sequence[Message]) -> list[_Form]:
         calls += message.get("tool_calls", ())
     if not has_parts and not calls:
         return []
+    # a form that changes nothing would render the same text twice
     has_bare_calls = any("function" not in call for call in calls)
     fills = (False, True) if calls else (False,)
     joins = (False, True) if has_parts else (False,)
     wraps = (False, True) if has_bare_calls else (False,)
     conversions = (None, _object, _json_text) if calls else (None,)
+    # the last factor varies fastest: arguments are converted before anything else of a message is changed
     return [_Form(*form) for form in itertools.product(fills, joins, wraps, conversions)]
 
 
@@ -94,6 +97,7 @@ def render_readable(
         try:
             text = template.render(given, variables=variables, marks_generation=True)
         except TemplateFailure as error:
+            # of each the first: that of the form most like the row's
             failures.setdefault(form.wraps_calls, error)
             continue
         if not any(_is_distorted(message, text) for message in given):
@@ -108,6 +112,7 @@ def render_readable(
 def _with_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call as {"type": "function", "function": {"name": ...}}."""
     function = call.get("function") or {key: call[key] for key in ("name", "arguments") if key in call}
+    # such as the id, which results of calls refer to
     others = {key: value for key, value in call.items() if key not in function}
     return {"type": "function", **others, "function": function}
 
@@ -134,6 +139,7 @@ def _is_distorted(message: Message, text: str) -> bool:
 
 def _is_written_whole(part: Mapping[str, Any], text: str) -> bool:
     """Return true if the text has all of a content part and not only its text."""
+    # a template that writes {{ message.content }} writes a list of parts as Python does
     python = repr(part)
     return any(written in text for written in (python, _json(python)[1:-1], _json(part)))
 
@@ -141,6 +147,7 @@ def _is_written_whole(part: Mapping[str, Any], text: str) -> bool:
 def _are_distorted(arguments: Any, text: str) -> bool:
     if isinstance(arguments, str):
         return arguments not in text and _json(arguments)[1:-1] in text
+    # [1, 2] is the same in both, and proves nothing; {'a': 1} is Python's alone
     containers = [repr(value) for value in _containers(arguments) if repr(value) != _json(value)]
     return any(written in text for written in containers)
 

@@ -52,6 +52,7 @@ class ChatJob(RowsJob):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DataError(f"{name}={value} must be at least 1")
+        # options that contradict each other are refused before any file is opened
         if self.turns == "as_prompted":
             self._check_undone()
         if self.too_long != "drop" and self.max_length is None:
@@ -73,6 +74,7 @@ class ChatJob(RowsJob):
     @cached_property
     def reader(self) -> RowReader:
         """The reader of the rows. Raises DataError."""
+        # any other template writes a role before a text
         takes_texts = self.chat_template == PLAIN
         return RowReader(self.row_format, self.prompt_template, self.answer_key, takes_texts, self.ignore_columns)
 
@@ -87,8 +89,10 @@ class ChatJob(RowsJob):
     def encoder(self) -> ChatRows:
         """Find the template, load the tokenizer and add tokens to it. Raises DataError."""
         source = find_template(self.chat_template, tokenizer_folder(self.tokenizer))
+        # new ids need rows in the model's embedding, so they are added on request alone
         wanted = source.tokens_to_add() if self.add_special_tokens else ()
         tokenizer, lacking = load_tokenizer(self.tokenizer, source.named_tokens, wanted)
+        # without the changed tokenizer no one could read or generate these ids
         if lacking and self.tokenizer_output is None:
             raise DataError(
                 f"the tokenizer {self.tokenizer} lacks {', '.join(lacking)}; name a folder for the tokenizer that has "
@@ -122,6 +126,7 @@ class ChatRows(RowEncoder[Chat, Sample, ChatCounts]):
         counts.unread.update(unread)
         counts.num_unanswered += not chat.ends_with_answer
         counts.forms[form] += 1
+        # of mixed rows each is read by its own keys, and none contradicts another
         if self.job.row_format != MIXED:
             counts.first_forms.setdefault(source_name, {}).setdefault(form, place)
         return chat
@@ -132,6 +137,7 @@ class ChatRows(RowEncoder[Chat, Sample, ChatCounts]):
     def streams(self, samples: Sequence[Sample]) -> list[Stream]:
         """Return the tokens, and the mask."""
         lengths = np.array([sample.length for sample in samples], np.int64)
+        # an empty array in front: a block may have no samples
         ids = np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in samples)])
         mask = np.concatenate([np.empty(0, np.uint8), *(sample.mask for sample in samples)])
         return [Stream(ids, lengths), Stream(mask, lengths)]

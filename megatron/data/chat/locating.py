@@ -31,6 +31,7 @@ class Locator:
         """`text`: of the whole conversation."""
         self.template = template
         self.messages, self.variables, self.text = messages, variables, text
+        # characters that the text itself has cannot mark it
         self._alphabets = usable_alphabets(text)
 
     def render(self, messages: Sequence[Message], has_prompt: bool = False) -> Render | None:
@@ -52,6 +53,7 @@ class Locator:
         spans = self.by_marks(whole, numbers)
         if spans is not None:
             return spans
+        # by_marks compares with a render without generation marks, so both must be one text
         if self.template.marks_generation and self.render(self.messages) != whole:
             raise self.template.failure("writes other text with its generation marks; correct the template", UNCLEAR)
         # the template depends on text that the marks changed, at best of few messages: each is marked alone
@@ -69,6 +71,7 @@ class Locator:
         """Return the spans of some messages in a render by marks in them; None if marks change the text."""
         for alphabet in self._alphabets:
             marked = Marked(render.messages, numbers, alphabet)
+            # the first area has marks for 3,200 texts, the others for more than 32,000 each
             if marked.is_whole:
                 with_marks = self.render(marked.messages, render.has_prompt)
                 return marked.read(with_marks.text, render.text) if with_marks else None
@@ -81,6 +84,7 @@ class Locator:
             return None
         before, after = ends
         start, end = len(before), len(self.text) - len(after)
+        # a template that looks at the content writes other text around the filler
         if start > end or not self.text.startswith(before) or not self.text.endswith(after):
             return None
         return MessageSpan(i, start, end, (start, end), by_filler=True)
@@ -88,6 +92,7 @@ class Locator:
     def _text_around(self, i: int, render: Render) -> tuple[str, str] | None:
         """Return the text before and after another content of message i; None unless that is written once."""
         filled = self._filled(i, render)
+        # written twice, as in a summary, it is unknown which of both is the turn
         if filled is None or filled.count(self._filler) != 1:
             return None
         before, after = filled.split(self._filler)

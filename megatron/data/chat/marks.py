@@ -49,6 +49,7 @@ ALPHABETS = (Alphabet(0xE000, 0xF8FF), Alphabet(0xF0000, 0xFFFFD), Alphabet(0x10
 
 def usable_alphabets(text: str) -> Sequence[Alphabet]:
     """Return the alphabets from the first one that does not occur in a text."""
+    # Python keeps this as a flag of the string: no search
     if text.isascii():
         return ALPHABETS
     numbers = (i for i, alphabet in enumerate(ALPHABETS) if not alphabet.pattern.search(text))
@@ -58,7 +59,9 @@ def usable_alphabets(text: str) -> Sequence[Alphabet]:
 def read_generation(rendered: str) -> tuple[str, list[Span]]:
     """Return a render without its generation marks, and the spans in them; none if the marks are not in pairs."""
     pieces = _GENERATION.split(rendered)
+    # split keeps the marks at odd places: even ones are text
     offsets = list(accumulate(map(len, pieces[::2])))
+    # a tag within a macro or a nested one may write marks in another order
     is_paired = "".join(pieces[1::2]) == GENERATION_MARKS * (len(offsets) // 2)
     spans = [(start, end) for start, end in zip(offsets[::2], offsets[1::2], strict=False) if start < end]
     return "".join(pieces[::2]), spans if is_paired else []
@@ -103,6 +106,7 @@ class MessageSpans:
         message.start = min(message.start, start)
         message.end = max(message.end, end)
         if kind == CONTENT:
+            # parts of one content: from the first to the last of them
             first = message.content[0] if message.content else start
             message.content = (first, end)
 
@@ -129,6 +133,7 @@ class Marked:
         """The alphabet has marks for all leaves."""
         self.messages = list(messages)
         self._has_calls = False
+        # the others stay the very same objects: nothing is copied for them
         for i in numbers:
             self.messages[i] = self._marked_message(i, messages[i])
 
@@ -166,10 +171,12 @@ class Marked:
         return value
 
     def _marked(self, i: int, kind: str, text: str) -> str:
+        # only what stands between white space: a template that trims would move the marks with it
         core = text.strip()
         if kind == CONTENT and core[-1:] in (">", "]") and "tool_calls" in self.messages[i]:
             # a mark behind </think> would be an answer beside the calls
             core = _LAST_TAGS.sub("", core)
+        # a further leaf would have no mark, and its text no span
         self.is_whole &= len(self._leaves) < self._alphabet.num_leaves
         if not core or not self.is_whole:
             return text
@@ -184,10 +191,12 @@ class Marked:
     def read(self, rendered: str, text: str) -> MessageSpans | None:
         """Return the spans in `text`; None if the render is not `text` with marks."""
         pieces = self._alphabet.pattern.split(rendered)
+        # the proof that marks changed nothing: without them the render is the plain text
         texts = pieces[::2]
         if "".join(texts) != text:
             return None
         marks = list(zip(pieces[1::2], accumulate(map(len, texts)), strict=False))
+        # where a text is written several times its last place counts, which is what dict keeps
         last = dict(marks)
         # the result of a call may repeat the name of the call, after it
         first = dict(reversed(marks)) if self._has_calls else last
@@ -195,6 +204,7 @@ class Marked:
         for i, kind, content, before, after in self._leaves:
             offsets = first if kind == CALL else last
             start, end = offsets.get(before), offsets.get(after)
+            # the mark behind the text shows that it is written; without it the leaf is left out
             if end is None:
                 spans.leaves.append(LeafSpan(i, kind, None))
                 continue
@@ -209,11 +219,13 @@ class Marked:
 
 def _start_after_reasoning(content: str, text: str) -> tuple[int, bool]:
     """Return the start of the rest of a content, which ends `text`, and whether its reasoning is cut off."""
+    # from the first tag on: the longest rest of the content that ends here
     rests = (content[tag.end() :] for tag in _CLOSING_TAG.finditer(content))
     rest = next((rest for rest in rests if text.endswith(rest)), "")
     start = len(text) - len(rest)
     reasoning = content[: len(content) - len(rest)]
     written = text[max(0, start - len(reasoning) - _ROOM_FOR_TAGS) : start]
+    # tags are left out of the comparison: templates write some of their own in place of them
     is_written = _TAG.sub("", written).rstrip().endswith(_TAG.sub("", reasoning).strip())
     return start, bool(rest) and not is_written
 

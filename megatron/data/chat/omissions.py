@@ -32,6 +32,7 @@ def check_omissions(locator: Locator, spans: MessageSpans) -> list[str]:
     left_out = ["reasoning" for leaf in spans.leaves if leaf.kind == CUT]
     for i, message in enumerate(locator.messages):
         has_calls = "tool_calls" in message
+        # a content beside calls may be left out, as many templates do; it is counted below
         if not has_calls and spans.content(i) is None and has_text(message.get("content")):
             left_out += _unwritten_content(locator, i, message)
         if (len(message) > 2 or has_calls) and message["role"] == "assistant":
@@ -67,8 +68,10 @@ def _unwritten_leaves(template: ChatTemplate, i: int, message: Message, spans: M
     if spans.content(i) is None and has_text(content) and not is_tags_only(content):
         left_out.append("content beside tool calls")
     calls = [leaf.span for leaf in leaves if leaf.kind == CALL]
+    # no leaf at all: marks changed the text, so it is unknown where the calls are
     if not calls:
         raise template.failure(f"changes the tool calls of message {i + 1}; they cannot be identified", UNCLEAR)
+    # a turn that lacks an argument would teach to call without it
     if not all(calls):
         what = "a part of the tool calls" if any(calls) else "the tool calls"
         raise template.failure(
@@ -81,10 +84,12 @@ def _unread_variables(template: ChatTemplate, variables: Mapping[str, Any], text
     """Return the options that the template does not read. Raises TemplateFailure for tools and documents."""
     for tool in variables.get("tools", ()):
         name = _name_of(tool)
+        # by name: the form in which a template writes a tool is its own
         if name not in text:
             raise _unwritten_variable(template, f"the tool {name}")
     unread = []
     for name in variables:
+        # a name that the template uses anywhere: whether it writes the value cannot be seen
         if name in template.variables:
             continue
         if name in ("tools", "documents"):
@@ -113,6 +118,7 @@ def _unwritten_keys(template: ChatTemplate, messages: Sequence[Message], text: s
         for name, value in message.items():
             if name in _KNOWN_KEYS or value in EMPTY:
                 continue
+            # a key that is read may steer the template without being written
             if _is_read(template, name) or _is_written(value, text):
                 continue
             if looks_like_context(name):

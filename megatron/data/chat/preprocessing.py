@@ -56,9 +56,11 @@ class _ChatBlocks(RowBlockEncoder[ChatCounts]):
         self.job: ChatJob = job
         self.encoder: ChatRows = encoder
         self.outputs = [
+            # uint16 where every id fits, with the ids that were added
             Output(job.output_prefix, best_dtype(encoder.tokenizer.vocab_size)),
             Output(job.output_prefix + LOSS_MASK_SUFFIX, np.uint8),
         ]
+        # the name without its folder: the same template elsewhere is the same data
         template = Path(encoder.source.origin).name
         self.notes = {
             "tokenizer": self.tokenizer,
@@ -66,6 +68,7 @@ class _ChatBlocks(RowBlockEncoder[ChatCounts]):
             "rules": asdict(job.rules),
             "input": files.whole.digest,
         }
+        # what decides the bytes of the output; a resume with other values is refused
         self.options = {
             **asdict(job.rules),
             "chat_template": template,
@@ -81,6 +84,7 @@ class _ChatBlocks(RowBlockEncoder[ChatCounts]):
 
     def check(self, counts: ChatCounts) -> None:
         job = self.job
+        # after all rows are read: one run names them all, and nothing is published
         if counts.num_too_long:
             raise DataError(
                 f"{counts.num_too_long} of {counts.num_rows} conversations have more than max_length={job.max_length} "
@@ -99,5 +103,6 @@ class _ChatBlocks(RowBlockEncoder[ChatCounts]):
 
     def before_publishing(self) -> None:
         job, encoder = self.job, self.encoder
+        # before the dataset appears: data with added ids is never without the tokenizer that has them
         if job.tokenizer_output is not None:
             write_tokenizer(job.tokenizer_output, encoder.tokenizer, job.tokenizer, encoder.source)

@@ -108,6 +108,7 @@ class RowReader:
             )
 
     def _check_template(self, template: str) -> None:
+        # a template of columns is a form of its own
         if self.row_format != AUTO:
             raise DataError(f"--prompt-template and --row-format {self.row_format} both say what a row is; drop one")
         if template not in PROMPT_TEMPLATES and self.answer_key is None:
@@ -131,11 +132,13 @@ class RowReader:
         given = self.prompt_template or ""
         if given in PROMPT_TEMPLATES:
             return PROMPT_TEMPLATES[given]
+        # a shell passes \n as two characters
         return (re.sub(r"\\[nt\\]", lambda escape: _ESCAPES[escape[0]], given),)
 
     @cached_property
     def _fields(self) -> tuple[str, ...]:
         try:
+            # the parser of str.format, for its braces alone: format itself would evaluate {a.b} as an attribute
             names = [name for text in self._prompts for _, name, _, _ in string.Formatter().parse(text)]
         except ValueError as error:
             raise DataError(
@@ -174,6 +177,7 @@ class RowReader:
         for form, key in _CONVERSATIONS.items():
             if key in row and wanted in (None, form):
                 return form, key, key
+        # `in` and keys() do not count as reading: only the form chosen reads its columns
         pairs = [pair for pair in _PAIRS if wanted in (None, pair[0]) and row.keys() >= {*pair[1:]}]
         if len(pairs) > 1:
             raise _ambiguous(pairs)
@@ -197,12 +201,14 @@ class RowReader:
                 "the row has a 'text' and no turns, so a chat template cannot write it; pass --chat-template "
                 f"{PLAIN} to train on whole texts",
             )
+        # as the assistant's, so that all of it is trained
         return _chat(row, [{"role": "assistant", "content": _text_at(row, "text")}])
 
     def _by_template(self, row: Row) -> tuple[Chat, tuple[str, ...]]:
         """Return the conversation of a prompt by the template and an answer, and the columns that were not read."""
         values = {name: _value(row, name) for name in self._fields}
         without, *with_input = self._prompts
+        # Stanford Alpaca's rule: another sentence where there is no input
         template = with_input[0] if with_input and values["input"].strip() else without
         prompt = ""
         for literal, name, _, _ in string.Formatter().parse(template):
@@ -222,6 +228,7 @@ def _ambiguous(pairs: Sequence[tuple[str, str, str]]) -> BadRow:
     """Return an error for a row with the keys of several forms, with the option that chooses the first of them."""
     forms = ", ".join(f"{prompt!r} with {answer!r} ({form})" for form, prompt, answer in pairs)
     form, prompt, answer = pairs[0]
+    # a form chooses one pair only if each has another form
     if len({form for form, _, _ in pairs}) == len(pairs):
         remedy = f"--row-format {form}"
     else:
@@ -247,6 +254,7 @@ def _check_labels(row: Row) -> None:
 
 def _settled(row: Row, chat: Chat) -> tuple[str, ...]:
     """Return the columns that were not read beside a conversation. Raises BadRow."""
+    # apart: a column that only an answer repeats is not known to the model when it answers
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     prompt = [message for message in chat.messages if message["role"] != "assistant"]
     return row.settle(texts_of(prompt), texts_of(answers))
@@ -305,6 +313,7 @@ def with_system(row: Row, messages: Any) -> Any:
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
+    # which of both the answers were written under cannot be known
     if first.get("content") != text:
         raise BadRow("another system", "'system' differs from the first message; leave one of them out")
     return messages
@@ -312,11 +321,13 @@ def with_system(row: Row, messages: Any) -> Any:
 
 def _of_pair(row: Row, form: str, prompt_key: str, answer_key: str) -> list[Message]:
     """Return the messages of a prompt and an answer. Raises BadRow."""
+    # tables often hold messages as JSON text
     prompt, answer = (messages_or_text(row[key], key) for key in (prompt_key, answer_key))
     if isinstance(prompt, list) or isinstance(answer, list):
         messages = _joined(prompt, answer, prompt_key, answer_key)
     else:
         parts = [_text_at(row, prompt_key)]
+        # in other forms `context` beside a prompt is refused by settle, not guessed at
         for key in FURTHER if form == "alpaca" else ():
             if str(row.get(key, "")).strip():
                 parts.append(_text_at(row, key))
@@ -351,6 +362,7 @@ def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[
             "mixed kinds",
             f"one of {prompt_key!r} and {answer_key!r} is a text and the other messages; write both alike",
         )
+    # TRL's conversational rows, and ShareGPT's names within them
     prompt, answer = with_roles(prompt), with_roles(answer)
     check_answer(answer, answer_key)
     check_prompt(prompt)
@@ -415,6 +427,7 @@ def _of_turn(turn: Any, number: int) -> Message:
         )
     value = turn.get("value")
     given = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    # such as weight, train and loss, which count here too
     others = {key: item for key, item in given.items() if item is not None}
     is_call = speaker == _CALL
     # the value of a call is JSON, beside which a content may only repeat it
@@ -435,5 +448,6 @@ def _calls_in(value: Any, number: int) -> list[Message]:
         calls = orjson.loads(value)
     except (orjson.JSONDecodeError, TypeError):
         raise BadRow("bad tool call", f"the call in turn {number} is {str(value)[:40]!r}; write it as JSON") from None
+    # one call, or several at once
     listed = calls if isinstance(calls, list) else [calls]
     return [{"type": "function", "function": call} for call in listed]

@@ -79,6 +79,7 @@ class TemplateSource:
         """Return the tokens that a tokenizer needs: those that the file names, else the markers in the template."""
         if self.added_tokens:
             return self.added_tokens
+        # in the order of the text, each once: ids of added tokens follow it
         return tuple(dict.fromkeys(marker[0] for marker in MARKER.finditer(self.all_text)))
 
     @property
@@ -104,6 +105,7 @@ def find_template(name: str | None, tokenizer_folder: Path) -> TemplateSource:
     path = Path(name)
     if path.suffix == ".py":
         return _from_python(path)
+    # by its ending even if it is missing, for a message about a file instead of a preset
     if path.suffix in (".jinja", ".jinja2", ".j2") or path.is_file():
         return TemplateSource(_read(path), str(path))
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
@@ -130,6 +132,7 @@ def _is_named(entry: object) -> bool:
 
 def _tokenizers_own(folder: Path) -> TemplateSource:
     """Return the template that transformers takes: that of a file, else that of the config. Raises DataError."""
+    # newer releases of transformers write files; before, the config held the text, or a list of named ones
     file, for_tools = folder / TEMPLATE_NAME, folder / TOOL_TEMPLATE_NAME
     tool_use = _read(for_tools) if for_tools.is_file() else None
     if file.is_file():
@@ -186,6 +189,7 @@ def _from_python(path: Path) -> TemplateSource:
     """Read CHAT_TEMPLATE and SPECIAL_TOKENS, in InstructLab's form. Only literals are accepted."""
     text = _read(path)
     try:
+        # parsed, never imported: the file comes with a model, and importing it would run its code
         tree = ast.parse(text, str(path))
     except (SyntaxError, ValueError) as error:
         raise DataError(f"chat template {path} is not Python: {error}; correct the file") from None
@@ -200,6 +204,7 @@ def _from_python(path: Path) -> TemplateSource:
             continue
         if name in _NAMES_OF_FIELDS:
             named[_NAMES_OF_FIELDS[name]] = token
+        # the tokenizer has to know BOS, EOS and PAD whatever add_to_tokenizer says
         if is_added or name in _NAMES_OF_FIELDS:
             added[token] = None
     return TemplateSource(text, str(path), named, tuple(added))
@@ -214,6 +219,7 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             target, value = node.target, node.value
         else:
             continue
+        # of `a, b = ...` and `a.b = ...` nothing is needed here
         if isinstance(target, ast.Name):
             yield target.id, value
 
@@ -263,6 +269,7 @@ class _PythonFile:
         if not isinstance(value, ast.Call):
             return self.string(value), True
         given = {keyword.arg: keyword.value for keyword in value.keywords}
+        # by place as by name, in the order of InstructLab's TokenInfo
         given |= dict(zip(("token", "add_to_tokenizer"), value.args, strict=False))
         flag = given.get("add_to_tokenizer")
         is_added = isinstance(flag, ast.Constant) and flag.value is True
@@ -327,6 +334,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source.text)
+            # by the syntax tree, which sees names in branches that no render has taken
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source.text)))
             """Names that the template uses."""
             self.marks_generation = GENERATION.search(source.text) is not None
@@ -336,6 +344,7 @@ class ChatTemplate:
             line = getattr(error, "lineno", None)  # not every one has it
             where = f"{source.origin}:{line}" if line else source.origin
             raise DataError(f"chat template {where} is not Jinja: {error}; correct the template") from None
+        # Jinja writes an undefined name as nothing, but a sum with one fails
         self._variables: dict[str, Any] = {**self._template.globals, "bos_token": "", "eos_token": "", **tokens}
         # transformers passes these always, so templates check whether they are none, not whether they are defined
         self._variables |= {"tools": None, "documents": None}
@@ -359,6 +368,7 @@ class ChatTemplate:
 
         `variables`: tools, documents and others. `marks_generation`: write GENERATION_MARKS where it has such marks.
         """
+        # two compilations: marks are not characters, but a filter such as trim or length would see them
         template = self._marking if marks_generation else self._template
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:

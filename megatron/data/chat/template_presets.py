@@ -25,6 +25,7 @@ class Preset(NamedTuple):
     special_tokens: tuple[str, ...]
 
 
+# "{%-" and "{{-" take away the line breaks of this file, so that only "\\n" in a string is written
 _CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -39,6 +40,7 @@ _LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
+# BOS before each exchange, and no generation prompt: [/INST] is the end of the user's part
 _LLAMA2 = (
     _SYSTEM_INTO_USER
     + """\
@@ -53,6 +55,7 @@ _LLAMA2 = (
 {%- endfor %}"""
 )
 
+# one BOS for the conversation, EOS behind each answer
 _MISTRAL = (
     "{{- bos_token }}"
     + _SYSTEM_INTO_USER

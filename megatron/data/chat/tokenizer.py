@@ -68,6 +68,7 @@ class ChatTokenizer:
         self._inner = reference._inner
         self.vocab_size = reference.vocab_size
         self.eos_id = reference.eod
+        # a tuple, for str.endswith
         added = self._inner.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
         described = orjson.loads(content)
@@ -76,8 +77,10 @@ class ChatTokenizer:
 
             # a post-processor may exclude the space before a word from the offsets of its token
             self._inner.post_processor = processors.Sequence([])
+        # bytes of each id, [vocabulary]: the spans of tokens are then sums, and no offsets are needed
         self._byte_counts = _byte_counts(described, self.vocab_size)
         self._fast: AcceleratedTokenizer | None = None
+        # without fixed byte counts gigatoken cannot be used, so there is nothing to prove
         self._is_proven = self._byte_counts is None
         self._num_characters = 0
         self.expected_bytes = 0
@@ -93,6 +96,8 @@ class ChatTokenizer:
     def encode(self, texts: Sequence[str]) -> EncodedText:
         """Raises DataError for a text that cannot be encoded."""
         encoded = None
+        # None from _encode_bytes: bytes were lost or added, as by an unknown character; the library's offsets are
+        # right then too
         if self._byte_counts is not None:
             encoded = self._encode_bytes(texts, self._byte_counts)
         return encoded or self._encode_characters(texts)
@@ -104,6 +109,7 @@ class ChatTokenizer:
             self._prove(texts)
         ids, lengths = (self._fast or self._reference).encode_batch(texts)
         ends = np.cumsum(counts[ids])
+        # UTF-8, as byte-level tokenizers count
         sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, len(texts))
         text_ends = np.cumsum(sizes)
         # offset after the last token of each text; a 0 in front stands for texts before which there is no token
@@ -115,6 +121,7 @@ class ChatTokenizer:
     def _prove(self, texts: Sequence[str]) -> None:
         """Use gigatoken if it gives the library's ids on the first texts."""
         self._is_proven = True
+        # the user's own texts: whether ids are equal depends on the languages and markers in them
         sample, left = [], PROOF_CHARACTERS
         for text in texts:
             sample.append(text[:left])
@@ -167,9 +174,11 @@ def load_tokenizer(
     tokens = named_tokens(read_config(file.parent))
     if "eos_token" not in tokens:
         tokens |= _usual_eos(inner)
+    # the template's file goes before the tokenizer's config: its markers end the turns
     tokens |= source_tokens or {}
     eos = tokens.get("eos_token")
     added = {token.content for token in inner.get_added_tokens_decoder().values()}
+    # a token may be in the vocabulary and yet not be parsed in text: it has to be among the added ones
     new = [token for token in dict.fromkeys(wanted) if token not in added]
     lacking = tuple(token for token in new if inner.token_to_id(token) is None)
     is_parsed = eos in added or eos in new
@@ -180,6 +189,7 @@ def load_tokenizer(
         inner.add_special_tokens(new)
         content = inner.to_str().encode()
     eos_id = None if eos is None else inner.token_to_id(eos)
+    # the identity of a tokenizer is that of its content and its EOD
     if new or eos_id != reference.eod:
         reference = LibraryTokenizer("HFTokenizer", (content,), inner, eos_id, True)
     return ChatTokenizer(reference, content, tokens, str(file)), lacking
@@ -238,6 +248,7 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
     vocab = model["vocab"]
     numbers = np.fromiter(vocab.values(), np.int64, len(vocab))
     counts[numbers] = np.fromiter(map(len, vocab), np.int64, len(vocab))  # one character a byte
+    # an added token is its own text, whatever the vocabulary's alphabet is
     for token in added:
         counts[token["id"]] = len(token["content"].encode())
     return counts
@@ -246,6 +257,7 @@ def _byte_counts(described: dict[str, Any], vocab_size: int) -> Bytes | None:
 def _is_bytes_unchanged(pre_tokenizer: dict[str, Any] | None) -> bool:
     """Return true for splits that keep all text, and then ByteLevel, which writes a byte as one character."""
     steps = pre_tokenizer or {"type": "none"}
+    # a sequence, or a single step as a sequence of one
     *splits, last = steps.get("pretokenizers", [steps])
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
@@ -270,6 +282,7 @@ def ids_before_text(tokenizer: ChatTokenizer) -> NDArray[np.int32]:
     from tokenizers import Tokenizer
 
     whole = Tokenizer.from_str(tokenizer.content.decode())
+    # from the stored content: the post-processor of the loaded one is emptied for exact offsets
     plain, full = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
     begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return np.array(full[:begin], np.int32)
@@ -279,6 +292,7 @@ def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer. Raises OSError."""
     target, origin = Path(folder), Path(original)
     config = read_config(origin if origin.is_dir() else origin.parent)
+    # AutoTokenizer needs a class; without one it looks for the model's config.json
     config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     for name, token in tokenizer.tokens.items():
         config[name] = token
@@ -290,6 +304,7 @@ def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source
     }
     if source.tool_use is not None:
         contents[TOOL_TEMPLATE_NAME] = source.tool_use
+    # each by a rename: a reader never finds half a file
     for name, content in contents.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(target / name) as file:

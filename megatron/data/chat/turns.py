@@ -68,16 +68,19 @@ class TurnFinder:
 
         Raises TemplateFailure: the template refuses the conversation, leaves a part of it out, or hides a turn.
         """
+        # from here on the messages are those that the template was given, also in renders of parts
         messages, text = render_readable(self.template, messages, variables)
         marked: list[Span] = []
         if self.template.marks_generation:
             text, marked = read_generation(text)
         locator = Locator(self.template, messages, variables, text)
         spans = locator.locate()
+        # before the turns: that a text is left out says more than that a turn is not found
         left_out = check_omissions(locator, spans)
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and wants(i)]
         boundaries = Boundaries(locator, spans, self._memory)
         generation: dict[int, list[Span]] = {}
+        # the template's author has marked what the model writes; the ends of turns only check it
         if self.template.marks_generation:
             search = _MarkedTurns(locator, spans, boundaries, marked)
             generation = {i: search.turn(i) for i in numbers}
@@ -97,12 +100,15 @@ class TurnFinder:
         Raises TemplateFailure.
         """
         messages, _ = render_readable(self.template, messages, variables)
+        # exactly what an inference server would give the model before each answer
         prompts = {i: self.template.render(messages[:i], True, variables) if i else "" for i in numbers}
         parts: list[PromptedPart] = []
         left = list(numbers)
         while left:
+            # from the end: the longest beginning holds as many of the earlier turns as possible
             last = left[-1]
             text = self.template.render(messages[: last + 1], variables=variables)
+            # if not, the template writes the beginning otherwise once the answer is there: it needs its own prompt
             if text.startswith(prompts[last]):
                 following = [i for i in left if text.startswith(prompts[i])]
                 parts.append(PromptedPart(last + 1, following, ""))
@@ -124,6 +130,7 @@ class _MarkedTurns:
         """Return the spans that the model writes for message i. Raises TemplateFailure."""
         own = self._boundaries.own_span(i)
         low, high = self._limits(own)
+        # several: a loop of the template may mark reasoning, content and calls apart
         inside = [(start, end) for start, end in self._marked if low <= start and end <= high]
         written = [leaf.span for leaf in self._spans.leaves_of(i) if leaf.span]
         if not all(_is_within(span, inside) for span in written or [(own.start, own.end)]):
@@ -142,6 +149,7 @@ class _MarkedTurns:
 
     def _check_end(self, own: MessageSpan, last: int, limit: int) -> None:
         """Raise TemplateFailure if the last mark of a turn is not at its end."""
+        # authors often close the tag before the end marker, and the model would not learn to stop
         shown = self._boundaries.end_before(own, limit)
         if not shown.is_shown:
             return
@@ -169,6 +177,7 @@ class _PromptedTurns:
         """Return the span of each turn. Raises TemplateFailure."""
         turns: dict[int, Span] = {}
         for group, turn in self._groups(numbers):
+            # all messages of a group have the span of the whole turn
             span = turn.start, turn.end
             for i in group:
                 turns[i] = span
@@ -182,6 +191,7 @@ class _PromptedTurns:
             turn = self._boundaries.turn(i)
             if groups:
                 group, last = groups[-1]
+                # only neighbours: a message of the user between them would be trained as well
                 if i - 1 in group and self._are_merged(last, turn):
                     groups[-1] = [*group, i], _joined(last, turn)
                     continue
@@ -193,6 +203,7 @@ class _PromptedTurns:
 
     def _are_merged(self, first: Turn, second: Turn) -> bool:
         """Return true if two consecutive assistant messages are one turn: the model also writes what is between."""
+        # without an end or a begin nothing shows that the model stops between them
         is_parted = first.has_end or second.has_start
         if first.end > second.start or not is_parted:
             return True
@@ -223,6 +234,7 @@ class _PromptedTurns:
         for other in self._spans.of:
             if other is None or other.number in group:
                 continue
+            # the model would learn to write the user's text
             if other.start < end and other.end > start:
                 raise self._locator.template.failure(
                     f"writes message {other.number + 1} inside message {i + 1}; use another template", UNCLEAR
@@ -231,6 +243,7 @@ class _PromptedTurns:
 
 def _joined(first: Turn, second: Turn) -> Turn:
     """Return the turn of two messages, which a template may write in any order."""
+    # with what is known of the begin of the one and of the end of the other
     begin = min(first, second, key=lambda turn: turn.start)
     final = max(first, second, key=lambda turn: turn.end)
     return Turn(begin.start, final.end, begin.has_start, final.has_end)
