@@ -39,6 +39,7 @@ class QuantizeDataType(Enum):
     NONE = None
 
 
+# no field has this type: programs import it from InstructLab's library, and so from megatron.api
 class DeepSpeedOffloadStrategy(Enum):
     CPU = "cpu"
     NONE = None
@@ -56,6 +57,7 @@ class Arguments(BaseModel):
         hide_input_in_errors=True,
     )
 
+    # before pydantic's own check, which names no similar argument
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
@@ -97,6 +99,7 @@ class TorchrunArgs(Arguments):
 
     @classmethod
     def _refuse(cls, fault: str) -> None:
+        # a program may pass what torchrun takes besides
         logger.warning("%s The argument is ignored", fault if fault.endswith("?") else f"{fault}.")
 
 
@@ -213,7 +216,7 @@ class TrainingArgs(Arguments):
     pretraining_config: PretrainingConfig | None = None
     """Train on raw documents instead of chats."""
     validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the samples, the last ones, that is kept for validation."""
+    """Share of the samples, drawn from the whole file, that is kept for validation."""
     validation_frequency: Positive | None = None
     """Steps between two validations. Needed beside validation_split."""
 

@@ -48,6 +48,7 @@ NAME = "data"
 TOKENIZER_NAME = "tokenizer.json"
 SHORTEST_SAMPLE = 20
 """InstructLab leaves out samples of fewer tokens as broken."""
+# the files that ids, special tokens and the template come from: a change of one makes other samples
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "additional_chat_templates/tool_use.jinja",
@@ -151,14 +152,18 @@ def process_data(
         chat_template=chat_tmpl_path,
         max_length=max_seq_len,
         too_long=too_long,
+        # with a shorter limit than SHORTEST_SAMPLE none would be left
         min_length=min(min_length, max_seq_len),
         bad_rows="error",
         train_on=train_on,
         ignore_columns=ignore_columns,
         append_eos=True,
+        # the tokenizer's own template has its tokens there already
         add_special_tokens=chat_tmpl_path is not None,
         tokenizer_output=str(folder / "tokenizer"),
+        # the cores of this process: a scheduler or a container may leave it fewer than the machine has
         workers=min(num_cpu_procs, len(os.sched_getaffinity(0))),
+        # `_once` has found no dataset of the same inputs in the folder
         overwrite=True,
     )
     made_of = _made_of(data_path, model, chats=True, max_seq_len=max_seq_len, min_length=job.min_length)
@@ -266,8 +271,10 @@ def write_blocks(
     eos = tokenizer.token_to_id(named_tokens(read_config(model)).get("eos_token", ""))
     if eos is None:
         raise DataError(f"the tokenizer in {model} has no EOS token; name it in tokenizer_config.json")
+    # the largest id counts, not the number of tokens: ids may have gaps
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     dtype = best_dtype(vocab_size)
+    # `left`: the ids behind the last whole block, fewer than block_size between two batches
     num_documents, left = 0, np.empty(0, dtype)
     with (
         IndexedDatasetBuilder(tokens_prefix, dtype) as tokens,
@@ -286,6 +293,7 @@ def write_blocks(
                 if encoding.ids[-1:] != [eos]:  # some tokenizers write it themselves
                     documents.append(eos)
             left = np.concatenate([left, np.array(documents, dtype)])
+            # blocks cross documents, and batches
             whole = len(left) // block_size * block_size
             for start in range(0, whole, block_size):
                 add(left[start : start + block_size])
@@ -328,6 +336,7 @@ def make_mock_data(folder: Path, num_samples: int, longest: int, vocab_size: int
             IndexedDatasetBuilder(folder / (NAME + LOSS_MASK_SUFFIX), np.uint8) as mask,
         ):
             for length in lengths:
+                # numpy draws in the machine's own order of bytes alone, and the file's is little-endian
                 tokens.add_document(generator.integers(0, vocab_size, length, dtype=tokens.dtype.newbyteorder("=")))
                 mask.add_document((np.arange(length) >= length // 2).astype(np.uint8))
             mask.finalize()
@@ -360,6 +369,7 @@ def open_samples(folder: Path, *, has_pairs: bool = False) -> Samples:
         if len(lengths) != SEQUENCES * dataset.num_documents:
             raise DataError(f"{prefix} does not hold pairs of answers; give HL_DATA, the file of the pairs")
         # a sample is the prompt with either answer
+        # (pairs, 3) lengths: the prompt, then its two answers
         prompts, *answers = lengths.reshape(-1, SEQUENCES).T
         lengths = prompts + np.maximum(*answers)
     manifest = read_manifest(prefix)
@@ -378,6 +388,7 @@ def _made_of(data_path: str, model: Path, **options: Any) -> dict[str, Any]:
     """Return digests of all that determines the samples. Raises DataError if the data is not there."""
     if not Path(data_path).is_file():
         raise DataError(f"data_path={data_path} is not a file; give the JSONL file of the messages")
+    # by content: a copy of the same files, with other times, makes the same samples
     digests = {name: _content(model / name) for name in TOKENIZER_FILES}
     tokenizer = {name: digest for name, digest in digests.items() if digest is not None}
     return {"data": file_sha256(data_path), "tokenizer": tokenizer, **options}
@@ -403,6 +414,7 @@ def _once(
             # else a `make` that fails would leave its files under the record of others
             record.unlink(missing_ok=True)
             made = make()
+            # last: without a record a run that was killed before counts as none
             with replacing(record) as file:
                 file.write(json.dumps({"made_of": made_of, **made}, indent=1).encode() + b"\n")
             return open_samples(folder, has_pairs=has_pairs)

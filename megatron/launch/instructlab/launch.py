@@ -35,6 +35,7 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
     endpoint = torch_args.rdzv_endpoint
     if torch_args.master_addr is not None:
         endpoint = endpoint_of(torch_args.master_addr, torch_args.master_port or RENDEZVOUS_PORT)
+    # without restarts: the program that calls run_training decides what follows a failure
     options = AgentOptions(
         nodes=torch_args.nnodes,
         node_rank=torch_args.node_rank,
@@ -42,6 +43,7 @@ def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Se
         run_id=str(torch_args.rdzv_id),
         ranks_per_node=ranks_per_node,
     )
+    # unbuffered, since its lines are copied as they come
     return [sys.executable, "-u", "-m", "megatron.launch.agents.agent", *options.arguments(), "--", *train_flags]
 
 
@@ -62,6 +64,7 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
     """
     with child_processes.noted_signals(SIGNALS) as received:
         with child_processes.blocked_signals(SIGNALS):  # until the agent handles them
+            # one pipe for both streams, so that the log has their lines in order
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -81,10 +84,13 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
                     number = received.popleft()
                     first = first or number
                     process.send_signal(number)
+            # what was printed last is still in the pipe
             output.join()
         finally:
+            # after an exception here the agent and its ranks still run
             child_processes.kill_tree(process.pid)
             process.wait()
+    # here the caller's handlers are in place again
     if first is not None:
         signal.raise_signal(first)
     status = shell_status(process.returncode)
@@ -94,6 +100,7 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
 
 def meaning(status: int) -> str:
     """Explain an exit status, as docs/guides/launching.md lists them."""
+    # as a shell writes the end by a signal
     if status > 128:
         with contextlib.suppress(ValueError):
             name = signal.Signals(status - 128).name
@@ -107,6 +114,7 @@ class _Output(threading.Thread):
     def __init__(self, lines: IO[bytes], log: Path):
         super().__init__(name="output", daemon=True)
         self._lines = lines
+        # appended: the same call made again continues the run
         self._log = log.open("ab")
 
     def run(self) -> None:

@@ -41,6 +41,7 @@ NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""
 ZERO_STAGES = {
     ShardingStrategies.FULL_SHARD: 3,
+    # there within a node, here over all ranks
     ShardingStrategies.HYBRID_SHARD: 3,
     ShardingStrategies.SHARD_GRAD_OP: 2,
     ShardingStrategies.NO_SHARD: 0,
@@ -74,22 +75,27 @@ _READ_ELSEWHERE = (
     "keep_last_checkpoint_only on_demand_checkpointing log_level wandb_* callbacks engine_options"
 )
 """Arguments that run_training reads, or that only count with others: the functions of this module."""
+# a list of every field: one without a row ends the translation (`_unknown`)
 ARGUMENTS: tuple[Entry, ...] = (
+    # samples and steps
     sets("max_seq_len", "seq_length"),
     sets("max_batch_len", "max_batch_len"),
     sets("effective_batch_size", "global_batch_size"),
     sets("num_epochs", "num_epochs"),
     sets("random_seed", "seed"),
+    # optimizer
     sets("learning_rate", "lr"),
     sets("warmup_steps", "lr_warmup_iters"),
     sets("adamw_weight_decay", "weight_decay"),
     Entry("adamw_betas", "sets", convert=lambda betas: [("adam_beta1", betas[0]), ("adam_beta2", betas[1])]),
     sets("adamw_eps", "adam_eps"),
+    # model and results; of two fields that set one thing (block_size, tensorboard_log_dir) the later one counts
     Entry("disable_flash_attn", "sets", convert=lambda is_off: [("attention_backend", "sdpa")] if is_off else []),
     sets("pretraining_config.block_size", "seq_length"),
     sets("validation_frequency", "eval_interval"),
     Entry("ckpt_output_dir", "sets", convert=lambda folder: [("results_dir", folder), ("tensorboard_dir", folder)]),
     sets("tensorboard_log_dir", "tensorboard_dir"),
+    # without a counterpart
     refused("trust_remote_code", "code that comes with a model is never run; leave it out", accepts="false"),
     refused("mlflow_*", "there is no MLflow here; use wandb_project or TensorBoard"),
     no_effect("use_liger", "output projection and cross-entropy are one operation in any case"),
@@ -100,6 +106,7 @@ ARGUMENTS: tuple[Entry, ...] = (
 
 
 def _unknown(name: str, value: object, near: str | None) -> str:
+    # an error of this file: names that InstructLab does not have were refused by pydantic
     raise LookupError(f"{name} has no row in ARGUMENTS")
 
 
@@ -109,6 +116,7 @@ DIALECT = Dialect(ARGUMENTS, _unknown, refused="{name}={value}: {reason}", no_ef
 def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
     """Yield what is unsupported or contradictory: the value, the rule and the remedy."""
     yield from _torchrun_faults(torch_args)
+    # {time} and {utc_time}
     if torch_args.nnodes > 1 and "time}" in (args.wandb_run_name or ""):
         yield f"wandb_run_name={args.wandb_run_name}: each node would fill in its own clock; name the run yourself"
     yield from DIALECT.translate(_given(args)).faults
@@ -261,6 +269,7 @@ def build_config(args: TrainingArgs, inputs: RunInputs) -> Config:
         "device": inputs.device,
         "task": "sft",
         "bf16": not find_device(inputs.device).is_host,
+        # a microbatch is one row of max_batch_len tokens, into which samples are packed
         "micro_batch_size": 1,
         "packing": "step",
         "log_interval": 1,
@@ -291,6 +300,7 @@ def _lora(args: TrainingArgs) -> dict[str, Any]:
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
+        # InstructLab's choice where none are named
         "lora_target_modules": lora.target_modules or ["all-linear"],
     }
     if lora.quantize_data_type is QuantizeDataType.NF4:
@@ -306,6 +316,7 @@ def steps_of(args: TrainingArgs, num_samples: int) -> int:
 
 def _optimizer(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     # InstructLab's cosine has nothing left of it either where the warm-up takes the whole run
+    # without num_samples the config is only checked, and its schedule is never followed
     only_warms_up = inputs.num_samples is None or args.warmup_steps >= steps_of(args, inputs.num_samples)
     return {
         "optimizer": "adamw",
@@ -313,6 +324,7 @@ def _optimizer(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
         "lr_decay_style": "constant" if only_warms_up else "cosine",
         # InstructLab derives the schedule from the arguments of each call
         "override_opt_param_scheduler": True,
+        # no argument of InstructLab's sets it
         "clip_grad": 1.0,
     } | _sharding(args, inputs.num_ranks)
 
@@ -325,6 +337,7 @@ def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
     else:
         stage = ZERO_STAGES[args.fsdp_options.sharding_strategy]
         offload = bool(args.fsdp_options.cpu_offload_params)
+        # in the other stages each rank has all parameters, and DeepSpeed offloads none
         offload_param = offload and stage == 3
         stage = max(stage, 1) if offload else stage  # a stage that can offload
     if num_ranks == 1 and not offload:
@@ -336,6 +349,7 @@ def _data(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     share = args.validation_split
     section: dict[str, Any] = {
         "data_path": [*inputs.data_path],
+        # nine digits, without the noise of 1 - 0.7 in binary
         "split": f"{1 - share:.9g},{share:.9g},0",
         "eval_iters": 0,
         "tokenizer_type": "HFTokenizer",
@@ -352,11 +366,13 @@ def _checkpoint(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     interval = args.deepspeed_options.save_samples or 0
     asks_for_state = interval > 0 or args.on_demand_checkpointing
     wants_exports = args.checkpoint_at_epoch or args.save_samples > 0
+    # the start alone: once `save` holds a checkpoint, the run goes on from there
     section: dict[str, Any] = {"load": inputs.model_folder}
     if not asks_for_state and not wants_exports:
         return section
     section |= {
         "save": str(folder / "full_state"),
+        # rounded down, so that no more samples than requested lie between two checkpoints; but a step at least
         "save_interval": max(1, interval // args.effective_batch_size) if interval > 0 else NEVER,
         "save_at_epoch": args.checkpoint_at_epoch,
         "keep_last": 1,
@@ -366,6 +382,7 @@ def _checkpoint(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
     if wants_exports:
         section["save_hf"] = str(folder / "hf_format")
         section["save_hf_last_only"] = bool(args.keep_last_checkpoint_only)
+        # InstructLab exports whole models
         section["save_hf_merged"] = adapters_of(args) is not None
     if args.save_samples > 0:
         section["save_samples"] = args.save_samples
@@ -391,6 +408,7 @@ def _filled_in(template: str | None) -> str | None:
     if template is None:
         return None
     now = datetime.now(timezone.utc)
+    # the local time with its offset, and UTC
     values = {"time": now.astimezone().isoformat(), "utc_time": now.isoformat(), "rank": "0", "local_rank": "0"}
     for name, value in values.items():
         template = template.replace("{" + name + "}", value)
@@ -417,6 +435,7 @@ def write_callbacks(callbacks: Sequence[TrainerCallback], folder: Path) -> tuple
     for number, callback in enumerate(callbacks):
         cls = type(callback)
         try:
+            # a class within a function is indented
             source = textwrap.dedent(inspect.getsource(cls))
         except (OSError, TypeError):
             raise ConfigError(
@@ -428,6 +447,7 @@ def write_callbacks(callbacks: Sequence[TrainerCallback], folder: Path) -> tuple
             opened.write((HEAD + source).encode())
         name = f"{file.resolve()}:{cls.__name__}"
         try:
+            # here too, since a class that cannot be made from its source would fail in the ranks alone
             again = load_callback(name)
         except ConfigError as error:
             raise ConfigError(
