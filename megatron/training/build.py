@@ -55,10 +55,12 @@ def build_engine(
         model.requires_grad_(False)  # so that no pass keeps what a backward pass needs
     else:
         add_placeholder(model, ctx)
+    # the optimizer's states come after it: the memory log has a record of each
     after_model()
     with quiet():
         optimizer = None if evaluates else build_optimizer(model, config, ctx)
         engine = _build_deepspeed(model, optimizer, config, ctx, settings)
+    # evaluations compute in 16 bits
     if config.fp8.uses_fp8 and not evaluates:
         fp8.set_up(ctx.state.fp8, config, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
@@ -83,20 +85,25 @@ def _build_deepspeed(
     model: Any, optimizer: GatedOptimizer | None, config: Config, ctx: ParallelContext, settings: dict[str, Any]
 ) -> Any:
     """Return DeepSpeed's engine, its seams checked and replaced."""
+    # before DeepSpeed builds an engine, for which it would import that module itself
     releases.import_muon_uncompiled()
     releases.sum_norms_as_it_can(device_of(ctx.device.type))
+    # deepspeed.initialize knows its own pipeline engine alone, so an engine of another class is built directly
     if config.uses_own_schedule:
         engine: Any = PipelineExecutor(config.parallel.schedule, ctx, model, optimizer, settings)
         releases.set_garbage_collection(engine)
     else:
+        # a PipelineModule has its topology already, and DeepSpeed refuses a second one
         mpu = None if config.uses_pipeline else ctx.grid
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+    # before anything is replaced: a member under another name would be set, and never called
     releases.check_members(engine)
     releases.check_members(engine.optimizer)
     if optimizer is not None and engine.load_universal_checkpoint():
         from megatron.weights.deepspeed.universal import compare_sizes  # late: few runs need it
 
         compare_sizes(engine.optimizer, config.parallel.tensor_model_parallel_size)
+    # last: it replaces members that were checked above
     lean(engine, config, ctx)
     if config.uses_pipeline and not releases.prints_steps(engine):
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
@@ -107,10 +114,12 @@ def _build_deepspeed(
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
     for name, parameter in named_parameters(model):
         if config.optimizer.zero_stage == 3:
+            # written on the first data-parallel rank, which sends it to the others before it is cut up again
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if ctx.grad_rank == 0:
                     initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
         else:
             initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+    # no parameters, so `named_parameters` does not have them
     for _, weight in quantized_weights(model):
         weight.initialise(config.training.seed)

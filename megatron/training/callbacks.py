@@ -128,6 +128,7 @@ class CallbackThread:
         self._callbacks = callbacks
         self.error: str | None = None
         """The first error of a hook, with its name and step."""
+        # one loop for all callbacks: plain hooks run one after the other, async ones go on between them
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         # a daemon: a hook that never returns must not keep the process of a rank
@@ -137,15 +138,18 @@ class CallbackThread:
     def call(self, hook: str, context: TrainingContext) -> None:
         """Have the hook called with a copy of the context."""
         for callback in self._callbacks:
+            # a hook that is not overridden costs neither a copy nor a call
             if getattr(type(callback), hook) is not getattr(TrainerCallback, hook):
                 # the training goes on meanwhile, and changes its own
                 seen = copy.copy(context)
                 seen.hook_name = hook
+                # copy.copy would share the two dicts
                 seen.batch_metrics, seen.val_metrics = dict(context.batch_metrics), dict(context.val_metrics)
                 self._loop.call_soon_threadsafe(self._begin, getattr(callback, hook), seen)
 
     def close(self) -> None:
         """Wait for the hooks that were called, LAST_WAIT_S at most, and end the thread."""
+        # the loop takes calls in order: behind this one's turn no hook is left that has not begun
         settled = asyncio.run_coroutine_threadsafe(self._settle(), self._loop)
         if wait([settled], LAST_WAIT_S).not_done:
             log.warning("callbacks have not returned after %g s; the run does not wait for them", LAST_WAIT_S)
@@ -164,6 +168,7 @@ class CallbackThread:
         ) as error:  # the last two would end the thread of all callbacks
             self._note(error, hook.__qualname__, context.step)
             return
+        # the loop refers to its tasks weakly; without a set of them one could be collected while it waits
         if inspect.iscoroutine(result):
             task = self._loop.create_task(self._awaited(result, hook.__qualname__, context.step))
             self._tasks.add(task)
@@ -177,6 +182,7 @@ class CallbackThread:
 
     def _note(self, error: BaseException, name: str, step: int) -> None:
         log.exception("%s failed at step %d", name, step)
+        # later ones are often its consequences
         self.error = self.error or f"{name} failed at step {step}: {type(error).__name__}: {error}"
 
     async def _settle(self) -> None:
@@ -234,6 +240,7 @@ class Events:
         epoch = 0
         if per_epoch:
             epoch = self._progress.consumed_samples // per_epoch
+        # also in the middle of one, where a run resumes
         if epoch != self._epoch:
             self._epoch = self._context.epoch = epoch
             self._fire("on_epoch_begin")
@@ -277,6 +284,7 @@ class Events:
         self._context.checkpoint_path = str(folder)
         self._context.checkpoint_format = self._export_format if is_export else "native"
         self._fire("on_save")
+        # hooks after it must not see this path
         self._context.checkpoint_path, self._context.checkpoint_format = None, ""
 
     def step_ends(self) -> None:

@@ -87,6 +87,7 @@ class Checkpoints:
             ),
         )
         try:
+            # on hosts that see different folders a save would wait for files that never come
             check_shared(ctx, self._saver.folder, self._token)
             if options.save_hf is not None:
                 self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank, run, source))
@@ -134,6 +135,7 @@ class Checkpoints:
         `to_export`: `export` comes next; noted in the checkpoint, for the run that resumes if this one is killed.
         Raises TrainingAborted if verify_checkpoint finds copies that differ.
         """
+        # each rank saves a share: of copies that differ the checkpoint would hold a mixture
         if engine.config.checkpoint.verify_checkpoint:
             ReplicaCheck(engine.ctx, engine.state.held()).check(progress.iteration)
         options = engine.config.checkpoint
@@ -168,6 +170,7 @@ class Checkpoints:
         lines = []
         for outcome in self._saver.finished():
             self._last_error = outcome.error
+            # the run goes on without this checkpoint, until saves have failed for too long
             if outcome.error is not None:
                 self._failed_tags.add(outcome.tag)
                 line = f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
@@ -190,6 +193,7 @@ class Checkpoints:
     def _limit_failures(self) -> None:
         """Set `fault` once saves have failed for too long."""
         now_s, limit_mins = time.monotonic(), self._config.checkpoint.save_failure_limit_in_mins
+        # the first failure starts the clock, the next good save stops it: a short outage ends no run
         if self._failing_since_s is None:
             self._failing_since_s = now_s
         elif now_s - self._failing_since_s >= 60 * limit_mins:
@@ -201,6 +205,7 @@ class Checkpoints:
     def is_lost(self, iteration: int) -> bool:
         """Return True if the save of an iteration failed, or left no checkpoint in the run's own folder."""
         tag = f"{TAG}{iteration}"
+        # one that a thread still writes is not lost
         is_there = tag == self._saved_tag or (self._saver.folder / tag / MANIFEST).is_file()
         return tag in self._failed_tags or not is_there
 
@@ -221,6 +226,7 @@ class Checkpoints:
         Waits for the save under way, and calls `beat` meanwhile. An error is logged, and raised by `finish_exports`.
         """
         folder = self._folder_of(progress)
+        # where the save of now fails, an earlier one of this iteration may lie there: its token is another
         token = f"{self._token}{self._count:06d}" if self._saved_tag == folder.name else None
         self._export(folder, token, export_name(self._config, progress.consumed_samples), say, beat)
 
@@ -234,6 +240,7 @@ class Checkpoints:
     ) -> None:
         if self._exports is None or checkpoint.name == f"{TAG}0":  # before the first step there is nothing of the run
             return
+        # an export reads the files of all ranks
         self._saver.join()
         for line in self.report():
             say(line)
@@ -276,6 +283,7 @@ class Checkpoints:
         Raises SaveError if the last save failed: the end of the run is then not saved.
         """
         self._saver.join()
+        # a rank whose save failed must not leave the others waiting
         for line in raise_on_all_ranks(self._ctx, self._end):
             say(line)
 

@@ -25,6 +25,7 @@ def load_settings(arguments: list[str]) -> Config:
     if "RANK" not in os.environ:  # the launcher has printed them
         for line in command.notes:
             print_error(line)
+    # a launcher has printed these warnings already
     if _is_first() and not is_launched():
         _warn(idle(command.config))
     check_deepspeed(command.config)
@@ -56,25 +57,30 @@ def prepare_device(config: Config) -> tuple[Config, str]:
     from megatron.runtime import accelerator  # imports torch
 
     parallel = config.parallel
+    # before the software of the device is loaded, which reads its variables then and never again
     accelerator.keep_compiled_graphs(parallel.device, config.logging.results_dir)
     if config.data.eval_graphs:
         set_graph_variables(parallel.device, parallel.tensor_model_parallel_size)
     device = accelerator.choose_device(parallel.device)
     record = find_device(device)
+    # known only once that software is loaded: its default differs between releases
     is_lazy = record.is_lazy()
     config = on_device(config, device, lazy=is_lazy)
     # of device=auto the launcher did not know which it is
     if _is_first() and (parallel.device == "auto" or not is_launched()):
         _warn(slow_mode(config, lazy=is_lazy))
+    # a driver belongs to a host, so one rank of each reports on it
     if os.environ.get("LOCAL_RANK", "0") == "0" and (warning := record.health_warning()):
         _warn([warning])
     if faults := list(check_device(config)):
         raise ConfigError(faults)
     accelerator.check_precision(record, config.training.precision)
+    # DeepSpeed's own check of the values needs the chosen device, since it imports deepspeed
     if config.training.deepspeed_config is not None:
         deepspeed.check_values(check_deepspeed(config), config.training.deepspeed_config)
     if config.training.deterministic:
         accelerator.set_deterministic(record)
+    # before the process group is joined, which opens a socket to each other rank
     if fault := limit_fault(record, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
         raise OSError(fault)
     return config, device

@@ -165,6 +165,7 @@ class Engine(ABC):
             num_microbatches = len(microbatches)
         self._set_num_microbatches(num_microbatches)
         self._passes = num_microbatches
+        # functions of the samples consumed: a scheduler of DeepSpeed's would have a state of its own to resume
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             if weight_decay is not None:
@@ -175,6 +176,7 @@ class Engine(ABC):
         microbatches = self._task.objective.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
+        # none where DeepSpeed reduces by itself: ZeRO-2, ZeRO-3 and offload
         buffers = getattr(self.deepspeed.optimizer, "buffers", None)
         if buffers is not None:
             buffers.begin_step(num_microbatches)
@@ -182,6 +184,7 @@ class Engine(ABC):
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
         terms = self._losses.layer_terms(self.loss_scale)
+        # each finite check, fault and loss term within belongs to this step
         with ctx.state.checks.step(), self._task.objective.naming_faults(), terms:
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
@@ -215,6 +218,7 @@ class Engine(ABC):
             self.train_step(microbatches, num_microbatches=num_microbatches, consumed_samples=consumed_samples, lr=lr)
         finally:
             self._gate.refuses_all = False
+        # DeepSpeed counts a refused step too, and fp16's scaler follows it
         vars(engine).update(counted)
         scaler.update(scale)
         self.timers.read(1, self.ctx)  # forget what the compilation took
@@ -253,6 +257,7 @@ class Engine(ABC):
         gate = self._gate
 
         def before_forward() -> None:
+            # evaluations and steps that only compile run the same passes, and are not events of the training
             if self.module.training and not gate.refuses_all:
                 fire("on_before_forward", None)
 
@@ -288,6 +293,7 @@ class Engine(ABC):
         if number == self._num_microbatches:
             return
         engine = self.deepspeed
+        # DeepSpeed's public way to set the accumulation steps: it divides by microbatch and data-parallel size
         engine.set_train_batch_size(number * engine.train_micro_batch_size_per_gpu() * self.ctx.grad_size)
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):
             # ZeRO's own copy, by which it adds up offloaded gradients; DeepSpeed 0.19.8 leaves it as it was
@@ -306,7 +312,9 @@ class Engine(ABC):
             total = self.ctx.sum_over_batch_ranks(own)
         else:
             total = own * self.ctx.num_batch_ranks
+        # with m microbatches, d ranks and normaliser N:  mean over m, d of (m d / N) sum(w l)  =  sum of all w l, / N
         scale = float(len(microbatches) * self.ctx.grad_size)
+        # 0 where every token is masked: each loss is 0 then, under any scale
         if total > 0:
             scale /= total
         if self._losses.coefficients:
@@ -320,6 +328,7 @@ class Engine(ABC):
         own = float(sum(batch.num_tokens for batch in microbatches))
         if self.reads_data:
             own = self.ctx.sum_over_batch_ranks(own)
+        # a batch may be padding alone
         return max(1.0, self.ctx.from_first_stage(own))
 
     def read_metrics(self, sums: Tensor | None) -> dict[str, float]:
@@ -384,6 +393,7 @@ class SequentialEngine(Engine):
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
         engine, steps = self.deepspeed, self.deepspeed.gradient_accumulation_steps()
         for index, (inputs, targets) in enumerate(batches):
+            # DeepSpeed's own rule, micro_steps modulo the accumulation steps, is wrong once their number has changed
             engine.set_gradient_accumulation_boundary(index == steps - 1)
             with self.timers("forward-compute"):
                 loss = self._forward(inputs, targets)
@@ -406,6 +416,7 @@ class SequentialEngine(Engine):
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         with self.timers("batch-generator"):
             inputs, targets = (to_device(part, self.ctx.device) for part in (inputs, targets))
+        # inside the last layer's forward pass, where ZeRO-3 has its weight gathered
         loss: Tensor = self.deepspeed(inputs, partial(self._losses.compute, targets=targets))
         self._losses.keep(loss)
         return loss

@@ -101,13 +101,16 @@ class Exports:
         self._failed: dict[str, str] = {}
         self._lock: int | None = None
         self._tokenizer: Path | None = None
+        # the others neither read nor write here
         if rank == 0:
             self._check_form(source)
+            # all that can be refused is refused now, not at the first export hours later
             self._tokenizer = tokenizer_of(config)
             if self._tokenizer is not None:
                 check_tokenizer(self._tokenizer, config.model.vocab_size)
             make_folder(self._folder)
             self._lock, is_alone = take_lock(self._folder)
+            # without locks the leftovers may be another run's export that is being written
             if is_alone:
                 self._remove_leftovers()
             if not options.allow_used_save:
@@ -137,6 +140,7 @@ class Exports:
         if ctx.rank == 0:
             thread = threading.Thread(target=self._make, args=(name, checkpoint, token, work), name=f"export {name}")
             thread.start()
+        # without a beat the watchdog's time runs: an export that makes no progress is a hang
         while state != DONE:
             if thread is not None:
                 thread.join(POLL_S)
@@ -149,7 +153,9 @@ class Exports:
             state = ctx.broadcast(state)
             if state != STILL:
                 beat()
+        # `check` raises on all ranks, or on none
         line, fault = ctx.broadcast_object((work.line, work.fault))
+        # an export of the same name that succeeds later makes up for it
         self._failed.pop(name, None)
         folder = self._folder / name
         if fault:
@@ -177,6 +183,7 @@ class Exports:
             opened = Checkpoint(checkpoint)
             if token not in (None, opened.token):
                 raise CheckpointError(f"{checkpoint} is of an earlier save, the last one failed")
+            # exported before the restart
             if self._made_of(name) == opened.token:
                 return
             copied = self._write(name, opened, work)
@@ -198,6 +205,7 @@ class Exports:
         def alive(num_bytes: int) -> None:
             work.parameters_done += num_bytes // ITEM_BYTES
 
+        # before anything is written: the exported files have no checksums to find damage by later
         checked = checkpoint.verify(progress=alive, kinds=("weight",))
         new, replaced = (hidden_path(self._folder, name, state, token) for state in ("partial", "replaced"))
         progress = checkpoint.metadata["progress"]
@@ -271,6 +279,7 @@ class Exports:
         place = self._folder / name
         if not os.path.lexists(place):
             return None
+        # without the record it may be a model that someone has put there
         if place.is_symlink() or not (place / EXPORT_RECORD).is_file():
             raise CheckpointError(f"{place} is there, but is not an export of a run; move it away")
         return str(read_json(place / EXPORT_RECORD).get("token"))
@@ -282,6 +291,7 @@ class Exports:
         own: list[tuple[int, Path]] = []
         for path, run in self._exports().items():
             samples = path.name.removeprefix(SAMPLES)
+            # another run's exports are not ours to remove, nor are `best` and `last_epoch`
             if samples.isdigit() and run == self._run.id:
                 own.append((int(samples), path))
         for _, path in sorted(own, reverse=True)[self._keep_last :]:
@@ -293,6 +303,7 @@ class Exports:
             left = LEFTOVER.fullmatch(path.name)
             if not left or not path.is_dir() or path.is_symlink():
                 continue
+            # killed between the two renames
             if left["state"] == "replaced" and not os.path.lexists(self._folder / left["tag"]):
                 os.rename(path, self._folder / left["tag"])
             else:

@@ -72,10 +72,12 @@ class Guard:
         spikes: tuple[str, ...] = ()
         if result.observation is not None:
             spikes = result.observation.spikes
+        # the usual step: nothing is gathered, and the device is not waited for
         if not result.skipped and not spikes:
             self._progress.skipped_in_a_row = 0
             self._skipped.clear()
             return False
+        # a step that fp16 loses while its scale settles is not a fault of the data
         if self._is_scale_too_large(result, scale):
             return False
         suspect, origin = self._find_suspect(result, begin)
@@ -107,6 +109,7 @@ class Guard:
     def _is_scale_too_large(self, result: StepResult, scale: float) -> bool:
         """Return True for a gradient beyond float16, after which DeepSpeed has just lowered the loss scale."""
         training = self._config.training
+        # at the least scale it cannot fall, so there it is a bad step like others
         may_fall = training.fp16 and scale > training.min_loss_scale
         return may_fall and result.observation is None and math.isfinite(result.loss)
 
@@ -115,6 +118,7 @@ class Guard:
         progress, options = self._progress, self._config.guard
         progress.skipped_in_a_row += 1
         first = progress.iteration - options.skipped_window
+        # kept in the progress, so that restarts within the window count on
         progress.recent_skips = [step for step in progress.recent_skips if step > first]
         progress.recent_skips.append(progress.iteration)
         in_a_row, most = progress.skipped_in_a_row, options.max_skipped_in_a_row
@@ -158,14 +162,17 @@ class Guard:
         if result.is_finite:
             return suspect, None
         origin = find_origin([record for _, record in gathered], ctx.num_stages)
+        # remembered by the watchdog: a rank that then fails is named with it
         if ctx.rank in origin.ranks:
             self._note(f"in step {self._progress.iteration} {origin.what}")
+        # each loss is finite, so no document is to blame
         if suspect is not None and math.isfinite(suspect.loss):
             suspect = None
         return suspect, origin
 
     def _documents_of(self, suspect: Suspect | None) -> list[dict[str, Any]]:
         """Return the documents in each sample of a microbatch, and their dataset; on rank 0 alone."""
+        # the other ranks have the suspect, but write no row
         if suspect is None or self._engine.ctx.rank:
             return []
         entries, facts = [], self._task.data.facts(self._dataset)
@@ -190,6 +197,7 @@ class Guard:
         engine, progress, options = self._engine, self._progress, self._config.guard
         assert self._checkpoints is not None, "the validation demands save"
         end = progress.consumed_samples
+        # the samples of so many steps, up to and with this one
         first = max(0, end - options.rollback_skip_steps * (end - begin))
         # the save under way may be the checkpoint to go back to, or be in its way
         for line in self._checkpoints.settle():
@@ -212,11 +220,14 @@ class Guard:
         for start, stop in progress.left_out:
             restored.leave_out(start, stop)
         restored.leave_out(first, end)
+        # the checkpoint's count is older, and would allow rollbacks without end
         restored.rollbacks = progress.rollbacks + 1
         restore_whole(engine, checkpoint, restored)
+        # in place: the loop, the spike detector and others hold this object
         vars(progress).update(vars(restored))
         self._loss_scale = engine.loss_scale
         self._skipped.clear()
+        # before the report: its row would be moved out with those of the later iterations
         self._log.rewind(progress.iteration, progress.consumed_samples)
         self._report(
             f"{warning}Rolled back to {checkpoint.folder}, iteration {progress.iteration}; left out of the training: "
@@ -228,6 +239,7 @@ class Guard:
     def before_save(self) -> None:
         """Compare the copies; reset the rollback count beyond left-out samples. Collective. Raises TrainingAborted."""
         self.check_replicas(always=True)
+        # the run has got past them, and may be rolled back as often again
         if all(end <= self._progress.consumed_samples for _, end in self._progress.left_out):
             self._progress.rollbacks = 0
 
@@ -236,6 +248,7 @@ class Guard:
     def check_replicas(self, *, always: bool = False) -> None:
         """Compare the ranks' copies if that is due. Collective. Raises TrainingAborted."""
         iteration = self._progress.iteration
+        # a step that is saved would be checked twice
         if self._replicas is None or self._checked_at == iteration:
             return
         if always or iteration % self._config.guard.check_replicas_interval == 0:

@@ -189,6 +189,7 @@ class Loop:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
             self._run_interludes()
+        # a signal cut it short; without it the counts would differ from those of an undisturbed run
         elif self._best.is_evaluation_missing:
             self._validate()
             self._save_if_best()
@@ -297,6 +298,7 @@ class Loop:
         progress.iteration = step
         progress.consumed_samples += size
         progress.skipped_iterations += result is None or result.skipped
+        # None also for a step that is left out, or that DeepSpeed refused: these reduce nothing
         self._is_stop_seen = None
         if result is not None and result.observation is not None:
             self._is_stop_seen = result.observation.is_stop_seen
@@ -435,6 +437,7 @@ class Loop:
     def _save(self, *, and_export: bool) -> None:
         assert self.checkpoints is not None
         self._guard.before_save()  # copies that differ must not be what a restart begins from
+        # for a resume with another seq_length, which could not count earlier tokens
         self.progress.consumed_tokens = self.log.tokens_of(self.progress.consumed_samples)
         with self.engine.timers.on_host("save-checkpoint"):
             fingerprint = self.datasets[0].fingerprint
@@ -453,7 +456,7 @@ class Loop:
     def _end(self) -> None:
         """Log the reason, save and export what is not yet, and evaluate a run that is over."""
         progress = self.progress
-        # unless the last step was followed by one
+        # unless the last step was followed by one, and not after a stop: it may take longer than a signal leaves
         if self.shutdown.reason is None and progress.iteration % self.engine.config.data.eval_interval:
             self._validate()
         if self._end_reason is not None and not self.shutdown.is_error:
@@ -491,6 +494,7 @@ class Loop:
 
     def _raise_error(self) -> None:
         is_save = self.checkpoints is not None and self.checkpoints.fault is not None
+        # the status must be one on all ranks, though one alone may have seen its saves fail
         if self.engine.ctx.largest(is_save):
             raise SaveError(self.shutdown.reason)  # a restart may find a file system that works again
         raise TrainingAborted(self.shutdown.reason)

@@ -45,6 +45,7 @@ class SpikeDetector:
         watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]]
         watched = [("loss", loss, progress.loss, float)]
         if grad_norm > 0.0:  # 0 where DeepSpeed is configured to compute none
+            # norms are spread over orders of magnitude, so deviations are those of the logarithm
             watched.append(("gradient norm", math.log(grad_norm), progress.log_grad_norm, math.exp))
         for name, value, estimate, shown in watched:
             limit = estimate.limit(threshold, window)
@@ -53,6 +54,7 @@ class SpikeDetector:
                     f"{name} {shown(value):.4g} is above {shown(limit):.4g}, {threshold:g} deviations from "
                     f"{shown(estimate.mean):.4g}"
                 )
+            # also by a spike, cut off at its limit: a lasting change becomes the new normal in time
             estimate.follow(value, threshold, window)
         return tuple(spikes)
 
@@ -111,6 +113,7 @@ class StepLosses:
     def layer_terms(self, loss_scale: float = 1.0) -> contextlib.AbstractContextManager[None]:
         """Within it record the layers' terms and metrics, and differentiate the terms with the loss."""
         if not self._of_layers.names:
+            # most models have none, and copy no scalar to the device
             return contextlib.nullcontext()
         # DeepSpeed takes the mean over data-parallel ranks. It divides the loss by the number of microbatches, but not
         # what joins its gradient on the way
@@ -128,6 +131,7 @@ class StepLosses:
 
     def of_layers(self, forward: Callable[[], T]) -> tuple[T, Tensor | None]:
         """Return what `forward` returns, and apart from earlier ones the rows that its layers have recorded."""
+        # apart, so that a graph can have them among its outputs: a replay runs no Python
         before, self._layer_metrics = self._layer_metrics, None
         try:
             return forward(), self._layer_metrics
@@ -161,6 +165,7 @@ class StepLosses:
         """Return the loss of one microbatch, without keeping it."""
         if self._of_outputs is not None:
             self._results.append(self._of_outputs(outputs, targets))
+            # each pass returns a loss, which nothing reads here
             return torch.zeros((), device=self._ctx.device)
         result = self._objective.loss(outputs, targets, self._scale, self._ctx)
         if self._objective.metrics:

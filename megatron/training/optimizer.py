@@ -48,6 +48,7 @@ def parameter_groups(model: nn.Module, config: Config) -> Groups:
     """
     lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # in the order of the model, equal on all ranks: ZeRO cuts each group into flat partitions by it
     by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
     kept: list[nn.Parameter] = []
     for parameter in trained:
@@ -60,6 +61,7 @@ def parameter_groups(model: nn.Module, config: Config) -> Groups:
         {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0, "lr": lr * rate, "lr_mult": rate}
         for rate, decayed in by_rate.items()
     ]
+    # without `lr` of its own the optimizer's default holds; `lr_mult` 1 follows the schedule
     groups.append({"params": kept, "weight_decay": 0.0, "wd_mult": 0.0, "lr_mult": 1.0})
     return [group for group in groups if group["params"]]
 
@@ -75,6 +77,7 @@ def add_placeholder(model: nn.Module, ctx: ParallelContext) -> None:
     dtype = parameters[0].dtype if parameters else torch.float32  # a stage may have no layers at all
     placeholder: Any = nn.Parameter(torch.zeros(1, dtype=dtype, device=ctx.device))
     placeholder.shard, placeholder.is_placeholder = Shard((1,), used_on="stream"), True
+    # DeepSpeed's own marks: as a copy of another stage's it counts in no norm
     placeholder.tensor_model_parallel, placeholder.ds_pipe_replicated = False, True
     model.register_parameter("placeholder", placeholder)
 
@@ -109,6 +112,7 @@ class GatedOptimizer(torch.optim.Optimizer):
         """Divisor of the gradients in the next update, of `clip_divisor`."""
 
     def step(self, closure: Any = None) -> Any:
+        # used once: a step that is refused must not leave it to the next
         divisor, self.divisor = self.divisor, None
         if self.gate is None:
             return self._update(divisor)
@@ -118,6 +122,7 @@ class GatedOptimizer(torch.optim.Optimizer):
             return self._update(divisor)
 
     def _update(self, divisor: Tensor | None) -> Any:
+        # only torch's fused kernels read `grad_scale`; others get gradients that are divided already
         if divisor is not None and not self.defaults.get("fused"):
             parameters = [p for group in self.param_groups for p in group["params"]]
             torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor)
@@ -128,6 +133,7 @@ class GatedOptimizer(torch.optim.Optimizer):
     def allocate_states(self, tensors: Sequence[Tensor], kinds: Sequence[str], step: float, *, counts: bool) -> None:
         """Allocate states as the first step would, and set how many steps they have seen, if the optimizer `counts`."""
         for tensor in tensors:
+            # bitsandbytes pages its states, which must come from its own allocator
             if hasattr(self.inner, "allocate_moments"):  # in memory of its own: paged_adamw.py
                 self.inner.allocate_moments(tensor, step)
                 continue
@@ -189,6 +195,7 @@ class BareOptimizer(GatedOptimizer):
     def step(self, closure: Any = None) -> Any:
         assert self.gate is not None
         for parameter in self._parameters():
+            # torch's optimizers skip a parameter without a gradient, and with it the count of steps
             if parameter.grad is None and hasattr(parameter, "is_placeholder"):  # steps are counted with it
                 parameter.grad = torch.zeros_like(parameter)
         if self.buffers is None:
@@ -196,6 +203,7 @@ class BareOptimizer(GatedOptimizer):
         else:
             counted, uncounted = self.buffers.counted, self.buffers.uncounted
         norm = self._global_grad_norm = self.gate.find_norm(counted, uncounted)
+        # the decision, which DeepSpeed's engine counts as a skipped step
         self.overflow = not self.gate.is_open()
         self.divisor = clip_divisor(norm, self._max_norm)
         return super().step(closure)
@@ -211,6 +219,7 @@ class BareOptimizer(GatedOptimizer):
         counted: list[Tensor] = []
         uncounted: list[Tensor] = []
         for parameter in self._parameters():
+            # a tied weight's gradient is summed over its stages, so that of one stage is the whole
             if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
                 continue
             if self._ctx.tensor_rank == 0 or shard_of(parameter).dim is not None:
@@ -224,6 +233,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     """Return what gradients of this norm are divided by to be clipped, at least 1; None: `max_norm` 0 clips nothing."""
     if max_norm <= 0.0:
         return None
+    # as torch.nn.utils.clip_grad_norm_: gradients times max_norm / (norm + 1e-6), at most 1
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
@@ -259,6 +269,7 @@ def _adam(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> tor
     """Return Adam, fused where the device has a kernel for it."""
     arguments = _adam_arguments(options)
     device = device_of(ctx.device.type)
+    # Habana's FusedAdamW decouples the decay from the gradient; Adam with the decay in it is torch's
     if device.adamw is not None and options.decoupled_weight_decay:
         own: torch.optim.Optimizer = device.adamw()(groups, **arguments)
         return own

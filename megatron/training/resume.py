@@ -60,12 +60,14 @@ def plan_restore(
     Raises CheckpointError for the state of another kind of optimizer.
     """
     place = f"iteration {progress.iteration}, {progress.consumed_samples} samples"
+    # a base with adapters: the base's weights come from its folder, the rest from the run's checkpoint
     if isinstance(checkpoint, AdaptedSource):
         trained = checkpoint.trained
         if trained is None:
             return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
         if not isinstance(trained, Checkpoint):
             return RestorePlan(None, None, [*checkpoint.lines(), f"started from {trained.folder}: adapters; {place}"])
+        # the part that is trained resumes as any run's
         plan = plan_restore(trained, progress, config, options)
         warned = check_quantization(trained, config, resumes=not options.finetune)
         return replace(plan, lines=[*checkpoint.lines(), *plan.lines, *warned])
@@ -99,6 +101,7 @@ def _saved_optimizer(
     saved = checkpoint.metadata.get("optimizer")
     if options.no_load_optim:
         return None, ["the optimizer was not restored (no_load_optim); it starts from zero"]
+    # converted weights, or those of a run with --no-save-optim
     if saved is None or (kept and not held):
         return None, [
             f"the optimizer was not restored; {checkpoint.folder} was saved without it, so it starts from zero"
@@ -108,6 +111,7 @@ def _saved_optimizer(
             f"{checkpoint.folder} holds {', '.join(held)} of another optimizer; optimizer={config.optimizer.optimizer} "
             f"keeps {', '.join(kept) or 'no moments'}. Give the optimizer of its run, or pass --no-load-optim"
         )
+    # as of a run in bf16, which has no loss scale
     if config.training.fp16 and not saved.get("loss_scaler"):
         scale = config.training.initial_loss_scale
         return saved, [f"the loss scale was not restored; the checkpoint has none, so it starts at {scale:g}"]
@@ -121,6 +125,7 @@ def _saved_seed(content: Mapping[str, Any], config: Config, options: CheckpointC
         return None, [f"the random streams were not restored (no_load_rng); dropout uses seed={own}"]
     if saved is None:
         return None, [f"the random streams were not restored (the checkpoint has no seed); dropout uses seed={own}"]
+    # the checkpoint's, so that dropout goes on as it would have
     if saved != own:
         return saved, [
             f"seed={own} is not applied to dropout, which continues with the checkpoint's {saved}; pass --no-load-rng "
@@ -135,6 +140,7 @@ def _lost_position(checkpoint: WeightSource, progress: Progress) -> list[str]:
     if checkpoint.uncompared:
         options = ", ".join(checkpoint.uncompared)
         lost.append(f"{checkpoint.folder} does not state {options}: compare them with its run yourself")
+    # foreign checkpoints know their step, and not always their samples
     if progress.iteration and not progress.consumed_samples:
         lost.append("the data position was not restored (no consumed samples): data starts from the beginning")
     elif progress.iteration and "data_fingerprint" not in checkpoint.metadata:
@@ -152,6 +158,7 @@ def _changed_options(saved: Any, config: Config) -> list[str]:
         return []
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         now["optimizer"] = {name: value for name, value in now["optimizer"].items() if not name.startswith(SCHEDULE)}
+    # logging and checkpoint have nothing that changes what is computed
     for section in ("model", "parallel", "training", "optimizer", "data", "sft", "preference", "lora", "fp8", "guard"):
         before = saved.get(section)
         if isinstance(before, dict):  # an older release may lack the section
@@ -200,7 +207,9 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     CheckpointError, also if `save` is used by another run.
     """
     options = config.checkpoint
+    # read by one rank: others may see a newer save of a shared folder, or an older one
     own = _of_rank_0(ctx, lambda: own_run(options))
+    # --load and --finetune of the command started the run; typed again they must not start it once more
     if own is not None:
         options = _resuming_options(options)
     found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
@@ -232,8 +241,10 @@ def restore_start(engine: Engine, start: Start) -> list[str]:
     assert checkpoint is not None
     lines = raise_on_all_ranks(engine.ctx, lambda: restore(engine, checkpoint, progress, start.options))
     engine.state.finish_restore()
+    # after each rank has read its slices: the base is identified by sums over them
     lines += checkpoint.identify(engine.ctx)
     if isinstance(checkpoint, AdaptedSource):
+        # new adapters: DoRA's magnitudes and PiSSA's vectors follow from the base, which is there now
         if checkpoint.trained is None:
             start_from_base(engine.module, engine.state, engine.config)
         engine.base = checkpoint.record
@@ -269,6 +280,7 @@ def _run_of_start(
     is_continued = isinstance(checkpoint, Checkpoint) and not (effective.finetune or options.no_load_optim)
     start = {name: getattr(options, name) for name in START_OPTIONS}
     run = Run.new(start, parent, is_continued=is_continued)
+    # an older checkpoint of the same folder: a branch, whose saves lie beside those that it leaves
     goes_back = checkpoint is not None and is_same_folder(options.load, options.save) and not effective.finetune
     if options.save is not None and not options.allow_used_save and not goes_back:
         _check_unused(Path(options.save), run)
@@ -346,6 +358,7 @@ def checkpoint_before(sample: int, config: Config, ctx: ParallelContext, run: Ru
         folders.append(options.load)
 
     def choose(damaged: set[Path]) -> Path | None:
+        # the run's own folder first, since its checkpoints are newer
         for folder in folders:
             for path in _newest_first(folder):
                 if path not in damaged and of_run(run, [path], with_ancestors=True) and _is_before(path, sample):
@@ -362,6 +375,7 @@ def _newest_first(folder: str | None) -> list[Path]:
     by_step = {}
     for path in Path(folder).glob(f"{TAG}*"):
         step = path.name.removeprefix(TAG)
+        # by number: global_step10 comes after global_step9, which names compared as text have the other way round
         if step.isdigit():
             by_step[int(step)] = path
     return [by_step[step] for step in sorted(by_step, reverse=True)]
@@ -370,6 +384,7 @@ def _newest_first(folder: str | None) -> list[Path]:
 def _is_before(folder: Path, sample: int) -> bool:
     try:
         checkpoint = Checkpoint(folder)
+        # weights alone cannot be gone back to, and a damaged one is as if it were not there
         return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
     except (CheckpointError, KeyError, TypeError, ValueError):
         return False
@@ -381,6 +396,7 @@ def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) ->
     raise_on_all_ranks(
         engine.ctx, lambda: engine.state.restore(checkpoint, optimizer, trained_only=lora.lora_rank is not None)
     )
+    # collective, so after the restore has ended on all ranks without an error
     engine.state.regather()
     engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
     engine.count_from(progress)
@@ -399,6 +415,7 @@ def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -
     there, here = saved.config, config.to_dict()
     names = ("training.task", *task.data.order_options)
     before, now = ({name: _value(run, name) for name in names} for run in (there, here))
+    # the same documents in another number of epochs
     if content_of(saved.fingerprint) == content_of(fingerprint):
         change = (
             f"{saved.checkpoint} was saved by a run of {length_of(there)}; this one has {length_of(here)}, for which "
@@ -440,6 +457,7 @@ def length_of(config: Mapping[str, Mapping[str, Any]]) -> str:
 def _value(config: Mapping[str, Mapping[str, Any]], option: str) -> Any:
     """Return an option, such as `data.split`, of a config from Config.to_dict; its default in one that is older."""
     section, _, name = option.partition(".")
+    # either option names the training data
     if option == "data.data_path":
         return config["data"]["data_path"] or config["data"]["train_data_path"]
     value = config.get(section, {}).get(name, declared_options()[name][1].default)

@@ -44,6 +44,7 @@ def run(config: Config, ctx: ParallelContext, signals: Signals | None = None, wa
     the progress; None: nothing watches.
     """
     watchdog = watchdog or Watchdog(config)  # one that was never started
+    # first of all: ranks with other options could wait for each other in different collectives
     check_same_config(ctx, config)
     job = evaluate if config.training.skip_train else train
     with Shutdown(config.training, ctx, signals) as shutdown:
@@ -87,6 +88,7 @@ def evaluate(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog:
     begin("reading the checkpoint")
     options = config.checkpoint
     # nothing is saved, so another run's folder may be given as `save`
+    # what a training saves to is what its evaluation reads
     source = dataclasses.replace(options, load=options.load or options.save, save=None)
     start = find_start(dataclasses.replace(config, checkpoint=source), ctx)
     begin("opening the data")
@@ -94,8 +96,10 @@ def evaluate(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog:
     if all(dataset is None for dataset in datasets[1:]) and config.training.teacher_top_k is None:
         raise DataError("skip_train finds neither validation nor test data; raise their shares in split, or give paths")
     begin("building the model")
+    # an evaluation always restores: there is nothing to measure in random weights
     engine = build_engine(config, ctx, task, will_restore=True)
     begin("restoring")
+    # no optimizer is built, and the seed of dropout has no use
     weights_only = dataclasses.replace(start.options, finetune=True)
     restore(engine, dataclasses.replace(start, options=weights_only))
     begin("computing before training")
@@ -129,6 +133,7 @@ def _open_datasets(config: Config, ctx: ParallelContext) -> tuple[Task, Sequence
     task = load_task(config)
     with _warnings_of_data():
         datasets = raise_on_all_ranks(ctx, lambda: task.data.open(ctx))
+    # hosts with different files would train on different samples, each by itself without an error
     check_same_data(ctx, config, datasets)
     return task, datasets
 
@@ -138,6 +143,7 @@ def _warnings_of_data() -> Iterator[None]:
     """Let one rank of each host warn of the data, which all of its ranks open alike."""
     log = logging.getLogger("megatron.data")
     level = log.level
+    # each host opens files of its own, which may differ
     if os.environ.get("LOCAL_RANK", "0") != "0":
         log.setLevel(logging.ERROR)
     try:
@@ -158,6 +164,7 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     checkpoint = start.checkpoint
     if checkpoint is not None and start.progress.iteration and not start.options.no_load_optim:
         saved, where = checkpoint.metadata.get("schedule"), str(checkpoint.folder)
+        # as in Megatron, which loads optimizer and scheduler together or neither
         schedule, line = raise_on_all_ranks(ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer))
         if line:
             announce(ctx, line)

@@ -40,6 +40,7 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     if engine.reads_data:
         microbatches = [task.read(dataset, key) for key in keys]
     forward = partial(engine.forward, num_microbatches=len(keys))
+    # the function may take a reference that is computed before each step
     microbatches = task.objective.before_step(microbatches, forward, ctx)
     errors: list[LossError] = []
 
@@ -63,6 +64,7 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     raise_on_all_ranks(ctx, raise_error)
     gathered = ctx.gather_objects([ctx.batch_rank, *totals])
     by_rank = {rank: values for rank, *values in gathered if values}
+    # exactly: equal arguments give equal numbers, unless it draws some
     if any(values and values != by_rank[rank] for rank, *values in gathered):
         raise LossError(
             f"{label} differs between tensor-parallel ranks, which have equal batches; make it depend on its arguments "
@@ -73,9 +75,11 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
 def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
     """Return the loss of a microbatch, once its gradient is known to be finite. Raises LossError."""
     label, fault, total = objective.function.label, None, None
+    # a leaf of its own: the gradient stops here, and no parameter's is touched
     hidden = outputs[0].detach().requires_grad_()
     with torch.enable_grad():
         try:
+            # as a step calls it, then as a validation does
             total = objective.loss((hidden, outputs[1]), targets, 1.0, ctx).total
             _call_without_gradients(objective, outputs, targets, ctx)
         except LossError as error:
@@ -96,6 +100,7 @@ def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets:
         raise
     except RuntimeError as error:
         raise LossError(f"{label} has no gradient that can be computed: {error}") from error
+    # allow_unused: autograd's own error would not name the function
     if gradient is None:
         raise LossError(f"{label} returned losses that do not depend on its first argument; compute them of it")
     if _has_own_parameter(total, (hidden, outputs[1])):
@@ -113,6 +118,7 @@ def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets:
 
 def _has_own_parameter(total: Tensor, given: Sequence[Tensor]) -> bool:
     """Return True if a gradient of `total` reaches a parameter other than those that the function was given."""
+    # by storage: what it is given may be a view of a parameter, the output weight
     known = {tensor.untyped_storage().data_ptr() for tensor in given}
     waiting, seen = [total.grad_fn], set[Any]()
     while waiting:
@@ -147,6 +153,7 @@ def resumed_schedule(
     error unless override_opt_param_scheduler selects this run's numbers, or use_checkpoint_opt_param_scheduler the
     checkpoint's. Raises CheckpointError.
     """
+    # as of a checkpoint that was converted from elsewhere
     if saved is None:
         if options.use_checkpoint_opt_param_scheduler:
             raise CheckpointError(
@@ -158,6 +165,7 @@ def resumed_schedule(
         theirs = ParamSchedule.from_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} has no usable schedule ({error!r}); load another one") from None
+    # numbers in effect: the same schedule may be given by other options
     here, there = schedule.params.in_effect(), theirs.in_effect()
     said = "; ".join(
         f"{name}={_said(here.get(name))} here, {_said(there.get(name))} there"
@@ -202,6 +210,7 @@ def prepare_task(
         raise_on_all_ranks(engine.ctx, lambda: open_teacher(task, datasets))
         check_user_loss(engine, task, objective, datasets)
         stores = stores or objective.stores_reference
+    # most tasks: the fingerprint below reads every weight
     if not stores and type(objective).before_training is Objective.before_training:
         return []
 
@@ -210,6 +219,7 @@ def prepare_task(
         beat()
         return results
 
+    # the teacher's file is of the model as it computes, adapters included; a reference is of the model at the start
     if writes_teacher:
         weights = StartWeights(fingerprint_of(engine), True)
     else:
@@ -233,6 +243,7 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
 
     Of adapters it is their base, which stays as it is. Collective.
     """
+    # adapters leave their base as it is, so it is the start at any iteration
     if engine.base is not None:
         return StartWeights(_fingerprint(engine, _tensors_of(engine.base)), True)
     saved = None
@@ -245,6 +256,7 @@ def start_weights(engine: Engine, start: Start) -> StartWeights:
 
 def fingerprint_of(engine: Engine) -> str:
     """Return the fingerprint of the model in the engine, adapters and their base included. Collective."""
+    # each number of the model on one rank alone
     pieces = [piece for piece in engine.state.owned() if piece.is_saved_here]
     sums = BaseSums(own_parts({piece.name: piece.shard for piece in pieces}), rounded=False)
     for piece in pieces:

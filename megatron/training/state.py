@@ -63,6 +63,7 @@ class EngineState:
     def __init__(self, module: nn.Module, optimizer: Any, config: Config, ctx: ParallelContext) -> None:
         """`optimizer` is the engine's: DeepSpeed's own, or the bare one."""
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
+        # DeepSpeed's wrappers have ours as `optimizer`; in float32 without ZeRO there is no wrapper
         self.torch_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
         self.uncounted_gradients = self._uncounted_gradients()
@@ -75,6 +76,7 @@ class EngineState:
         fragments = []
         dtype = str(compute_dtype(self._config)).removeprefix("torch.")
         for owned in self.owned():
+            # each number of the model is written by one rank alone
             if not owned.is_saved_here:
                 continue
             kinds = {"weight": owned.weight}
@@ -88,6 +90,7 @@ class EngineState:
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's step count and the loss scaler, one for the whole run. JSON values."""
+        # the largest: a parameter without a gradient, such as an unused one, has seen fewer
         steps = [float(state["step"]) for state in self.torch_optimizer.state.values() if "step" in state]
         scaler = getattr(self._optimizer, "loss_scaler", None)
         numbers = None
@@ -97,6 +100,7 @@ class EngineState:
 
     def held(self) -> dict[Copy, Tensor]:
         """Return every tensor that this rank computes with, for the comparison of copies."""
+        # in ZeRO-3 data-parallel ranks hold different stretches, which are not copies of each other
         stretches = self._config.optimizer.zero_stage == 3
         held: dict[Copy, Tensor] = {}
         for name, parameter in named_parameters(self._module):
@@ -120,6 +124,7 @@ class EngineState:
             saved = checkpoint.parameters.get(name)
             if saved is None:
                 wrong.append(f"{name} is not in it")
+            # a fused weight of the same shape may consist of other pieces
             elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
                 wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
         if wrong:
@@ -145,6 +150,7 @@ class EngineState:
     def _check_moments(self, checkpoint: Checkpoint, shards: Mapping[str, Shard]) -> None:
         trained = [name for name, parameter in named_parameters(self._module) if parameter.requires_grad]
         held = [name for name in trained if name in shards]
+        # moments of zero beside others that have seen many steps would be a wrong start in silence
         frozen = [name for name in held if checkpoint.kinds_of(name) != checkpoint.kinds]
         if frozen:
             more = " ..." if len(frozen) > SHOWN_NAMES else ""
@@ -171,6 +177,7 @@ class EngineState:
                 for kind in moments:
                     self._restore_moment(checkpoint, owned, kind)
         if saved is not None and self._config.training.fp16:
+            # with the scale its counters, so that it grows at the step at which it would have
             for name, value in (saved.get("loss_scaler") or {}).items():
                 setattr(self._optimizer.loss_scaler, name, value)
 
@@ -185,6 +192,7 @@ class EngineState:
             if parameter.requires_grad:
                 self._set_trained(parameter, slices.get(name), partial(read, name, shard))
             elif with_frozen:
+                # what one rank saves one rank counts, in the sums that identify a base
                 is_counted = self._is_saved_here(index, parameter)
                 self._set_frozen(parameter, partial(read, name, shard, is_counted=is_counted))
         if with_frozen:
@@ -215,11 +223,13 @@ class EngineState:
         """Set a parameter and what the optimizer has of it; read(start, numel) returns a stretch, float32."""
         if self._config.optimizer.zero_stage != 3:
             whole = read(0, parameter.numel())
+            # both copies: the 16-bit weights that the passes use, and the float32 ones that the update reads
             parameter.copy_(whole.view(parameter.shape))
             if owned is not None:
                 owned.weight.copy_(whole[owned.start : owned.start + owned.weight.numel()])
         elif owned is not None:
             owned.weight.copy_(read(owned.start, owned.weight.numel()))
+            # ds_tensor: what ZeRO-3 keeps of a parameter between passes, on this rank
             parameter.ds_tensor.narrow(0, 0, owned.weight.numel()).copy_(owned.weight)
 
     def _set_frozen(self, parameter: Any, read: Callable[[int, int], Tensor]) -> None:
@@ -240,6 +250,7 @@ class EngineState:
     def regather(self) -> None:
         """Gather what ZeRO-3 keeps whole on all ranks, after a restore of an engine that has trained. Collective."""
         if self._config.optimizer.zero_stage == 3:
+            # small parameters, which ZeRO-3 does not free: their whole would stay the one from before the restore
             persistent = self._optimizer.persistent_parameters
             for parameter in persistent:
                 parameter.partition(has_been_updated=False)
@@ -271,6 +282,7 @@ class EngineState:
             is_of_base = self._has_adapters and not shard_of(parameter).added
             if not parameter.requires_grad and (is_of_base or not with_frozen):
                 continue
+            # frozen: no float32 copy is held, so one is made while it is saved
             if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
                 yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here)
             elif hasattr(parameter, "ds_id"):
@@ -278,9 +290,11 @@ class EngineState:
             elif self._config.effective_zero_stage == 0:
                 moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
                 yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here)
+            # None where no part of the parameter lies in this rank's partition
             elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 where = mapping.get_hp_fragment_address()
                 flat = _flat_partitions(self._optimizer)[mapping.param_group_index]
+                # lp: place in the 16-bit parameter; hp: place in the rank's flat float32 partition
                 start = mapping.lp_fragment_address.start
                 yield self._slice_of_flat(name, parameter, start, flat, where.start, where.numel, is_saved_here)
 
@@ -291,6 +305,7 @@ class EngineState:
         is_whole = not hasattr(parameter, "ds_id") and (
             not parameter.requires_grad or self._config.effective_zero_stage == 0
         )
+        # what all data-parallel ranks hold whole is written by them in turns
         is_turn = not is_whole or index % ctx.grad_size == ctx.grad_rank
         return is_first and is_turn and not getattr(parameter, "ds_pipe_replicated", False)
 
@@ -307,6 +322,7 @@ class EngineState:
 
     def _stretch(self, parameter: Any) -> tuple[int, int] | None:
         """Return start and length of the stretch of a parameter that ZeRO-3 leaves on this rank; None: nothing."""
+        # ceil(numel / ranks), so that the last stretches may be short or empty
         per_rank = parameter.ds_tensor.ds_numel
         start = per_rank * self._ctx.grad_rank
         numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
@@ -336,6 +352,7 @@ class EngineState:
         Only where DeepSpeed keeps the gradients: under ZeRO-2 and 3, and offload.
         """
         optimizer, stage = self._optimizer, self._config.effective_zero_stage
+        # elsewhere they are counted here, or are among the buffers' (reduction.py)
         if self._ctx.tensor_rank == 0 or not hasattr(optimizer, "averaged_gradients") or hasattr(optimizer, "buffers"):
             return list
         parameters: list[Any] = [p for p in self._module.parameters() if p.requires_grad and shard_of(p).dim is None]
@@ -358,6 +375,7 @@ class EngineState:
                 if flat.grad is not None:  # of the update that is about to be; offloaded ones are always there
                     found += [flat.grad.narrow(0, *place(p)) for p in group if id(p) in uncounted]
                     continue
+                # DeepSpeed fills up a partition by a tensor of zeros
                 gradients = [g for g in optimizer.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
                 found += [g for p, g in zip(group, gradients, strict=True) if id(p) in uncounted]
             return found
@@ -381,6 +399,7 @@ def start_from_base(module: nn.Module, state: EngineState, config: Config) -> No
     found: dict[str, Tensor] = {}
     for layer in module.modules():
         method: Any = getattr(layer, "method", None) or getattr(layer, "adapters", None)
+        # most layers have no adapter, and LoRA's starts from nothing of the base
         if not getattr(method, "starts_from_base", False):
             continue
         whole = contextlib.nullcontext()

@@ -52,6 +52,7 @@ class PassCounter:
             chunk = options.get("chunk", 0)
             if name in SENDS:
                 place = self.place(name, SENDS[name], chunk)
+                # on both sides: what was finite when it was sent, and is not when it arrives, is the link's fault
                 self._checks.whole(_message(engine, name, buffer_id, chunk), SENT, place)
             with self._clock.phase(WAIT):
                 function(engine, buffer_id, **options)
@@ -74,6 +75,7 @@ class PassCounter:
 
 def _message(engine: Any, name: str, buffer_id: int, chunk: int) -> Tensor:
     """Return the hidden state, or its gradient, that an instruction sends or has received."""
+    # our executor; below it is DeepSpeed's own, which keeps its buffers in other places
     if hasattr(engine, "message"):
         return engine.message(name, chunk, buffer_id)  # type: ignore[no-any-return]
     if name == "RecvGrad":
@@ -91,6 +93,7 @@ def step_record(module: Any, ctx: ParallelContext, place: RankPlace, loss: str =
 
     `loss`: the user's loss function, if there is one.
     """
+    # of ZeRO-3 the stretch of this rank: the parameter itself is empty between passes
     weights = ((name, getattr(p, "ds_tensor", p)) for name, p in named_parameters(module))
     damaged = [name for name, weight in weights if weight.is_floating_point() and not weight.isfinite().all()]
     return RankRecord(place, first=ctx.state.checks.first_bad(), bad_weights=tuple(damaged[:SHOWN_WEIGHTS]), loss=loss)

@@ -73,11 +73,13 @@ class UpdateGate:
         with self.clock.phase(OPTIMIZER):
             squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
             if counted:
+                # |g|^2 = sum of the tensors' |g_i|^2, each rank's share; `scale` is fp16's loss scale
                 norms = torch._foreach_norm(counted, dtype=torch.float32)
                 squares = torch.stack(norms).square().sum() / scale**2
             if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
                 self._ctx.state.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
             self._facts = self._reduce(squares, uncounted)
+        # in place: what the host reads later is the norm, not its square
         return self._facts.sums[1].sqrt_().clone()
 
     def is_norm_finite(self) -> bool:
@@ -104,6 +106,7 @@ class UpdateGate:
         mean_loss, grad_norm, num_bad, num_stops, *of_layers = facts.read()
         is_finite = not num_bad and math.isfinite(grad_norm)
         seen = Observation(mean_loss, grad_norm, is_finite, is_stop_seen=num_stops > 0, layer_loss=sum(of_layers))
+        # before the detector, whose running estimates what is not finite would spoil
         if not is_finite or self.refuses_all:
             return replace(seen, is_applied=False)
         if self._detector is None:
@@ -121,11 +124,14 @@ class UpdateGate:
         # in one all-reduce: at hundreds of ranks each further one would cost as much as this
         ctx, losses = self._ctx, self._losses
         # a fifth number for every model would let gloo add up the others in another order
+        # [mean loss, squared norm or norm, ranks that see something not finite, ranks that see a stop, layers' terms]
         sums = torch.zeros(5 if losses.coefficients else 4, dtype=torch.float32)
         sums[3] = self.sees_stop()
+        # filled on the host and copied once: each number that a device's tensor is given from the host is a copy
         sums = sums.to(ctx.device, non_blocking=True)
         seen = [size.view(1)]
         if losses.values:
+            # stages without the loss add nothing, so that the sum over all ranks is the mean over data-parallel ones
             loss = torch.stack(losses.values).float().mean()
             seen.append(loss.view(1))
             if ctx.tensor_rank == 0:  # the others have the same loss
@@ -134,6 +140,7 @@ class UpdateGate:
             seen.append(of_layers.view(1))
             if ctx.tensor_rank == 0 or ctx.sequence_parallel:
                 sums[4] = of_layers
+        # the sum of a single entry is that entry, bit for bit
         if ctx.rank == 0 or not is_everyones:
             sums[1] = size
         if uncounted:
@@ -142,6 +149,7 @@ class UpdateGate:
             if ctx.grad_size == 1:
                 ctx.state.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
             seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
+        # 1 on a rank that sees any, so that the sum is their number
         sums[2] = (~torch.isfinite(torch.cat(seen))).any()
         if ctx.world_size > 1:
             with ctx.state.clock.phase(WAIT):

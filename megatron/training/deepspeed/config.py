@@ -132,7 +132,9 @@ def merge(made: dict[str, Any], config: Config, layout: Layout) -> dict[str, Any
     path = config.training.deepspeed_config
     if path is None:
         return made
+    # comments and trailing commas are read too, as for the plan
     settings = read_settings(path)
+    # what we set, then what the options say in other words
     agreed = {name: Agreed((value,)) for name, value in _leaves(made) if name not in FREE}
     agreed |= _options(config, layout)
     if config.training.fp16:
@@ -140,9 +142,11 @@ def merge(made: dict[str, Any], config: Config, layout: Layout) -> dict[str, Any
     faults = [*_unknown(settings, ""), *_contradictions(settings, agreed)]
     if faults:
         raise ConfigError([f"{path}: {fault}" for fault in faults])
+    # a copy of all levels
     result: dict[str, Any] = json.loads(json.dumps(made))
     for name, value in _leaves(settings):
         sections = name.split(".")[:-1]
+        # agreed values are set already, and the torch optimizer is ours
         if name in agreed or name in KEYS or name in UNUSED or "optimizer" in sections[:1]:
             continue
         section = result
@@ -222,6 +226,7 @@ def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[st
     for name, value in settings.items():
         path = f"{section}.{name}" if section else name
         if path in KEYS and isinstance(value, dict):
+            # sections are known by KEYS: an object elsewhere, such as a timer's, is a value
             yield from _leaves(value, path)
         else:
             yield path, value
@@ -247,12 +252,14 @@ def _unknown(settings: Mapping[str, Any], section: str) -> Iterator[str]:
     known |= {path.removeprefix(prefix): None for path in KEYS if path and path.rpartition(".")[0] == section}
     for name, value in settings.items():
         path = prefix + name
+        # at the top level DeepSpeed takes a misspelt key without a word
         if name not in known:
             yield f"{path} is not a key that DeepSpeed reads{_remedy(name, list(known), section)}"
         elif path not in KEYS:
             yield from _wrong_value(path, value)
         elif isinstance(value, dict):
             yield from _unknown(value, path)
+        # null and {} request nothing
         elif value:
             yield f'{path}={value!r} must be an object, "{name}": {{...}}'
 
@@ -268,6 +275,7 @@ def _wrong_value(path: str, value: Any) -> Iterator[str]:
 
 def _remedy(name: str, known: list[str], section: str) -> str:
     homes = [path for path, names in KEYS.items() if name in names.split() and path != section]
+    # `enabled` is a key of most sections, so it belongs to none in particular
     if homes and name != "enabled":
         return f" there; put it into {homes[0] or 'the top level'}"
     near = difflib.get_close_matches(name, known, n=1)
@@ -293,6 +301,7 @@ def check_values(settings: Mapping[str, Any], where: str) -> None:
     try:
         with quiet():
             # alone, a process counts as the only rank
+            # it asserts train_batch_size = micro batch x accumulation steps x ranks
             DeepSpeedConfig({**settings, "train_batch_size": settings["train_micro_batch_size_per_gpu"]})
     except ValidationError as error:
         faults = [(".".join(map(str, fault["loc"])), fault["input"], fault["msg"]) for fault in error.errors()]
@@ -315,12 +324,14 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     micro, zero = training.micro_batch_size, _zero_section(config)
     stage = zero["stage"]
     made: dict[str, Any] = {
+        # of a step of one microbatch; each step sets its own number
         "train_batch_size": micro * layout.grad_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         # clipped by our optimizer where DeepSpeed wraps none around it
         "gradient_clipping": optimizer.clip_grad if stage else 0.0,
         "zero_optimization": zero,
+        # DeepSpeed would refuse a wrapper that it does not know, and beside offload any optimizer but its own CPU Adam
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # without an optimizer or shards the layers have their precision already
@@ -351,10 +362,12 @@ def _zero_section(config: Config) -> dict[str, Any]:
     if evaluates and stage < 3:
         stage = 0  # without an optimizer there is nothing else to shard
     zero: dict[str, Any] = {"stage": stage}
+    # no more than a rank has: DeepSpeed allocates the whole bucket, for a model of any size
     if stage >= 1 and "reduce_bucket_size" not in zero_settings(config):
         zero["reduce_bucket_size"] = reduce_bucket_size(config)
     if stage >= 1 and has_gradient_buffers(config):
         zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
+    # pinned memory is for a device's own copies; of device=auto it is not known yet which it will be
     pins = config.parallel.device != "auto" and not find_device(config.parallel.device).is_host
     if optimizer.offload_optimizer and not evaluates:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pins}

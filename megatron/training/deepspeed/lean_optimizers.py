@@ -52,18 +52,22 @@ class UpdateFromBuffers:
         scaler, scale = getattr(wrapper, "loss_scaler", None), 1.0
         if scaler is not None:
             scale = float(scaler.cur_scale)
+        # one collective for norm and decision; only a dynamic loss scale reads the norm before the gate does
         norm = gated.gate.find_norm(self._buffers.counted, self._buffers.uncounted, scale)
         wrapper._global_grad_norm = norm
         wrapper.overflow = scaler is not None and scaler.dynamic and not gated.gate.is_norm_finite()
         if wrapper.overflow:
+            # as DeepSpeed does: the scale falls, the step counts as skipped, nothing is updated
             wrapper._update_scale(True)
             wrapper._global_grad_norm = float("inf")
             return
         gated.divisor = _divisor(norm, wrapper.clip_grad, scale)
         for partition, gradient in zip(self._partitions, self._buffers.shards, strict=True):
+            # the shard itself where it has the dtype already, and else a copy for the time of the update
             partition.grad = gradient.to(partition.dtype)
         gated.step()
         for partition in self._partitions:
+            # frees a copy; the buffer keeps its own until the next step
             partition.grad = None
         wrapper._lazy_init_hp_params_optimizer_state()  # knows the moments only after the first update
         wrapper.update_lp_params()
@@ -106,7 +110,9 @@ def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
     """Allocate buffers for an optimizer that DeepSpeed wraps nothing around."""
     groups = []
     for parameters in (group["params"] for group in optimizer.param_groups):
+        # [0, n1, n1 + n2, ...]: the last is the length of all
         *starts, numel = itertools.accumulate((p.numel() for p in parameters), initial=0)
+        # rounded up, so that the shards of all ranks are equally long
         flat = torch.zeros(-(-numel // ctx.grad_size) * ctx.grad_size, dtype=parameters[0].dtype, device=ctx.device)
         groups.append((flat, list(zip(parameters, starts, strict=True))))
     return groups
@@ -122,6 +128,7 @@ def _wrapped_groups(optimizer: Any, dtype: torch.dtype) -> list[Group]:
         buffers = [torch.zeros_like(flat, dtype=dtype) for flat in weights]
     groups = []
     for buffer, group, flat in zip(buffers, parameters, weights, strict=True):
+        # DeepSpeed's parameters are views of its flat weights, so a gradient takes the same place in its buffer
         starts = [(parameter.data_ptr() - flat.data_ptr()) // flat.element_size() for parameter in group]
         groups.append((buffer, list(zip(group, starts, strict=True))))
     return groups
@@ -131,6 +138,7 @@ def _update_through(optimizer: Any, buffers: GradientBuffers) -> None:
     """Let an optimizer of DeepSpeed's take its gradients from buffers, and no longer from its hooks."""
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
+    # BF16_Optimizer's add each gradient to a float32 copy, ZeRO-1's put it into a bucket
     optimizer._grad_acc_hooks.clear()
     if isinstance(optimizer, BF16_Optimizer):
         partitions = optimizer.fp32_groups_flat_partition
@@ -144,14 +152,17 @@ def _update_through(optimizer: Any, buffers: GradientBuffers) -> None:
 def _options(engine: Any, config: Config, ctx: ParallelContext) -> ReductionOptions:
     training, user, zero = config.training, zero_settings(config), engine._config.zero_config
     divisor = ctx.grad_size
+    # unless the user's prescale_gradients is on: by a factor, 1 by default, before the sum, by the rest after it
     if engine.postscale_gradients():
         divisor = engine.gradient_predivide_factor()
     bucket_numel = reduce_bucket_size(config)
+    # DeepSpeed's value of it has a default; only one that is given counts
     if "reduce_bucket_size" in user:
         bucket_numel = zero.reduce_bucket_size
     return ReductionOptions(
         DTYPES[training.grad_reduce_dtype or training.grad_accum_dtype],
         bucket_numel,
+        # ours overlaps unless the user has said no: DeepSpeed's default is for its own reduction
         overlaps="overlap_comm" not in user or zero.overlap_comm,
         is_sharded=config.effective_zero_stage == 1 and zero.reduce_scatter,
         scale_before=1 / divisor,
@@ -168,6 +179,7 @@ def _reduce_through(engine: Any, buffers: GradientBuffers | None, finish: Callab
 
     engine.allreduce_gradients = finish_at_boundary
     if hasattr(engine, "_INSTRUCTION_MAP"):
+        # a table of this engine's own: the class's is shared
         engine._INSTRUCTION_MAP = engine._INSTRUCTION_MAP | {ReduceGrads: lambda _: finish()}
         if buffers is not None:
             engine._INSTRUCTION_MAP |= {ReduceTiedGrads: lambda _: buffers.sum_tied()}
@@ -222,6 +234,7 @@ def _clip_in_update(optimizer: Any, gradients: list[Tensor] | int, norm: Tensor)
 
     `gradients`: those of a parameter group, or ZeRO-3's number of one. `norm`: of the gradients times the loss scale.
     """
+    # ZeRO-3 calls with the number of a group, ZeRO-2 with a list of one flat gradient
     flat = optimizer.fp32_partitioned_groups_flat[gradients] if isinstance(gradients, int) else gradients[0]
     scale = float(optimizer.loss_scale)
     divisor = _divisor(norm / scale, optimizer.clip_grad, scale)
@@ -236,5 +249,6 @@ def _divisor(norm: Tensor, max_norm: float, scale: float) -> Tensor | None:
     if scale == 1.0:
         return divisor
     if divisor is None:
+        # on the norm's device, without a copy from the host
         return torch.full_like(norm, scale)
     return divisor * scale

@@ -48,6 +48,7 @@ class EvaluationGraphs:
         self._is_last = ctx.is_last_stage
         self._forward: Callable[[Any], Any] = module.forward
         self._is_on = False
+        # on the module: DeepSpeed's engine calls it, whatever schedule it runs
         module.forward = self._run  # type: ignore[method-assign]
 
     @property
@@ -68,6 +69,7 @@ class EvaluationGraphs:
             return self._forward(inputs)
         is_one = isinstance(inputs, Tensor)
         tensors: tuple[Tensor, ...] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        # a graph replays the very sizes that it was captured with
         key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
         def forward(*given: Tensor) -> Any:
@@ -76,6 +78,7 @@ class EvaluationGraphs:
 
         outputs, rows = self._graphs.run(key, forward, tensors)
         if rows is not None:
+            # the next replay writes into the same memory
             self._losses.join_of_layers(rows.clone())
         if isinstance(outputs, Tensor):
             return self._taken(outputs)
@@ -99,12 +102,15 @@ class PipelineEngine(Engine):
     def __init__(self, engine: Any, *arguments: Any) -> None:
         super().__init__(engine, *arguments)
         table = engine._INSTRUCTION_MAP
+        # innermost, so that the marks, counters and timers around it see all of a pass
         table = table | {ForwardPass: self.ctx.state.fp8.around(table[ForwardPass])}
+        # the table of DeepSpeed has no WeightPass
         passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
         if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
             engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
             _announce_on_hosts(engine, self.ctx)
+        # kept for a step that DeepSpeed refuses, whose loss the gate never sees
         self._aggregate: Callable[[], Tensor] = engine._aggregate_total_loss
         if not prints_steps(engine) and not engine.monitor.enabled:
             engine._aggregate_total_loss = lambda: None  # the gate reduces the loss; DeepSpeed's own log needs it too
@@ -126,6 +132,7 @@ class PipelineEngine(Engine):
 
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
+        # there the gradients of weights are deferred until this instruction
         last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass
         self.deepspeed._INSTRUCTION_MAP = table | {
             ForwardPass: _of_first_chunk(table[ForwardPass], before=before_forward),
@@ -141,6 +148,7 @@ class PipelineEngine(Engine):
     def _evaluate(self, batches: Sequence[tuple[Any, Any]], num_microbatches: int) -> Tensor:
         replayed = contextlib.nullcontext() if self._graphs is None else self._graphs.on()
         with replayed:
+            # DeepSpeed leaves the module in its evaluation mode
             loss: Tensor = self.deepspeed.eval_batch(self._on_device(batches), num_micro_batches=num_microbatches)
         self.module.train()
         return loss
@@ -168,6 +176,7 @@ def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def run(engine: Any, buffer_id: int) -> None:
         outputs = tensors_of(engine.pipe_buffers["outputs"][buffer_id])
+        # frozen layers before the first trained one: autograd would raise an error
         if engine.is_last_stage() or any(tensor.requires_grad for tensor in outputs):
             backward(engine, buffer_id)
         else:
@@ -186,11 +195,13 @@ def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
     announced: Shapes = []
 
     def send(stream: Any, stage: int) -> None:
+        # in place: the instruction that compares holds this list
         announced[:] = headers.send(stream, engine.grid.stage_to_global(stage_id=stage))
 
     def receive(stage: int) -> Any:
         is_tuple, shapes = headers.receive(engine.grid.stage_to_global(stage_id=stage))
         buffers = tuple(torch.empty(shape, dtype=dtype, device=ctx.device) for dtype, shape in shapes)
+        # a message that is too short leaves the mark at its end; gloo gives it without a word
         for buffer in buffers:
             mark(buffer)
         return buffers if is_tuple else buffers[0]
@@ -208,6 +219,7 @@ def _checked_send(send: Callable[..., None], announced: Shapes) -> Callable[...,
 
     @functools.wraps(send)
     def run(engine: Any, buffer_id: int) -> None:
+        # else DeepSpeed announces the shape in this very instruction
         if not (engine.dynamic_shape or engine.first_output_send):
             check_stream(engine.pipe_buffers["outputs"][buffer_id], announced)
         send(engine, buffer_id)
@@ -220,6 +232,7 @@ def _checked_receive(receive: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(receive)
     def run(engine: Any, buffer_id: int) -> None:
+        # the first one of all has been marked where its shape was received
         for buffer in tensors_of(engine.pipe_recv_buf):
             mark(buffer)
         receive(engine, buffer_id)

@@ -36,6 +36,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         super().__init__(specs, **options)
 
     def _partition_layers(self, method: str = "") -> None:
+        # chunk c of stage s is virtual stage c * stages + s, as in Megatron's interleaved schedule
         starts = range(self.stage_id, len(self.parts) - 1, self.num_stages)
         self.bounds = [(self.parts[start], self.parts[start + 1]) for start in starts]
 
@@ -43,6 +44,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         self.chunks = []
         for start, stop in self.bounds:
             self._set_bounds(start, stop)
+            # DeepSpeed's _build fills one list; each chunk needs its own
             self.forward_funcs: list[Any] = []
             super()._build()
             self.chunks.append(self.forward_funcs)
@@ -51,6 +53,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that holds a layer."""
         place = next(place for place, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        # DeepSpeed finds by it which stages share a tied weight
         return place % int(self.num_stages)
 
     def choose(self, chunk: int) -> None:
@@ -95,11 +98,13 @@ class _Instructions:
 
     def __iter__(self) -> Iterator[list[Any]]:
         schedule, stage = self._schedule, self._stage
+        # the first chunk of the first stage reads inputs, the last of the last stage labels
         loads = {0: 0, schedule.num_stages - 1: schedule.num_chunks - 1}
         for kind, chunk, microbatch in schedule.instructions(stage):
             if kind is PassKind.FORWARD and loads.get(stage) == chunk:
                 yield [deepspeed_schedule.LoadMicroBatch(microbatch)]
             yield [_INSTRUCTIONS[kind](microbatch, chunk=chunk)]
+        # tied weights first: their sum over stages is then reduced with the others
         if schedule.name != "forward":
             yield [deepspeed_schedule.ReduceTiedGrads()]
             yield [deepspeed_schedule.ReduceGrads()]
@@ -112,6 +117,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def __init__(self, name: str, ctx: ParallelContext, module: StageModule, optimizer: Any, settings: Any) -> None:
         """`name`: of the schedule. The rest: arguments of deepspeed.initialize, which knows DeepSpeed's class alone."""
         mpu = module.mpu()
+        # as deepspeed.initialize does before it builds an engine
         parsed = DeepSpeedConfig(settings, mpu)
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=mpu, config=settings, config_class=parsed)
         self._INSTRUCTION_MAP: dict[type, Any] = PipelineEngine._INSTRUCTION_MAP | self.OWN_INSTRUCTIONS
@@ -137,6 +143,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         ours = PipelineSchedule(name, self.num_stages, pipe_schedule.micro_batches, self._num_chunks)
         clear_backward_seen_flag(self.optimizer)
         super()._exec_schedule(_Instructions(ours, self.stage_id))
+        # each send keeps its tensor until it is received; none outlives its step
         self._sends.end()
 
     # Computation
@@ -154,12 +161,14 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def _forward(self, buffer_id: int, chunk: int = 0) -> None:
         key, trains = (chunk, buffer_id), torch.is_grad_enabled()
         self.module.choose(chunk)
+        # the gradient of the input is read from it after the backward pass
         inputs = self._inputs[key] if trains else self._inputs.pop(key)
         outputs = self.module(inputs)
         if self._computes_loss(chunk):
             outputs = self.module.loss_fn(outputs, self._labels.pop(buffer_id))
             loss = outputs.detach()
             self.fwd_outputs.append(loss)
+            # both are read by DeepSpeed, at the end of a step and of an evaluation
             self.total_loss = sum(self.fwd_outputs)
         if trains or not self._computes_loss(chunk):
             self._outputs[key] = outputs
@@ -168,6 +177,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         key = chunk, buffer_id
         output, gradient = tensors_of(self._outputs.pop(key))[0], self._grads.pop(key, None)
         if self._computes_loss(chunk):
+            # what DeepSpeed's backward() does: mean over the microbatches, times fp16's loss scale
             output = scaled(output / self.gradient_accumulation_steps(), self.optimizer)
 
         def backward() -> None:
@@ -176,12 +186,14 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
 
         self._running_engine_backward = True  # its hooks leave the rest to us
         try:
+            # zero-bubble: linear layers leave the gradients of their weights for the WeightPass
             if self.ctx.state.deferred is not None:
                 self._deferred[key] = self.ctx.state.deferred.collect(backward)
             else:
                 backward()
         finally:
             self._running_engine_backward = False
+        # others keep the input until its gradient is sent
         if chunk == 0 and self.is_first_stage():
             del self._inputs[key]
 
@@ -210,6 +222,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
         for tensor in tensors:
+            # torch.distributed sends contiguous tensors alone
             self._sends.send(tensor.detach().contiguous(), rank)
 
     def _post(self, kind: type, chunk: int, buffer_id: int, buffers: Sequence[Tensor], rank: int) -> None:
@@ -223,6 +236,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         key = chunk, buffer_id
         outputs = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
         rank, _ = self._neighbour(chunk, 1)
+        # both sides decide by the same rule, so a header is never waited for in vain
         if self.dynamic_shape or chunk not in self._announced:
             self._announced[chunk] = self._headers.send(outputs, rank)
         check_stream(outputs, self._announced[chunk])
@@ -248,6 +262,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self._send([hidden.grad], self._neighbour(chunk, -1)[0])
 
     def _post_grad(self, buffer_id: int, chunk: int) -> None:
+        # a gradient has the shape and dtype of what was sent, so it needs no header
         gradient = torch.empty_like(tensors_of(self._outputs[chunk, buffer_id])[0])
         self._grads[chunk, buffer_id] = gradient
         self._post(PostGrad, chunk, buffer_id, [gradient], self._neighbour(chunk, 1)[0])
@@ -255,6 +270,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def _wait_grad(self, buffer_id: int, chunk: int) -> None:
         self._wait(PostGrad, chunk, buffer_id)
 
+    # below the methods that it names
     OWN_INSTRUCTIONS = {  # noqa: RUF012
         deepspeed_schedule.LoadMicroBatch: _load,
         deepspeed_schedule.ForwardPass: _forward,
@@ -298,6 +314,7 @@ class Headers:
         numbers = [int(not isinstance(stream, Tensor)), len(tensors_of(stream))]
         for tensor in tensors_of(stream):
             numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
+        # of one size: the receiver must know it before it knows the shapes
         header = torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
         self._sends.send(header, rank, group=self._group, tag=HEADER_TAG)
         return [(tensor.dtype, list(tensor.shape)) for tensor in tensors_of(stream)]

@@ -135,7 +135,9 @@ class GradientBuffers:
         """Have the gradients of the parameters come here."""
         itself = weakref.ref(self)
         for index, slot in enumerate(self._slots):
+            # after autograd has accumulated into `.grad`, from where it is moved
             slot.parameter.register_post_accumulate_grad_hook(partial(_add, itself, index))
+            # where the sum has the parameter's own dtype nothing is gained
             is_wider = (slot.parameter.dtype, slot.view.dtype) == (torch.bfloat16, torch.float32)
             if is_wider and slot.parameter.dim() == 2:
                 slot.parameter.gradient_sum = BufferedSum(itself, index)
@@ -146,13 +148,16 @@ class GradientBuffers:
         self._next, self._num_microbatches = 0, num_microbatches
         for bucket in self._buckets:
             bucket.work = bucket.sent = None
+            # a tied weight counts twice: its own gradient, and its sum over stages
             bucket.waits_for = len(bucket.slots) + sum(slot.tied_group is not None for slot in bucket.slots)
         for slot in self._slots:
             slot.added, slot.is_reducing = 0, False
             slot.expected = 0
             if self._options.overlaps:
+                # 0 in the first step, so that nothing starts before `finish`
                 slot.expected = num_microbatches * slot.per_microbatch
             if (own_sum := getattr(slot.parameter, "gradient_sum", None)) is not None:
+                # the loss computes this gradient in forward, before backward says with which one it starts
                 own_sum.loss_gradient = 1.0 / num_microbatches  # DeepSpeed takes the mean over the microbatches
 
     def clear(self) -> None:
@@ -185,6 +190,7 @@ class GradientBuffers:
                 f"{slot.added + 1}th of this step, where earlier steps had {slot.per_microbatch} a microbatch; start "
                 'the run with "overlap_comm": false in zero_optimization of --deepspeed-config'
             )
+        # set before the gradient is there: whoever opens a place fills it
         has_gradient, slot.is_filled = slot.is_filled, True
         return slot.view, has_gradient
 
@@ -192,6 +198,7 @@ class GradientBuffers:
         """Count a gradient that has been added, and start the reduction of buckets that it completes."""
         slot = self._slots[index]
         slot.added += 1
+        # only at the exact number: an earlier one would send a part, and a later one is an error of `open`
         if slot.added == slot.expected:
             self._complete(slot)
 
@@ -199,10 +206,12 @@ class GradientBuffers:
         """Sum the gradients of tied weights over their stages. Collective over these."""
         for slot in self._slots:
             if slot.tied_group is not None:
+                # all stages of the group sum, those without a gradient too
                 self._zero_missing(slot)
                 self._ctx.state.checks.whole(slot.view, TIED, PassPlace(UPDATE))
                 with self._ctx.state.clock.phase(WAIT):
                     dist.all_reduce(slot.view, group=slot.tied_group)
+                # the second of the two that a tied weight's buckets wait for
                 self._complete(slot)
 
     @torch.no_grad()
@@ -210,13 +219,16 @@ class GradientBuffers:
         """Start what has not started, and wait for all sums; unused parameters count as zeros. Collective."""
         for slot in self._slots:
             self._zero_missing(slot)
+            # rounded up, and never lowered: a gradient that comes more often than counted would be an error
             slot.per_microbatch = max(slot.per_microbatch, 1, -(-slot.added // self._num_microbatches))
+        # in the order of all ranks; what has not started is unused, or of the first step
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
             with self._ctx.state.clock.phase(WAIT):
                 wait_for([bucket.work])
+            # a `reduce` gives its sums to the owner alone
             if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
@@ -232,6 +244,7 @@ class GradientBuffers:
     def _complete(self, slot: _Slot) -> None:
         for bucket in slot.buckets:
             bucket.waits_for -= 1
+        # never out of order: a bucket that is ready waits for those before it, or ranks would sum different ones
         while self._next < len(self._buckets) and self._buckets[self._next].waits_for == 0:
             self._start(self._buckets[self._next])
             self._next += 1
@@ -241,9 +254,11 @@ class GradientBuffers:
         assert group is not None
         for slot in bucket.slots:
             slot.is_reducing = True
+        # before the sum, after which a NaN is on all ranks
         for piece in bucket.own:
             self._ctx.state.checks.whole(piece, GRADIENT, PassPlace(UPDATE))
         tensor = bucket.sums
+        # a copy for this one collective; else the sum is in place
         if tensor.dtype != options.dtype:
             tensor = bucket.sent = tensor.to(options.dtype)
         if options.scale_before != 1.0:
@@ -252,6 +267,7 @@ class GradientBuffers:
             if bucket.owner is None:
                 bucket.work = dist.all_reduce(tensor, group=group, async_op=True)
             else:
+                # torch's `reduce` takes the rank in the world
                 owner = dist.get_global_rank(group, bucket.owner)
                 bucket.work = dist.reduce(tensor, owner, group=group, async_op=True)
 
@@ -265,6 +281,7 @@ class GradientBuffers:
         counted: list[Tensor] = []
         uncounted: list[Tensor] = []
         for flat, shard, slots in zip(self.flats, self.shards, by_group, strict=True):
+            # where this rank's shard begins in the buffer
             first = shard.storage_offset() - flat.storage_offset()
             for slot in slots:
                 start, stop = max(slot.start, first), min(slot.stop, first + shard.numel())
@@ -280,6 +297,7 @@ class GradientBuffers:
     def _cut(self, flat: Tensor, slots: list[_Slot]) -> Iterator[_Bucket]:
         """Yield the buckets of a buffer, each within one shard if ranks need no more than theirs."""
         taken: list[_Slot] = []
+        # from the end: the backward pass has the gradients of the last layers first
         for slot in reversed(slots):
             taken.append(slot)
             if slot is slots[0] or sum(slot.view.numel() for slot in taken) >= self._options.bucket_numel:
@@ -291,6 +309,7 @@ class GradientBuffers:
         start, stop = slots[-1].start, slots[0].stop
         width = flat.numel()
         if self._options.is_sharded:
+            # a shard: no bucket lies in two
             width //= self._ctx.grad_size
         for owner in range(start // width, -(-stop // width)):
             low, high = max(start, owner * width), min(stop, (owner + 1) * width)
@@ -310,6 +329,7 @@ def _slots_of(
     module: nn.Module, groups: Sequence[tuple[Tensor, Sequence[tuple[nn.Parameter, int]]]]
 ) -> list[list[_Slot]]:
     """Return the slots of each buffer, in the order of their numbers."""
+    # by identity: tied parameters have several names
     order = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     tied = dict(_tied_weights(module))
     by_group = []

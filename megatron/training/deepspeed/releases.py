@@ -109,6 +109,7 @@ def _release() -> tuple[int, ...]:
 def sum_norms_as_it_can(device: Device) -> None:
     """Let upstream sum norms of gradients in float32 where there is no float64, of which it knows for Apple's alone."""
     if not device.has_64_bits:
+        # on the accelerator's object, which each sum of norms queries
         get_accelerator().is_fp64_supported = lambda: False
 
 
@@ -120,6 +121,7 @@ def import_muon_uncompiled() -> None:
     """
     if importlib.util.find_spec("deepspeed.runtime.zero.muon") is None:
         return
+    # replaced during this import alone
     compile_function = compiler.compile
     compiler.compile = lambda: compiler.dummy_decorator
     try:

@@ -107,6 +107,7 @@ class Answers(Interlude):
         assert logging.generate_prompts is not None
         super().__init__(engine, progress, log, watchdog, logging.generate_interval)
         self._path = Path(logging.generate_prompts)
+        # greedy, the default: nothing is drawn, so no random stream of the training moves
         self._options = GenerationOptions(max_new_tokens=logging.generate_max_new_tokens)
         self._encoder: PromptEncoder | None = None  # on rank 0
         self._prompts: list[str] = []
@@ -114,6 +115,7 @@ class Answers(Interlude):
             found = raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._read(model))
         self._requests: list[Request]
         self._ends: dict[bool, Ends]
+        # all ranks run the same batches, so each needs the lengths and the ends of all prompts
         self._requests, self._ends = engine.ctx.broadcast_object(found)
         if any(ends.strings for ends in self._ends.values()):  # on every rank: they end texts on the last stage
             self._tokenizer = raise_on_all_ranks(engine.ctx, self._read_tokenizer)
@@ -127,6 +129,7 @@ class Answers(Interlude):
             found = {each.request: each for is_chat in self._ends for each in self._generate(model, is_chat)}
         if self._encoder is None:
             return
+        # the ids of turns and of the end of a text are not shown
         decode, hidden = self._encoder.tokenizer.decode, self._encoder.tokenizer.special_ids
         answers = []
         for request, prompt in zip(self._requests, self._prompts, strict=True):
@@ -171,6 +174,7 @@ class Answers(Interlude):
         model.origin = origin_of_run(folder)
         self._encoder = PromptEncoder(model, tokenizer_model=None if folder is None else str(folder))
         requests = list[Request]()
+        # a model of chats has been trained on turns: a plain prompt is a user's first one
         as_chat = load_task(config).data.content != "text" and self._path.suffix != ".jsonl"
         for where, read in _rows(self._path):
             try:
@@ -212,6 +216,7 @@ class TaskEvaluation(Interlude):
         self._origin = origin_of_run(folder)
         # on every rank: stop strings end texts on the last stage
         self._tokenizer = raise_on_all_ranks(engine.ctx, lambda: tokenizer_of_texts(config, folder, "lm_eval_tasks"))
+        # lm-eval seeds the generators as soon as its tasks are read
         with kept_random_state():
             raise_on_all_ranks(engine.ctx, lambda: None if engine.ctx.rank else self._check())
 
@@ -244,6 +249,7 @@ def metrics_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         task: {
             name.removesuffix(",none"): float(value)
             for name, value in values.items()
+            # lm-eval's keys are METRIC,FILTER, and METRIC_stderr,FILTER for the deviations; others are names
             if isinstance(value, int | float) and "," in name and "_stderr," not in name
         }
         for task, values in results["results"].items()

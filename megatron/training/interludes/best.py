@@ -47,6 +47,7 @@ class BestTracker:
         self.is_on = config.compares_validations
         if self.is_on:
             self._check_data(dataset)
+            # a value by another metric, direction or data cannot be compared with the saved one
             self._continue(self._measure(config, dataset))
 
     def _check_data(self, dataset: Any) -> None:
@@ -103,6 +104,7 @@ class BestTracker:
         if not self.is_on or iteration == 0 or self._progress.best.evaluated_at == iteration:
             return  # the untrained model has no checkpoint; a finished run that is started again is validated again
         value = {"loss": loss, **metrics}[self._metric]
+        # of NaN, and of ranks that do not know the loss, each rank would decide otherwise
         found = asdict(self._after(value)) if self._ctx.rank == 0 else None
         best = BestEvaluation(**self._ctx.broadcast_object(found))
         self._say(self._line(value, best))
@@ -111,14 +113,17 @@ class BestTracker:
 
     def _after(self, value: float) -> BestEvaluation:
         best, iteration = self._progress.best, self._progress.iteration
+        # later validations would name a checkpoint that is not there
         if self._keeps and best.value is not None and self._is_lost(best.iteration):
             self._say(
                 f"WARNING: the best checkpoint, of iteration {best.iteration}, is gone; only later validations count"
             )
             best = replace(best, value=None)
+        # counted as no improvement first, which a value that is not finite remains
         best = replace(best, evaluated_at=iteration, not_improved=best.not_improved + 1)
         if not math.isfinite(value):
             return best
+        # two comparisons: the checkpoint that is kept is the best of all, patience wants min_delta too
         if best.value is None or self._sign * value < self._sign * best.value:
             best = replace(best, value=value, iteration=iteration)
         if best.reference is None or self._sign * value < self._sign * best.reference - self._min_delta:

@@ -55,11 +55,13 @@ class Evaluator:
 
         def stops() -> bool:
             self.watchdog.beat()
+            # collective: all ranks leave the evaluation before the same batch
             return self.shutdown.decide(self.progress)
 
         self.watchdog.phase("evaluation", self.progress.iteration)
         graphs_before = self.engine.num_graphs
         is_mix = isinstance(dataset, SeparateSets)
+        # one way for both: a single dataset is a set without a name
         sets = dataset if is_mix else SeparateSets([""], [dataset], None)
         evaluations = dict[str, Evaluated]()
         with self.engine.timers.on_host("evaluate"):
@@ -94,10 +96,12 @@ def mean_of(
     reduces to a sum or a maximum is that of all.
     """
     normaliser = sum(each.normaliser for each in evaluations)
+    # bit for bit what was measured: (a * n) / n may round
     if len(evaluations) == 1 or normaliser == 0:
         return evaluations[0]._replace(normaliser=normaliser)
     shares = [each.normaliser for each in evaluations]
     if weights is not None:
+        # a set with nothing to count has no share, whatever its weight
         shares = [weight * (each.normaliser > 0) for weight, each in zip(weights, evaluations, strict=True)]
     reductions = {}
     if table is not None:
@@ -143,6 +147,7 @@ def evaluate(
     def size_at(consumed_samples: int) -> int:
         """Return 0 once the dataset was read through."""
         size = training.global_batch_size
+        # a validation of chats goes through each of them once at most
         return size if per_epoch is None else min(size, per_epoch - consumed_samples)
 
     plan = task.data.plan(dataset, size_at, ctx.batch_rank, ctx.num_batch_ranks)
@@ -164,6 +169,7 @@ def evaluate(
         consumed_samples += size
         metrics = engine.metric_table.joined(metrics, batch.metrics)
     means = torch.stack(losses).flatten().tolist() if losses else []  # one wait for the device
+    # batches may differ in their tokens: a mean of means would weigh them alike
     total = sum(mean * weight for mean, weight in zip(means, normalisers, strict=True))
     normaliser = sum(normalisers, 0.0)
     return Evaluated(total / (normaliser if normaliser > 0 else 1.0), normaliser, engine.read_metrics(metrics))
