@@ -17,7 +17,7 @@ NormKind = Literal["layer_norm", "rms_norm", "rms_norm_1p"]
 EVERY_BIAS = frozenset({"qkv", "dense", "up", "down"})
 
 
-def transformer(name: str, **options: str) -> BuildModule:
+def transformer(name: str, **options: Any) -> BuildModule:
     """Return what builds the module `name` of models/transformer.py, which is imported when a module is built."""
 
     def build(shards: Shards, shared: Any) -> Any:
@@ -61,6 +61,8 @@ class DecoderBlock:
     """The MLP reads what the attention reads, not its result."""
     head_norm: Literal["head", "whole"] | None = None
     """RMSNorm of queries and keys before they are rotated: over each head, or over all heads together."""
+    scales_noise: bool = False
+    """NEFTune's noise is added to the multiplied embedding, not to what is multiplied."""
 
     def norm_shards(self, model: ModelConfig) -> dict[str, Shard]:
         """A norm over the residual stream."""
@@ -182,7 +184,8 @@ def decoder_layers(config: Config, block: DecoderBlock) -> list[LayerDeclaration
         )
     if model.embed_layernorm:
         embedding |= below("norm", norm_shards(model, "layer_norm"))
-    word = LayerDeclaration("embedding.word", {"weight": vocabulary}, transformer("WordEmbedding"))
+    build_word = transformer("WordEmbedding", scales_noise=block.scales_noise)
+    word = LayerDeclaration("embedding.word", {"weight": vocabulary}, build_word)
     head = dataclasses.replace(vocabulary, cost=Projection())
     last = LayerDeclaration("output", {"weight": head}, transformer("OutputProjection"))
     if not model.untie_embeddings_and_output_weights:

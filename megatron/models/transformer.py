@@ -190,9 +190,12 @@ def repack(hidden: Tensor, stream: Stream) -> Stream:
 class WordEmbedding(VocabParallelEmbedding):
     """First layer, and under tied weights the last: see VocabParallelEmbedding."""
 
-    def __init__(self, shards: Shards, shared: Shared) -> None:
+    def __init__(self, shards: Shards, shared: Shared, *, scales_noise: bool = False) -> None:
         super().__init__(shards, shared.ctx)
         self.noise_alpha = shared.config.training.neftune_noise_alpha
+        if self.noise_alpha is not None and scales_noise:
+            # EmbeddingOutput multiplies the noise too
+            self.noise_alpha /= shared.config.model.embedding_multiplier
         self.logits_cap = shared.config.model.logits_softcap
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 def expected_noise(tokens_L: NDArray[np.int64], key: int, size: int, alpha: float) -> NDArray[np.float32]:
@@ -18,6 +22,18 @@ def expected_noise(tokens_L: NDArray[np.int64], key: int, size: int, alpha: floa
     bits = _hash(starts[:, None] + strides[:, None] * channels)
     unit = ((bits >> np.uint32(9)).astype(np.float64) + 0.5) / 2**22 - 1
     return (unit * alpha / np.sqrt(len(tokens_L) * size)).astype(np.float32)
+
+
+def our_noise(tokens_BS: Tensor) -> Callable[[Tensor, float, float], Tensor]:
+    """Return what takes the place of torch's `uniform_` in transformers' hook: our numbers between its bounds."""
+
+    def between(into: Tensor, low: float, high: float) -> Tensor:
+        assert low == -high
+        places, size = into.shape[1:]
+        unit = [expected_noise(row, 0, size, np.sqrt(places * size)) for row in tokens_BS.numpy()]
+        return into.copy_(torch.from_numpy(np.stack(unit)) * high)
+
+    return between
 
 
 def _hash(words: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -5,10 +5,12 @@ A row is a config.json in transformers' words: models are made by transformers a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_config import config_of
 from megatron.weights.huggingface_source import HuggingFaceSource
 from tests import runs
+from tests.models.noise import our_noise
 from tests.models.outputs import in_float64, logits_of, mean_loss
 from tests.ranks import RankPools
 
@@ -208,6 +211,25 @@ def test_logits_and_gradients_equal_transformers_in_float64(kind: str, index: in
 @every_row
 def test_logits_and_gradients_equal_transformers_in_float32(kind: str, index: int) -> None:
     compare(kind, ROWS[kind][index], exact=False)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "granite", "mistral"])
+def test_noise_on_embeddings_is_as_large_as_transformers(kind: str) -> None:
+    """Gemma multiplies the embedding before the noise is added, Granite after."""
+    integration: Any = pytest.importorskip("transformers.integrations.neftune")
+    theirs = their_model(kind, ROWS[kind][0])
+    config = our_config(theirs)
+    theirs.train()
+    integration.activate_neftune(theirs, 5.0)
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), patch.object(Tensor, "uniform_", our_noise(tokens)):
+        expected = theirs(tokens, use_cache=False).logits
+        without = theirs.eval()(tokens, use_cache=False).logits
+    weights = to_ours({name: p.detach() for name, p in theirs.named_parameters()}, config)
+    training = dataclasses.replace(config.training, neftune_noise_alpha=5.0)
+    model = our_model(dataclasses.replace(config, training=training), weights)
+    error = (logits_of(model, tokens, ParallelContext.single()).transpose(0, 1) - expected).abs().max()
+    assert error < 1e-4 < 1e-2 < (expected - without).abs().max()
 
 
 @st.composite

@@ -16,7 +16,7 @@ from megatron.models.positions import Packing
 from megatron.models.transformer import add_noise
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rng import derive_seed
-from tests.models.noise import expected_noise
+from tests.models.noise import expected_noise, our_noise
 from tests.models.outputs import Array, build_model, config_of, logits_of
 from tests.models.test_transformer import LENGTHS, MODELS, SINGLE, packed_inputs, tokens_of
 
@@ -87,13 +87,7 @@ def test_noise_enters_where_and_as_large_as_in_transformers(name: str) -> None:
     integration.activate_neftune(theirs, 5.0)
     tokens = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
-    def ours_between(into: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        assert low == -high
-        places, size = into.shape[1:]
-        unit = [expected_noise(row, 0, size, np.sqrt(places * size)) for row in tokens.numpy()]
-        return into.copy_(torch.from_numpy(np.stack(unit)) * high)
-
-    with torch.no_grad(), patch.object(Tensor, "uniform_", ours_between):
+    with torch.no_grad(), patch.object(Tensor, "uniform_", our_noise(tokens)):
         expected = theirs(tokens, use_cache=False).logits
         without = theirs.eval()(tokens, use_cache=False).logits
     weights = to_ours({key: p.detach() for key, p in theirs.named_parameters()}, case.arguments)

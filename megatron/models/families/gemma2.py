@@ -22,7 +22,7 @@ from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config
 
-BLOCK = DecoderBlock(norm="rms_norm_1p", activation="gelu_tanh", is_gated=True, norms_outputs=True)
+BLOCK = DecoderBlock(norm="rms_norm_1p", activation="gelu_tanh", is_gated=True, norms_outputs=True, scales_noise=True)
 CAPS = {"attention_softcap": ("attn_logit_softcapping", 50.0), "logits_softcap": ("final_logit_softcapping", 30.0)}
 """Their names and defaults; null: none."""
 

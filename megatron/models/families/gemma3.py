@@ -26,7 +26,9 @@ from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config
 
-BLOCK = DecoderBlock(norm="rms_norm_1p", activation="gelu_tanh", is_gated=True, norms_outputs=True, head_norm="head")
+BLOCK = DecoderBlock(
+    norm="rms_norm_1p", activation="gelu_tanh", is_gated=True, norms_outputs=True, head_norm="head", scales_noise=True
+)
 
 
 def _rope(fields: ConfigFields) -> dict[str, Any]:
