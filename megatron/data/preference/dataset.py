@@ -98,6 +98,7 @@ class PairDataset(SampleDataset[PairFile]):
         wholes = np.minimum(prompts + answers, limits.max_length)
         self.answer_lengths: NDArray[np.int64] = np.where(answers > 0, wholes - 1, 0)
         """[pairs, 2] Places of the chosen and of the rejected side, 0 for one that a row lacks."""
+        # keep_end may leave nothing of the prompt: then the first token of the answer has none before it
         self.labels: NDArray[np.int64] = np.where(
             limits.truncation == "keep_start", wholes - prompts, np.minimum(answers, limits.max_length - 1)
         ) * (answers > 0)
@@ -109,6 +110,7 @@ class PairDataset(SampleDataset[PairFile]):
         self.num_truncated = int((prompts + answers > limits.max_length).sum())
         """Sides that are longer than max_length."""
         identity = [(file.tokens.fingerprint, digest(file.rows.tobytes().hex())) for file in files]
+        # the limits too: pairs that are cut otherwise are other samples
         self.fingerprint = self.identity("pairs", 1, identity, seed, *vars(limits).values())
 
     def read(self, pair: int) -> tuple[Answer, Answer]:
@@ -126,8 +128,10 @@ class PairDataset(SampleDataset[PairFile]):
         prompt = file.tokens.read(SEQUENCES * row)
         if self.limits.max_prompt_length is not None:
             prompt = prompt[-self.limits.max_prompt_length :]
+        # of another file than the prompt, perhaps: KTO's mismatched answers cross files
         of_answer, other = self.place(number // 2)
         side = self._side(prompt, of_answer.tokens.read(SEQUENCES * other + CHOSEN + number % 2))
+        # `initial`, since a side that a row lacks has no ids
         largest, least = int(side.ids.max(initial=0)), int(side.ids.min(initial=0))
         if largest >= self._vocab_size or least < 0:
             raise DataError(
@@ -173,6 +177,7 @@ def open_pairs(config: Config, *, needs_both: bool) -> Splits[PairDataset]:
     limits, refuses = PairLimits.of(config), config.preference.unusable_pairs == "error"
 
     def open_file(prefix: str, split: int) -> PairFile:
+        # a file that serves several splits is opened and checked once
         if prefix not in opened:
             opened[prefix] = _open(prefix, config.model.vocab_size, needs_both=needs_both)
         tokens = opened[prefix]
@@ -189,6 +194,7 @@ def _open(prefix: str, vocab_size: int, *, needs_both: bool) -> IndexedDataset:
     tokens = IndexedDataset(prefix)
     check_vocabulary(tokens, vocab_size)
     documents = tokens.document_index
+    # any dataset may hold a multiple of three sequences: its documents show whether they are pairs
     if len(tokens) % SEQUENCES or not np.array_equal(documents, np.arange(0, len(tokens) + 1, SEQUENCES)):
         raise DataError(
             f"{prefix} holds {len(tokens)} sequences in {tokens.num_documents} documents, not a prompt and two answers "
@@ -250,6 +256,7 @@ def _ending_alike(
     offsets in the file.
     """
     tokens, lengths = file.tokens, answers[numbers]  # [n, 2]
+    # the file is indexed below without `read`, which would find that it was truncated
     tokens.files.check()
     if limits.truncation == "keep_start":
         # the last token that is kept
@@ -261,6 +268,7 @@ def _ending_alike(
     in_file = tokens.pointers[sequences] // tokens.dtype.itemsize + offsets
     is_inside = (in_file >= 0) & (in_file < len(tokens.tokens))  # what a damaged index says, `read` refuses
     ids = tokens.tokens[np.where(is_inside, in_file, 0)]
+    # one that lies outside stays in, so that it comes to `read`
     may_be_alike = (ids[:, 0] == ids[:, 1]) | ~is_inside.all(axis=1)
     return numbers[may_be_alike & (offsets >= 0).all(axis=1)]
 
@@ -277,7 +285,6 @@ def _are_equal(file: PairFile, number: int, prompt_length: int, limits: PairLimi
     return np.array_equal(chosen[-limits.max_length :], rejected[-limits.max_length :])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Answers one by one, each desirable or not: the samples of objectives that compare no pair.
 
 BALANCED = 1.0, 4 / 3
@@ -306,6 +313,7 @@ class AnswerDataset(SampleDataset[PairFile]):
         super().__init__(files, pairs.answer_lengths.reshape(-1)[self.numbers], pairs.weights, pairs.seed)
         order = shuffled(len(self), self.seed, 0)
         others = np.empty_like(self.numbers)
+        # the sample before, in the order; roll gives the first the last one's
         others[order] = self.numbers[np.roll(order, 1)]
         self._others: NDArray[np.int64] = np.zeros(pairs.labels.size, np.int64)
         self._others[self.numbers] = others
@@ -314,6 +322,7 @@ class AnswerDataset(SampleDataset[PairFile]):
         self.mismatched_lengths.reshape(-1)[self.numbers] = pairs.lengths_of(self.numbers // 2, others)
         self.mismatched_reference: NDArray[np.float32] | None = None
         """[pairs, 2] Log-probabilities of the mismatched answers under a stored reference, once that is complete."""
+        # numbers and order of the answers follow from the pairs
         self.fingerprint = digest("answers", 1, pairs.fingerprint)
 
     def read(self, sample: int) -> tuple[Answer]:

@@ -112,6 +112,7 @@ class PreferenceEncoder:
                 written.append(self._chat(row) if row.is_chat else self._text(row))
             except BadRow as error:
                 written.append(error)
+        # of all rows in one list, as the tokenizer is fastest with many; `tokens` is read in the same order below
         texts = [text for one in written if isinstance(one, _Written) for text in (one.prompt, *one.wholes.values())]
         try:
             tokens = iter(self._tokenize(texts))
@@ -140,6 +141,7 @@ class PreferenceEncoder:
             assert turn is not None
             prompts.add(rendered.text[: turn[0]])
             wholes[name] = rendered.text
+            # a template may end the turn by itself, with another token than EOS
             is_ended = rendered.text.rstrip().endswith(self.tokenizer.special_tokens)
             if self._append_eos and rendered.is_open and not is_ended:
                 wholes[name] += self.tokenizer.eos_of_text()
@@ -190,6 +192,7 @@ class PreferenceEncoder:
         # tokens at the end of the prompt may merge with the begin of an answer, and then belong to the answers
         cut = min(_common(prompt, whole) for whole in wholes)
         shared = prompt[:cut]
+        # a template writes its own beginning of a text, a plain text gets the tokenizer's
         if not row.is_chat:
             shared = np.concatenate([self._first_ids, shared])
         if not len(shared):
@@ -202,6 +205,7 @@ class PreferenceEncoder:
                 return BadRow(f"empty {name}", f"{name!r} has no token after those of the prompt; write an answer")
         if len(answers) == 2 and np.array_equal(answers["chosen"], answers["rejected"]):
             return BadRow("equal answers", "'chosen' and 'rejected' have equal tokens; leave the row out")
+        # only now: a bad row is counted by its reason alone
         counts.num_unpaired += len(answers) == 1
         counts.num_appended_eos += one.num_appended_eos
         counts.num_shortened_prompts += cut < len(prompt)
@@ -215,5 +219,6 @@ class PreferenceEncoder:
 def _common(first: Ids, second: Ids) -> int:
     """Return the length of the common prefix."""
     length = min(len(first), len(second))
+    # argmax of booleans is the first True, and 0 where there is none
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -25,6 +25,7 @@ from megatron.data.preference.rows import RowAnswers, Side, answers_of, prompt_o
 
 _VARIABLES = ("tools", "functions", "documents", "chat_template_kwargs")
 
+# HH-RLHF's transcripts: two line ends and a name begin each turn
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _BEGIN = re.compile(r"\s*(Human|Assistant):")
 _LAST_TURN = "\n\nAssistant:"
@@ -75,6 +76,7 @@ class Preference:
     @property
     def repeats_prompt(self) -> bool:
         """True if each answer begins with the text of the prompt, which is then there twice."""
+        # the last message, which the answers are to
         last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content")
         if not isinstance(last, str) or not last.strip():
             return False
@@ -94,12 +96,14 @@ def parse_preference(columns: Mapping[str, Any], *, as_chat: bool = False, ignor
     Raises BadRow.
     """
     row = Row(columns, ignored)
+    # answers first: which key is the prompt, and its form, depend on them
     answers = answers_of(row)
     key, given = prompt_of(row, answers, as_chat=as_chat)
     prompt, chosen, rejected = _sides(given, answers)
     if as_chat and isinstance(prompt, str):
         prompt, chosen, rejected = _turns(prompt), _answer(chosen), _answer(rejected)
     prompt = _in_context(row, prompt, is_question=isinstance(given, str))
+    # not read beside texts, which no template writes: `settle` then counts or refuses them
     variables = {} if isinstance(prompt, str) else {name: row[name] for name in _VARIABLES if name in row}
     texts = [text for side in (chosen, rejected) if side is not None for text in _texts(side)]
     preference = Preference(
@@ -148,6 +152,7 @@ def _sides(prompt: Side | None, answers: RowAnswers) -> tuple[Side, Side | None,
         return _like(prompt, answers.given, answers.keys[0]), chosen, rejected
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("mixed kinds", "one of 'chosen' and 'rejected' is a text and the other messages; write both alike")
+    # before the common prompt is cut off: nothing would be left of either
     if chosen == rejected:
         raise BadRow("equal answers", "'chosen' and 'rejected' are equal; leave the row out")
     if prompt is None:
@@ -240,8 +245,11 @@ def _end_of_prompt(chosen: str, rejected: str, common: int) -> int:
             "the texts begin to answer; write what both answer as 'prompt'",
         )
     cuts = {side.rfind(_LAST_TURN) + len(_LAST_TURN) for side in (chosen, rejected)}
+    # both answers are mostly one turn, behind the last header of each
+    # an offset below the header's length is that of no header, for which rfind gives -1
     if len(cuts) == 1 and len(_LAST_TURN) <= min(cuts) <= common:
         return cuts.pop()
+    # answers of several turns: they begin behind the last header that both share
     turns = list(_TURN.finditer(chosen, 0, common))
     if not turns or turns[-1][1] != "Assistant":
         raise BadRow(
@@ -266,6 +274,7 @@ def _answer(text: Side | None) -> Side | None:
     if text is None:
         return None
     assert isinstance(text, str)
+    # with a group in its pattern, split gives the names too: text, name, text, name, text
     first, *others = _TURN.split(text)
     return [{"role": "assistant", "content": first.strip()}, *_messages(others)]
 
@@ -274,6 +283,7 @@ def _turns(prompt: str) -> Side:
     """Return the messages of a transcript, without the empty turn at its end, or of a text. Raises BadRow."""
     if not _is_transcript(prompt):
         return [{"role": "user", "content": prompt}]
+    # the first turn may lack the line ends in front of its name
     turns = _messages(_TURN.split("\n\n" + prompt.lstrip())[1:])
     if turns[-1]["role"] == "assistant" and turns[-1]["content"]:
         raise BadRow("begun answer", "'prompt' ends within a turn of the assistant; move what it begins to the answers")

@@ -54,6 +54,7 @@ class PreferenceJob(RowsJob):
             if self.chat_template is not None or self.as_chat:
                 raise
             missing = str(error)  # matters for rows of messages alone
+        # after the template, whose file may name special tokens
         tokenizer, _ = load_tokenizer(self.tokenizer, named)
         return PairRows(self, missing or compile_templates(source, tokenizer), tokenizer, described)
 
@@ -95,6 +96,7 @@ class PairRows(RowEncoder[Preference, Pair, PairCounts]):
     def streams(self, samples: Sequence[Pair]) -> list[Stream]:
         parts = [part for pair in samples for part in pair.parts]
         lengths = np.array([len(part) for part in parts], np.int64)
+        # the empty array is for a block without pairs, of which NumPy would refuse the list
         return [Stream(np.concatenate([np.empty(0, np.int32), *parts]), lengths)]
 
 
@@ -124,6 +126,7 @@ def preprocess_preferences(
     counts = Pipeline(encoder, report or Silence()).run()
     lengths = np.asarray(IndexedDataset(job.output_prefix).lengths).reshape(-1, SEQUENCES)
     sums = lengths.sum(axis=0, dtype=np.int64).tolist()
+    # a pair needs as long a row as its longer side, so seq_length is chosen by that
     of_parts = {
         "prompts": percentiles(lengths[:, 0]),
         "with the longer answer": percentiles(lengths[:, 0] + lengths[:, 1:].max(axis=1)),

@@ -70,12 +70,14 @@ class RowAnswers:
 
 def answers_of(row: Row) -> RowAnswers:
     """Return the answers of a row. Raises BadRow."""
+    # a pair before all else: such rows may have further columns, such as `messages` in UltraFeedback's
     if "chosen" in row or "rejected" in row:
         return _pair(row, "chosen", "rejected")
     if not row.keys().isdisjoint(_RANKED):
         return _pair(row, *_RANKED)
     completions = [key for key in _COMPLETIONS if key in row]
     labels = [key for key in LABELS if key in row]
+    # a label alone is not enough: it may say something else of a row of another form
     has_turns = not row.keys().isdisjoint(PROMPTS[1:])
     if labels and (completions or has_turns):
         return _labelled(row, labels, completions)
@@ -117,6 +119,7 @@ def _labelled(row: Row, labels: list[str], completions: list[str]) -> RowAnswers
     for key, label in zip(labels, values, strict=True):
         if label not in (0, 1):  # False and True are among them
             raise BadRow("bad label", f"{key!r} is {str(label)[:40]!r}; write true for a wanted completion, or false")
+    # LLaMA-Factory's kto_tag may stand beside TRL's label
     if len(set(map(bool, values))) > 1:
         raise BadRow("bad label", f"{' and '.join(labels)} contradict each other; keep one")
     if len(completions) > 1:
@@ -153,6 +156,7 @@ def _best_and_worst(row: Row, key: str) -> RowAnswers:
     is_usable = isinstance(scores, list) and all(map(_is_number, scores))
     if not is_usable or len(scores) != len(sides):
         raise BadRow("bad scores", f"the scores of {key!r} are {str(scores)[:60]}; write a number for each answer")
+    # checked before: a NaN would make both depend on the order
     best, worst = max(scores), min(scores)
     if best == worst:
         raise BadRow("equal scores", f"all answers of {key!r} have the score {best}, so none is preferred")
@@ -177,6 +181,7 @@ def _scored(row: Row, items: list[Any], key: str) -> tuple[list[Any], list[Any]]
 
 def _note_unread(row: Row, key: str, items: Sequence[dict[str, Any]], read: Collection[str]) -> None:
     """Note the keys of the answers of a list that are not read and not empty everywhere."""
+    # dict.fromkeys: each name once, in the order of the answers, where a set would have none
     for name in dict.fromkeys(name for item in items for name in item):
         values = [item.get(name) for item in items]
         if name not in read and any(value not in (None, *EMPTY) for value in values):
@@ -187,10 +192,12 @@ def _shared_key(items: Sequence[Any], names: Iterable[str]) -> str | None:
     """Return the first name that all answers have as a key."""
     if not all(isinstance(item, dict) for item in items):
         return None
+    # of all answers, since scores of two names are not on one scale
     return next((name for name in names if all(name in item for item in items)), None)
 
 
 def _is_number(value: Any) -> bool:
+    # True is an integer in Python, and NaN a float
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -206,6 +213,7 @@ def side_at(row: Row, key: str) -> Side:
 def side_of(value: Any, key: str) -> Side:
     """Return a text or a list of messages. Raises BadRow."""
     value = messages_or_text(value, key)
+    # one message may stand for a list of one
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, str):
