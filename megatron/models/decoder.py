@@ -44,7 +44,8 @@ class DecoderBlock:
     """Structure of a family's transformer layers: x + attention(norm(x)), then x + mlp(norm(x)), unless said otherwise.
 
     What differs between the models of a family is an option of the model instead: sizes, windows, multipliers. A family
-    with modules of its own overrides `attention_shards`, `mlp_shards` or `shards`, and `build`.
+    with modules of its own overrides `attention_shards`, `mlp_shards` or `shards`, and `build`; with a norm of its own,
+    `norm_shards`, `parts` and `build_final_norm`.
     """
 
     norm: NormKind
@@ -120,6 +121,12 @@ class DecoderBlock:
         from megatron.models import transformer as modules
 
         return modules.TransformerLayer(shards, shared, **self.parts())
+
+    def build_final_norm(self, shards: Shards, shared: Any) -> Any:
+        """Build the norm before the output projection, which reads what flows between layers."""
+        from megatron.models import transformer as modules
+
+        return modules.final_norm(shards, shared, norm=self.norm)
 
     def parts(self) -> dict[str, Any]:
         """Return what a TransformerLayer is made of, by keyword."""
@@ -199,8 +206,6 @@ def decoder_layers(config: Config, block: DecoderBlock) -> list[LayerDeclaration
             LayerDeclaration(f"layers.{number}", shards[window], block.build, dropouts=2)
             for number, window in enumerate(windows)
         ),
-        LayerDeclaration(
-            "final_norm", block.norm_shards(model), transformer("final_norm", norm=block.norm), keeps_output=True
-        ),
+        LayerDeclaration("final_norm", block.norm_shards(model), block.build_final_norm, keeps_output=True),
         last,
     ]

@@ -199,6 +199,10 @@ class Shards(Mapping[str, Shard]):
 
         Its gradient is summed over the tensor-parallel ranks, once a backward pass, where `used_on` demands it.
         """
+        if name not in self:
+            raise LayoutError(
+                f"{self.full_name(name)} is allocated but not declared; declare it in the family, or do not allocate it"
+            )
         return allocate(self.full_name(name), self[name], ctx)
 
 
@@ -252,7 +256,16 @@ class LayerDeclaration:
 
     def module(self, shared: Any) -> nn.Module:
         """Build the module, its parameters allocated and uninitialised."""
-        return self.build(Shards(self), shared)
+        module = self.build(Shards(self), shared)
+        # a parameter that nothing computes with; quantised weights and adapters are held in forms of their own
+        needed = {name for name, shard in self.shards.items() if not (shard.quantized or shard.added)}
+        left_out = {self.full_name(name) for name in needed} - {name for name, _ in named_parameters(module)}
+        if left_out:
+            raise LayoutError(
+                f"{min(left_out)} is declared but not allocated; allocate it from the Shards of its module, or do not "
+                "declare it"
+            )
+        return module
 
     def with_method(self, prefix: str, method: DeclaresShards) -> LayerDeclaration:
         """Return this layer with the linear layer at `prefix` computed by `method`, whose own shards are added.

@@ -146,3 +146,17 @@ MATRIX = Shard((4, 2), dim=0, pieces=(4,))
 def test_a_replicated_parameter_must_say_where_it_is_used() -> None:
     with pytest.raises(LayoutError, match=r"layers\.3\.q_norm\.weight is replicated without used_on; declare used_on="):
         LayerDeclaration("layers.3", {"c": MATRIX, "q_norm.weight": Shard((8,))}, build=torch.nn.Module)
+
+
+def test_a_module_allocates_the_declared_parameters_no_fewer_and_no_more() -> None:
+    def build(shards: Shards, shared: None) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.weight = shards.allocate("weight", ParallelContext.single())
+        return module
+
+    weight = Shard((2,), used_on="stream")
+    assert LayerDeclaration("norm", {"weight": weight}, build).module(None).weight.shape == (2,)
+    with pytest.raises(LayoutError, match=r"norm\.bias is declared but not allocated; allocate it from the Shards of"):
+        LayerDeclaration("norm", {"weight": weight, "bias": weight}, build).module(None)
+    with pytest.raises(LayoutError, match=r"norm\.weight is allocated but not declared; declare it in the family, or"):
+        LayerDeclaration("norm", {"bias": weight}, build).module(None)
