@@ -15,6 +15,7 @@ import socket
 # addresses that no machine has: RFC 5737, RFC 3849
 EXAMPLE_NETWORKS = ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")
 RENDEZVOUS_PORT = 29500  # unless another is given: the default of torch and DeepSpeed
+# hosts' names have underscores, though DNS has a narrower rule
 LABEL = r"\w[\w-]*"
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -43,6 +44,7 @@ def host_fault(name: str) -> str | None:
     """Return the rule that a host, [ssh:][USER@]HOST, breaks, with the remedy; None: pdsh and ssh take it."""
     user, at, address = login_of(name).rpartition("@")
     number = ip_address(address)
+    # brackets first: a URL writes an IPv6 address in them, and without them it may be a good one
     if "[" in name or "]" in name:
         if ip_address(address.strip("[]")) is not None:
             return f"pdsh takes brackets for a range; write ssh:{user}{at}{address.strip('[]')}"
@@ -70,6 +72,7 @@ def address_fault(number: IpAddress) -> str | None:
         return "it is the address of no host, but stands for all of its own; give the one that the others reach"
     if number.is_multicast or number == ipaddress.ip_address("255.255.255.255"):
         return "it is the address of a group, not of one host; give the host's own"
+    # fe80::1%eth0 names an interface of the machine that reads it
     if isinstance(number, ipaddress.IPv6Address) and (number.is_link_local or number.scope_id):
         return "an address in fe80::/10 holds on one network interface only; give another of the host, or its name"
     return None
@@ -98,6 +101,7 @@ def is_own(name: str) -> bool:
     number = ip_address(key)
     if number is not None:
         return number.is_loopback
+    # the names that distributions give the loopback addresses in /etc/hosts
     return key in ("localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback")
 
 
@@ -126,6 +130,7 @@ def endpoint_of(host: str, port: int) -> str:
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT; an IPv6 address may stand in brackets."""
+    # from the right: an IPv6 address has colons of its own
     host, _, port = endpoint.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -133,6 +138,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 def endpoint_fault(endpoint: str) -> str | None:
     """Return the rule that HOST:PORT breaks, with the remedy."""
     host, colon, port = endpoint.rpartition(":")
+    # without a port: the last group of fd00::1 would be read as one
     if ip_address(endpoint.strip("[]")) is not None:
         return "it is not HOST:PORT; write the port behind the address, one of IPv6 in brackets: [fd00::1]:29500"
     if not (host and colon and re.fullmatch(r"\d{1,5}", port, re.ASCII) and 0 < int(port) < 2**16):

@@ -42,6 +42,7 @@ from megatron.weights.huggingface_config import config_of, other_model
 from megatron.weights.model_folder import find_base, nothing_to_load
 
 BASE = "base_model_name_or_path"
+# the index of several files counts too: what it names is looked for by name
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
 CHECKED_SEQUENCES = 1 << 24
 """Sequences up to which the launch reads the whole index; the ranks do of larger ones."""
@@ -50,6 +51,7 @@ CHECKED_SEQUENCES = 1 << 24
 def missing_start(config: Config) -> Iterator[str]:
     """Yield a fault if the folder to load holds no weights, unless the run goes on in the folder that it saves to."""
     options, skip_train = config.checkpoint, config.training.skip_train
+    # an evaluation without `load` measures what the run has saved
     load = options.load or (options.save if skip_train else None)
     if load is None or not (skip_train or options.needs_start):
         return
@@ -66,6 +68,7 @@ def missing_start(config: Config) -> Iterator[str]:
 def check_start(config: Config) -> Iterator[str]:
     """Yield the faults of a folder to load that holds something."""
     options = config.checkpoint
+    # an empty folder is `missing_start`'s matter, for a run that needs something in it
     if options.load is None or is_empty(Path(options.load)):
         return
     if _goes_on(config):
@@ -92,6 +95,7 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
         yield from _check_model(folder, config)
     elif known is PEFT:
         yield from _check_base(folder, config)
+    # one checkpoint, where the folder of all of them is wanted
     elif (folder / MANIFEST).exists():
         yield f"load={folder} is a checkpoint; give the folder that contains it: {folder.parent}"
     elif not known.holds(folder):
@@ -114,6 +118,7 @@ def _check_model(folder: Path, config: Config) -> Iterator[str]:
 def _check_run(folder: Path, config: Config) -> None:
     """Raise CheckpointError for checkpoints of another model; ranks read them whole, and say what is damaged."""
     step = config.checkpoint.ckpt_step
+    # newest first, as the ranks choose
     chosen = next((path for path in checkpoint_folders(folder) if step in (None, iteration_of(path.name))), None)
     saved = None if chosen is None else saved_model_options(chosen)
     if chosen is not None and saved is not None:
@@ -126,6 +131,7 @@ def _lacking_weights(folder: Path) -> Iterator[str]:
         yield foreign_format(folder) or f"{folder} holds config.json, but no weights; copy the whole folder"
     for index in sorted(folder.glob("*.index.json")):
         files = read_json(index).get("weight_map")
+        # the index has a row for each tensor, and few files hold them all
         names = sorted(set(map(str, files.values()))) if isinstance(files, dict) else []
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -173,6 +179,7 @@ def warn_of_new_tokens(config: Config, vocab_size: int) -> Iterator[str]:
     if added <= 0 or config.lora.lora_rank is None:
         return
     shards = declared_shards(declared_layers(config))
+    # tied embeddings have no output of their own
     modules = [name for name in ("embedding.word", "output") if f"{name}.weight" in shards]
     trained = {name.rpartition(".")[0] for name, shard in shards.items() if shard.trained}
     frozen = [name for name in modules if name not in trained]
@@ -212,6 +219,7 @@ def check_fewer_nodes(request: LaunchRequest, config: Config, devices_per_node: 
         yield f"min_nodes={fewest}: continuing with fewer nodes is a restart; set HL_MAX_RESTARTS (--max-restarts) too"
     # what is wrong with all nodes is reported as such, and not once more for each smaller number
     known = set(check(config, request.nodes * devices_per_node))
+    # from the most nodes down, so that a fault is reported with the largest number that has it
     for nodes in range(request.nodes - 1, fewest - 1, -1):
         world_size = nodes * devices_per_node
         for fault in [*check(config, world_size), *check_deepspeed(config, world_size)]:
@@ -293,6 +301,7 @@ def _check_dataset(prefix: str, tool: str) -> Iterator[str]:
     if prefix.endswith((".bin", ".idx")) and not Path(prefix + ".idx").exists():
         yield f"data_path={prefix} is a file; give the prefix that .bin and .idx share, {prefix[:-4]}"
         return
+    # a missing, an empty and an unreadable file have a remedy each
     files = [Path(prefix + ending) for ending in (".bin", ".idx")]
     missing = [str(path) for path in files if not path.is_file()]
     empty = [str(path) for path in files if path.is_file() and path.stat().st_size == 0]
@@ -351,6 +360,7 @@ def check_outputs(config: Config) -> Iterator[str]:
     cache = config.data.data_cache_path
     if cache is not None and not Path(cache).is_dir():  # an existing one may hold all that is needed
         folders["data_cache_path"] = cache
+    # several options may lead to one folder, whose fault is one
     checked: set[Path] = set()
     for option, folder in folders.items():
         if folder is None:
@@ -389,6 +399,7 @@ def check_local_devices(device: str, devices_per_node: int) -> Iterator[str]:
     available = record.count()
     needed = f"{devices_per_node} {device} devices are needed, but"
     visible, layout = record.visible_variable, "HL_NGPU_PER_NODE (--devices-per-node)"
+    # the variable first: the machine may have enough devices, which it hides
     if available < devices_per_node and os.environ.get(visible):
         yield (
             f"{needed} {visible}={os.environ[visible]} leaves {available} of this machine's; list more, or set "
@@ -447,8 +458,10 @@ def check_remote(words: Sequence[str], request: LaunchRequest) -> Iterator[str]:
             name = "DeepSpeed's launcher" if by_pdsh else "mpirun"
             yield f"{program} is not installed; {name} needs it for the hosts of {request.hostsfile}"
     for word in words if by_pdsh else ():
+        # pdsh puts its own values in place of %h, %n and %u
         if "%" in word or "\n" in word:
             yield f"{word!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
+    # DeepSpeed's launcher splits each line at its =, an empty one too, and ends by a ValueError without one
     for path, number, line in deepspeed_env_lines():
         if "=" not in line:
             yield f"{path}, line {number}: {line!r} is not NAME=VALUE, which DeepSpeed's launcher needs; remove it"

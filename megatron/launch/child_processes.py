@@ -38,6 +38,7 @@ def noted_signals(numbers: Iterable[signal.Signals]) -> Iterator[deque[int]]:
     numbers = list(numbers)
     with handled_signals(numbers, note):
         if threading.current_thread() is threading.main_thread():
+            # after the handlers are there: what was pending comes now
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         yield received
 
@@ -68,6 +69,7 @@ def interruptible(numbers: Iterable[signal.Signals], received: deque[int]) -> It
     def interrupt(number: int, frame: FrameType | None = None) -> None:
         raise InterruptedBySignal(number)
 
+    # one that came before the handler was installed would be heard by no one
     if received:
         interrupt(received[0])
     with handled_signals(numbers, interrupt):
@@ -112,6 +114,7 @@ def report(text: str) -> None:
 
 def python_path() -> str:
     """Return PYTHONPATH with this package's folder first, for processes that start elsewhere."""
+    # without an empty part, which would stand for the current folder
     return os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -126,6 +129,7 @@ def kill_tree(pid: int) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
+        # listed before the first is killed: children of a process that has ended have another parent
         for process in [top, *top.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -26,6 +26,7 @@ def rank_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int, sockets: 
 
     `ranks_per_socket` 0: as many on each socket. Raises CoresError.
     """
+    # rounded up
     fitting = -(-ranks // len(sockets))
     per_socket = ranks_per_socket or fitting
     if ranks > per_socket * len(sockets):
@@ -33,6 +34,7 @@ def rank_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int, sockets: 
             f"HL_PPR={per_socket} (--ranks-per-socket) leaves places for {per_socket * len(sockets)} of the {ranks} "
             f"ranks of a node, which has {len(sockets)} sockets; set it to {fitting} or more"
         )
+    # the smallest socket decides, since each has to take as many ranks
     fewest, together = min(map(len, sockets)), min(ranks, per_socket)
     needed, most = cores_per_rank * together, fewest // together
     if needed > fewest:
@@ -43,6 +45,7 @@ def rank_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int, sockets: 
         )
     bound = []
     for rank in range(ranks):
+        # place of the rank's first core within its socket
         first = rank % per_socket * cores_per_rank
         bound.append(frozenset[int]().union(*sockets[rank // per_socket][first : first + cores_per_rank]))
     return bound
@@ -53,6 +56,7 @@ def own_sockets() -> Sockets:
     if not hasattr(os, "sched_getaffinity"):
         raise CoresError("HL_PE (--cores-per-rank) binds ranks on Linux only; leave it out")
     threads_of: dict[int, dict[int, set[int]]] = {}  # by socket and core
+    # the threads of this process: a scheduler or a container may leave it a part of the machine
     for thread in sorted(os.sched_getaffinity(0)):
         folder = TOPOLOGY / f"cpu{thread}" / "topology"
         try:
@@ -61,6 +65,7 @@ def own_sockets() -> Sockets:
             raise CoresError(
                 f"HL_PE (--cores-per-rank) needs {folder}, which this system does not show; leave it out"
             ) from None
+        # numbers of cores repeat from socket to socket
         threads_of.setdefault(socket, {}).setdefault(core, set()).add(thread)
     sockets = [threads_of[socket] for socket in sorted(threads_of)]
     return [[frozenset(cores[core]) for core in sorted(cores)] for cores in sockets]
@@ -103,11 +108,13 @@ PREFIXES = (
     "TORCHINDUCTOR_",
 )
 """Settings of communication libraries and devices."""
+# Habana's log and the libraries of its kernels, the search path of libraries, and this project's own
 NAMES = ("ENABLE_CONSOLE", "GC_KERNEL_PATH", "LD_LIBRARY_PATH", "LOG_LEVEL_ALL", "MEGATRON_VERBOSE")
 
 
 def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set on the hosts. What .deepspeed_env sets too is left to it."""
+    # these stand in the command itself, and would override the user's file
     theirs = {line.partition("=")[0] for _, _, line in deepspeed_env_lines()}
     return {
         name: value
@@ -118,6 +125,7 @@ def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def deepspeed_env_lines() -> Iterator[tuple[Path, int, str]]:
     """Yield path, number and text of each line of the .deepspeed_env files, which DeepSpeed's launcher sends."""
+    # in DeepSpeed's order: of a name in both, the one in the current folder counts
     for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -141,6 +149,7 @@ def check_variables(device: str, devices_per_node: int, launcher: str = "pdsh") 
         return
     record = find_device(device)
     visible = record.visible_variable
+    # unset, each host has all its devices
     if not os.environ.get(visible) or record.count is None:
         return
     left = record.count()

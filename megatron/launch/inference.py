@@ -81,6 +81,7 @@ class InferenceCommand(Generic[C]):
         if "--help" in arguments or "-h" in arguments:
             self._print_help(with_variables="--variables" in arguments)
             return DONE
+        # torchrun, or another launcher, has started this process as a rank
         if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return self._run_here(arguments, ends=argv is None)
         try:
@@ -174,12 +175,14 @@ def plan_ranks(
     if not devices.is_device(device):
         device = detect_device(allow_hpu=device != "no-hpu")
     ranks = Layout.of(load).model_size * (request.data_parallel_size or 1)
+    # rounded up, as many on each node
     num_devices = request.devices_per_node or -(-ranks // request.nodes)
     world_size = request.nodes * num_devices
     if request.data_parallel_size is None:  # all devices are used
         request.data_parallel_size = Layout.of(load, world_size).num_batch_ranks
     # behind the sizes, which say how many devices each host must have
     hosts, faults_of_hosts = find_hosts(request, num_devices)
+    # rules of the layout make sense for sizes that fill the devices
     if request.data_parallel_size * Layout.of(load).model_size == world_size:
         request.faults += layout_faults(load, world_size, device)
     else:
@@ -199,6 +202,7 @@ def plan_ranks(
         environment = sent_variables(os.environ) | environment
     return LaunchPlan(
         **request.options() | {"device": device, "devices_per_node": num_devices, "min_nodes": request.nodes},
+        # no training: what runs is in the flags
         config=Config(),
         # chosen here, so that no rank detects another one
         train_flags=(*flags, "--device", device),
@@ -223,6 +227,7 @@ def _rank_environment(request: LaunchRequest, command: Command, device: str, num
         lazy = given[LAZY_MODE] != "0" if given.get(LAZY_MODE) else None
         size = command.load.tensor_model_parallel_size
         request.faults += devices.graph_faults("use_graphs", device, lazy=lazy, tensor_size=size, environment=given)
+        # HPU graphs are captured in lazy mode alone
         if record.has_lazy_mode:
             environment |= {LAZY_MODE: "1"} | devices.graph_variables(device, size)
     return environment

@@ -43,8 +43,10 @@ class FineTuning(RowOptions):
         One file becomes FOLDER/data, each of several NAME/data in it. Raises ValueError as `files`.
         """
         files, weights = self._parsed()
+        # chats.jsonl.gz has several endings
         names = [Path(file).name.split(".")[0] for file in files]
         for number, name in enumerate(names):
+            # files of one name from several folders
             if name in names[:number]:
                 names[number] = f"{name}_{number + 1}"
         if len(names) < 2:
@@ -61,6 +63,7 @@ class FineTuning(RowOptions):
         try:
             return parse_data_path(file_words(self.data))
         except ValueError as why:
+            # the rule is that of --data-path, whose datasets have prefixes
             rule = str(why).replace("prefixes", "files").replace("prefix", "file").replace("PREFIX", "FILE")
             raise ValueError(rule) from None
 
@@ -70,6 +73,7 @@ def file_words(text: str) -> list[str]:
 
     Raises ValueError.
     """
+    # a file whose name has blanks needs no quotes
     return [text] if Path(text).exists() else shlex.split(text)
 
 
@@ -224,8 +228,10 @@ def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host
             f"hostsfile {path} and rendezvous {request.rendezvous} exclude each other: this launcher starts all hosts, "
             "or it is started on each of them; give one"
         )
+    # a file may list more hosts than the run uses; the slots of those are not checked
     hosts = listed[: request.nodes + request.spare_hosts]
     faults += _check_hosts(hosts, path, request.nodes, devices_per_node)
+    # the agent then runs here, without ssh
     if len(hosts) == 1 and is_this_machine(hosts[0].name):
         return [], faults
     return hosts, faults
@@ -253,6 +259,7 @@ def _check_hosts(hosts: Sequence[Host], path: str, nodes: int, devices_per_node:
 
 def check_addresses(hosts: Sequence[Host], hostsfile: str | None) -> Iterator[str]:
     """Yield a fault if the hosts are those of an example."""
+    # of documentation, copied as it is
     examples = [host for host in hosts if is_example(host.name)]
     if examples:
         some = ", ".join(host.name for host in examples[:2])

@@ -87,6 +87,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     A value that cannot be read is a fault of its own, and removes only the checks that need it: there is a layout for
     each of several values in its place, and only what is wrong in all of them is reported.
     """
+    # first: the folders that follow from the request are checked with the user's own
     command, flags = _with_derived_flags(request)
     device = _choose_device(request, command)
     if device is None and request.devices_per_node is None:  # their number depends on the device
@@ -115,6 +116,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
 def _plan(draft: _Draft, warnings: list[str]) -> LaunchPlan:
     """Return the plan of a request without faults, so that there is one layout."""
     (layout,), given, request, lazy = draft.layouts, draft.command.config, draft.request, draft.lazy
+    # behind the user's own, so that all ranks have what was resolved here
     flags = [*draft.flags, *_flags_of_layout(given, layout.config)]
     environment = _rank_environment(request, layout, lazy=lazy)
     if draft.hosts:
@@ -148,6 +150,7 @@ def _find_hosts(request: LaunchRequest, layouts: Sequence[ConfigOnRanks]) -> tup
         return [], []
     numbers = {layout.devices_per_node for layout in layouts}
     is_known = len(numbers) == 1 and not request.unread & SIZES
+    # where the devices of a node are not known, no host has too few
     return find_hosts(request, numbers.pop() if is_known else 1)
 
 
@@ -173,6 +176,7 @@ def _with_derived_flags(request: LaunchRequest) -> tuple[CommandLine, list[str]]
     They stand before the user's own flags, which override them.
     """
     own = list(request.train_flags)
+    # read twice: the derived flags follow from the user's, and are then read with them
     command = read_command_line(own, request.unread - UNREADABLE)
     flags = [*_output_flags(request, command), *own]
     if _lacks_data(command, request) and request.dry_run:
@@ -209,6 +213,7 @@ def _lazy_mode(request: LaunchRequest, config: Config, device: str | None) -> tu
     if device is None or not any(record.has_lazy_mode for record in devices.candidates(device)):
         return None, []
     lazy, compiled = request.lazy, config.training.torch_compile
+    # what the ranks are given comes before what this process has
     given = request.environment.get(LAZY_MODE) or os.environ.get(LAZY_MODE)
     if lazy is None and given:
         lazy = given != "0"
@@ -231,6 +236,7 @@ def _layouts(request: LaunchRequest, config: Config, device: str | None, *, lazy
     model_ranks = Layout.of(config.parallel).model_size
     devices_per_node = request.devices_per_node or _default_devices(request, device, model_ranks)
     if request.unread & SIZES:
+        # stand-ins for the sizes: a fault that all of them have does not come from the number of ranks
         return [_layout(request, config, devices_per_node, model_ranks * copies) for copies in (1, 2, 3)]
     world_size = request.nodes * devices_per_node
     if request.data_parallel_size is not None:
@@ -242,6 +248,7 @@ def _layout(request: LaunchRequest, config: Config, devices_per_node: int, world
     layout = ConfigOnRanks(config, devices_per_node, world_size)
     if request.samples_per_rank is None:
         return layout
+    # global batch = samples of a rank x ranks that read different data
     samples = request.samples_per_rank * Layout.of(config.parallel, world_size).num_batch_ranks
     training = dataclasses.replace(config.training, global_batch_size=samples)
     return dataclasses.replace(layout, config=dataclasses.replace(config, training=training))
@@ -302,6 +309,7 @@ def _check_environment(request: LaunchRequest) -> Iterator[str]:
         places = f"HL_PPR={request.ranks_per_socket} (--ranks-per-socket)"
         yield f"{places} places ranks that are bound to cores; set HL_PE (--cores-per-rank) too"
     given = request.environment.get("DS_ACCELERATOR")
+    # two names for the device could contradict each other in the ranks
     if given:
         yield f"DS_ACCELERATOR={given}: the launcher sets it; leave it out, and set HL_DEVICE (--device)"
 
@@ -385,6 +393,7 @@ def _rank_environment(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bo
     environment = dict(request.environment)
     if lazy is not None:
         environment[LAZY_MODE] = "1" if lazy else "0"
+    # after the user's: what the device needs is not to be overridden
     environment |= devices.rank_variables(device)
     if layout.config.data.eval_graphs:
         environment |= devices.graph_variables(device, layout.config.parallel.tensor_model_parallel_size)
@@ -398,6 +407,7 @@ def _output_flags(request: LaunchRequest, command: CommandLine) -> list[str]:
     """Return flags for the folders that are not given; the results folder is named after the run."""
     results = command.config.logging.results_dir
     flags: dict[str, Any] = {}
+    # with a rendezvous each node would name the folder after its own clock (`_check_folders`)
     if request.results_parent is not None and "results_dir" not in command.given and request.rendezvous is None:
         flags["results_dir"] = results = str(Path(request.results_parent, _name_of_results(request, command)))
     flags |= _checkpoint_flags(request, command, results)
