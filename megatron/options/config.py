@@ -4,8 +4,8 @@ A value comes from three sources, later ones override earlier ones: the field's 
 (`--config tiny_bloom` or `--config path.yaml`), the command line. Field names are unique over the whole tree, so each
 is also a flat flag under the name Megatron users know: `tensor_model_parallel_size` is `--tensor-model-parallel-size`.
 
-`command_line.py` reads a config, `validation.py` checks the rules between options. The files of this folder import
-neither torch nor deepspeed, so an invalid config is reported at once.
+settings/command_line.py reads a config, settings/validation.py checks the rules between options. The files of this
+folder import neither torch nor deepspeed, so an invalid config is reported at once.
 """
 
 from __future__ import annotations
@@ -97,12 +97,14 @@ class Config:
         """Timeout of the watchdog in seconds. 0: no watchdog."""
         if self.guard.watchdog_timeout_s is not None:
             return self.guard.watchdog_timeout_s
+        # not above the timeout of collectives, by which ranks would end before the watchdog has written their stacks
         return min(600.0, self.parallel.distributed_timeout_minutes * 60)
 
     @property
     def uses_pipeline(self) -> bool:
         """True for DeepSpeed's pipeline engine, False for the sequential engine."""
         optimizer = self.optimizer
+        # DeepSpeed's pipeline engine refuses ZeRO 2 and 3
         return not (self.parallel.no_pipeline_parallel or optimizer.zero_stage >= 2 or optimizer.offload_optimizer)
 
     @property
@@ -119,6 +121,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, as in a preset."""
+        # mode="json": tuples become lists, as YAML and JSON give them back
         return TypeAdapter(Config).dump_python(self, mode="json")
 
 
@@ -144,6 +147,7 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
 @cache
 def sections() -> dict[str, type]:
     """Return the dataclass of each section, in order."""
+    # the annotations are strings here; fields() alone has them as such
     hints = get_type_hints(Config, include_extras=False)
     return {field.name: hints[field.name] for field in fields(Config)}
 
@@ -169,12 +173,14 @@ def batch_sizes(training: TrainingConfig) -> list[int]:
     """Return every global batch size of the run, in order."""
     if training.rampup_batch_size is None:
         return [training.global_batch_size]
+    # all but the last are below the full size
     start, increment, _ = training.rampup_batch_size
     return [*range(start, training.global_batch_size, increment), training.global_batch_size]
 
 
 def num_microbatches(training: TrainingConfig, num_batch_ranks: int) -> int:
     """Return the microbatches of each data-parallel rank in a step, once any ramp-up is over."""
+    # 1 for a global batch that does not divide, which a rule refuses with all other faults
     return max(1, training.global_batch_size // (training.micro_batch_size * num_batch_ranks))
 
 
@@ -183,6 +189,7 @@ def batch_levels(training: TrainingConfig) -> list[tuple[int, int | None]]:
     if training.rampup_batch_size is None:
         return [(training.global_batch_size, None)]
     start, increment, ramp_samples = training.rampup_batch_size
+    # level n ends at ceil((n + 1) * samples / number): in whole numbers, as no boundary may be missed by rounding
     number = (training.global_batch_size - start) // increment
     levels = [(start + n * increment, -(-(n + 1) * ramp_samples // number)) for n in range(number)]
     return [*levels, (training.global_batch_size, None)]
@@ -193,6 +200,7 @@ def samples_after(training: TrainingConfig, iterations: int) -> int:
     samples = 0
     for batch_size, level_end in batch_levels(training):
         steps = iterations
+        # a level ends with the first step that reaches its end, so the next one begins a little late
         if level_end is not None:
             steps = min(iterations, steps_beyond(level_end, samples, batch_size))
         samples += steps * batch_size
@@ -202,4 +210,5 @@ def samples_after(training: TrainingConfig, iterations: int) -> int:
 
 def steps_beyond(level_end: int, samples: int, batch_size: int) -> int:
     """Return the steps of a batch size by which the samples consumed reach or pass the end of its level."""
+    # 0: a step of the level before has passed this level as a whole
     return max(0, -(-(level_end - samples) // batch_size))

@@ -90,6 +90,7 @@ class DataConfig:
     @property
     def num_held_out_sets(self) -> int:
         """Datasets of the longer one of the validation and test paths. Raises ValueError if a path is malformed."""
+        # [1:]: without the training data
         return max(len(parse_data_path(words)[0]) if words else 0 for _, words in self.paths[1:])
 
     @property
@@ -101,9 +102,12 @@ class DataConfig:
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Return prefixes and weights; the weights are None for prefixes alone. Raises ValueError that states the rule."""
     prefixes, weights = list(words), None
+    # a single word is a prefix even if it reads as a number
     are_prefixes = len(words) == 1 or all(_number(word) is None for word in words)
     if not words or not are_prefixes:
+        # 0 for what is not a number: the next line refuses both alike
         prefixes, weights = list(words[1::2]), [_number(word) or 0.0 for word in words[::2]]
+        # a comparison with NaN is false, so that is refused too
         if not words or len(words) % 2 or not all(0 < weight < math.inf for weight in weights):
             raise ValueError("must be one prefix, prefixes alone, or WEIGHT PREFIX pairs with weights above 0")
     if len(prefixes) > LARGEST_BLEND:
@@ -120,6 +124,7 @@ def _number(word: str) -> float | None:
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """Return the three proportions of '949,50,1', summing to 1. Raises ValueError."""
+    # Megatron takes both separators, and fills a shorter list up with zeros
     parts = [float(part) for part in text.replace("/", ",").split(",")]
     if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
         raise ValueError(text)

@@ -22,6 +22,7 @@ def read_settings(path: str) -> dict[str, Any]:
         raise ConfigError([f"deepspeed_config={path!r} is not JSON: {error}"]) from None
     if not isinstance(settings, dict):
         raise ConfigError([f"deepspeed_config={path!r} holds {type(settings).__name__}; it must be an object"])
+    # "auto" is transformers' word for a value that the Trainer fills in
     settings = _without_auto(settings)
     if "bfloat16" in settings:  # DeepSpeed's former name of it
         if "bf16" in settings:
@@ -32,6 +33,7 @@ def read_settings(path: str) -> dict[str, Any]:
 
 def _parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json keeps the last of repeated keys in silence; DeepSpeed refuses them
         names = [name for name, _ in pairs]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -39,6 +41,7 @@ def _parse(text: str) -> Any:
         return dict(pairs)
 
     try:
+        # plain JSON first: its messages name the place of a fault, hjson's are about its own wider syntax
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -66,10 +66,12 @@ def idle_without(config: Config) -> Iterator[str]:
     """Yield a message for each option that has no effect without another one, which is not given."""
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
     rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    # with `auto` any device that may be chosen counts: the launch may run on another machine than the ranks
     on_hpu = any("fused_hpu" in device.attention for device in candidates(config.parallel.device))
     traces = logging.profile or logging.profile_instructions
     recompute = config.training.recompute_granularity
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
+    # (whether the other option is given, its name, the remedy, options without effect otherwise)
     needs: list[tuple[object, str, str, tuple[str, ...]]] = [
         (checkpoint.save, "save", "give the folder to save in", SAVING),
         (
@@ -134,6 +136,7 @@ def _holds_out(data: DataConfig) -> bool:
     """Return True if there are data to validate or test on."""
     if data.per_split:
         return bool(data.valid_data_path or data.test_data_path)
+    # a split such as 100 or 1,0,0 is all training
     return any(parse_split(data.split)[1:])
 
 
@@ -153,5 +156,6 @@ def idle_options(config: Config, needed: str, remedy: str, names: Sequence[str])
     for name in names:
         section, declared = options()[name]
         value = getattr(getattr(config, section), name)
+        # an option given at its default changes nothing, and looks like one that is not given
         if value != declared.default:
             yield f"{name}={value} has no effect without {needed}; {remedy}, or leave it out"

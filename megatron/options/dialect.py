@@ -98,6 +98,7 @@ class Dialect:
         result = Translation()
         for name, value in given:
             row = self.row(name)
+            # the first row that covers a name counts
             if row is not None:
                 self._read(row, name, value, result)
                 continue
@@ -105,12 +106,14 @@ class Dialect:
             usable = {row.name: row for row in self.rows if row.outcome != "refused"}
             near = nearest(name, usable, self.prefix)
             result.faults.append(self.unknown(name, value, near))
+            # what was meant is probably this: rules about it would only report consequences of the misspelt name
             if near is not None:
                 result.unread.update(usable[near].targets)
         return result
 
     def _read(self, row: Entry, name: str, value: Any, result: Translation) -> None:
         try:
+            # checked even where nothing is set: `honoured` rows have no conversion that would
             if row.takes == "switch":
                 is_true(value)
             settings = row.convert(value)
@@ -122,6 +125,7 @@ class Dialect:
         # a refused value is read all the same: it may contradict another name, which is a fault too
         if row.refuses(value):
             result.faults.append(self.refused.format(**words))
+        # a switch that is off requests nothing, so a note about it would be noise
         elif row.outcome == "no effect" and str(value).lower() not in FALSE:
             result.notes.append(self.no_effect.format(**words))
         given = Translated(row, f"{name}={value}", dict(settings))
@@ -129,6 +133,7 @@ class Dialect:
             _check_agreement(given, result)
         result.given.append(given)
         for target, setting in settings:
+            # the last one counts, as on any command line
             result.settings[target] = setting
             result.sources[target] = name
 
@@ -187,6 +192,7 @@ def flag_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _words(value: Any) -> list[str]:
+    # before str: Python would write True, argparse and YAML take true
     if isinstance(value, bool):
         return ["true" if value else "false"]
     if isinstance(value, (list, tuple)):
@@ -224,6 +230,7 @@ def no_effect(name: str, text: str, takes: Form = "value") -> Entry:
 
 def refused(name: str, text: str, takes: Form = "value", accepts: str = "") -> Entry:
     """Return a row that is refused, but for the values, between spaces, that request nothing."""
+    # a refused switch may be off, as scripts write out all of theirs
     off = FALSE if takes == "switch" else tuple(accepts.split())
     return Entry(name, "refused", text, takes=takes, accepts=off)
 
@@ -236,11 +243,13 @@ def number(fits: Callable[[float], bool], rule: str) -> Callable[[Any], str]:
 
     def read(value: Any) -> str:
         try:
+            # OverflowError: YAML reads a whole number of any length
             is_right = fits(float(value))
         except (TypeError, ValueError, OverflowError):
             is_right = False
         if not is_right:
             raise WrongValueError(rule)
+        # as it was written: the option's own type reads it, and describes it in messages
         return str(value)
 
     return read
@@ -251,6 +260,7 @@ def whole(at_least: int = 0) -> Callable[[Any], int]:
 
     def read(text: Any) -> int:
         try:
+            # text with a fraction is refused, as int() does not read it
             number = int(text)
         except ValueError:
             number = at_least - 1

@@ -34,6 +34,7 @@ def dashed(arguments: Sequence[str]) -> list[str]:
     words = []
     for word in arguments:
         if word.startswith("--"):
+            # the name alone: a value, such as a path, keeps its underscores
             name, equals, value = word.partition("=")
             word = name.replace("_", "-") + equals + value
         words.append(word)
@@ -42,6 +43,7 @@ def dashed(arguments: Sequence[str]) -> list[str]:
 
 def cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words before `--`, which are a command's own, and those behind it, which it passes on."""
+    # the first one: a further -- belongs to the command that gets the rest
     end = words.index("--") if "--" in words else len(words)
     return list(words[:end]), list(words[end + 1 :])
 
@@ -60,6 +62,7 @@ def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
     Values stay strings and a missing one is an empty string, so that all are validated together.
     """
     for name, hint in get_type_hints(cls).items():
+        # argparse formats its help by %
         text = help_of_option(cls, name, getattr(cls, name, None), hint).replace("%", "%%")
         if is_bool(hint):
             group.add_argument(flag(name), dest=name, nargs="?", const="true", help=text, metavar=metavar(hint))
@@ -67,6 +70,7 @@ def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
             if not name.startswith("no_"):
                 negative = flag("no_" + name)
                 group.add_argument(negative, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
+        # "*", not "+": argparse would end with its own message at the first flag without values
         elif sequence(hint):
             group.add_argument(flag(name), dest=name, nargs="*", help=text, metavar=metavar(hint))
         else:
@@ -80,6 +84,7 @@ def help_of_option(cls: type, name: str, default: Any, hint: Any) -> str:
         text += f" One of {', '.join(_choices(hint))}."
     if cls.__pydantic_fields__[name].is_required():  # type: ignore[attr-defined]
         return text
+    # the text says what that means
     if shown(default) == "unset" and "Unset:" in text:
         return text
     return f"{text} (default: {shown(default)})"
@@ -89,6 +94,7 @@ def shown(default: Any) -> str:
     """Format a default as a user would write it."""
     if default is None or default == ():
         return "unset"
+    # before str(), which writes True
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, tuple):
@@ -102,6 +108,7 @@ def is_bool(hint: Any) -> bool:
 
 def sequence(hint: Any) -> Any:
     """Return the tuple type in `tuple[...]` or `tuple[...] | None`; None for a single value."""
+    # the type itself, or a member of its union with None
     return next((part for part in (hint, *get_args(hint)) if get_origin(part) is tuple), None)
 
 
@@ -129,6 +136,7 @@ def metavar(hint: Any) -> str:
     choices = _choices(hint)
     if choices:
         braced = "{" + ",".join([*_numbers(hint), *choices]) + "}"
+        # longer choices would push the help out of a terminal's line; it then lists them in its text
         return braced if len(braced) <= 48 else "NAME"
     if _is_pairs(hint):
         return "KEY=VALUE ..."
@@ -158,6 +166,7 @@ def read_known_flags(cls: type[Options], namespace: argparse.Namespace, faults: 
 
     These have their defaults, and a fault each is added.
     """
+    # a flag without a value has its default too: rules on it would report what the user did not say
     values, unread = _flag_values(cls, namespace)
     faults += [f"{flag(name)} needs a value" for name in unread]
     try:
@@ -165,6 +174,7 @@ def read_known_flags(cls: type[Options], namespace: argparse.Namespace, faults: 
     except ValidationError as error:
         faults += _faults_of(error, cls, values)
         unread |= {str(wrong["loc"][0]) for wrong in error.errors()}
+    # a second time without them: the others are still needed, for the rules between them
     known = {name: value for name, value in values.items() if name not in unread}
     return TypeAdapter(cls).validate_python(known), unread
 
@@ -178,6 +188,7 @@ def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, An
         if value in ("", []):
             without_value.add(name)
         elif value is not None:
+            # a word without = is a list of one, which pydantic reports as missing the second
             if _is_pairs(hint):
                 value = [word.split("=", 1) for word in value]
             values[name] = unset(hint, value)
@@ -196,6 +207,7 @@ def read_values(cls: type[Options], values: Mapping[str, Any], faults: list[str]
 def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Iterator[str]:
     for wrong in error.errors():
         name, rule = str(wrong["loc"][0]), wrong["msg"]
+        # a required option: its name is in no value that could be shown
         if name not in values:
             yield f"{flag(name)} is missing; {_lowered(doc_of_option(cls, name).split('.')[0])}"
             continue
@@ -223,6 +235,7 @@ def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
             near = difflib.get_close_matches(name, flags, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             faults.append(f"unknown flag {name}; {hint}")
+        # behind an unknown flag, words are its values: that fault is enough
         elif not any(other.startswith("-") for other in rest[: rest.index(word)]):
             faults.append(f"{word!r} does not follow a flag; see --help")
     return faults
@@ -230,6 +243,7 @@ def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
 
 def unescaped(text: str) -> str:
     """Return a text with \\n, \\t, \\r and \\\\ replaced by the characters that they stand for."""
+    # the doubled backslash first, as a character that no text has: else \\n would become a backslash and a line break
     for escape, character in (("\\\\", "\0"), ("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\0", "\\")):
         text = text.replace(escape, character)
     return text

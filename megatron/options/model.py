@@ -156,6 +156,7 @@ class ModelConfig:
     def particular(self) -> dict[str, Any]:
         """Return the options of PARTICULAR that do something, by name."""
         idle = set() if self.attention_window else {"attention_window_pattern", "rotary_base_local"}
+        # a value at its default needs nothing of a form of transformers
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in PARTICULAR if name not in idle}
         return {name: value for name, value in values.items() if value != defaults[name]}
@@ -168,6 +169,7 @@ class ModelConfig:
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        # equal parts for all tensor-parallel ranks, each a multiple that suits the kernels
         return -(-self.vocab_size // multiple) * multiple
 
     def computed(self, seq_length: int) -> dict[str, Any]:
@@ -175,6 +177,7 @@ class ModelConfig:
 
         Options that do nothing at its position encoding are left out. `seq_length`: that of its run.
         """
+        # an option without effect may differ: two models that compute the same are one
         idle = set(NOT_COMPUTED)
         if self.attention_window is None:
             idle |= {"attention_window_pattern", "rotary_base_local"}
@@ -184,6 +187,7 @@ class ModelConfig:
             idle |= {"rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling_factor"}
         if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
             idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
+        # unset and written out are the same model
         resolved = {
             "ffn_hidden_size": self.ffn_size,
             "num_query_groups": self.num_kv_heads,
@@ -252,6 +256,7 @@ class LoraConfig:
     def computed(self) -> dict[str, Any]:
         """Return the options that determine what given adapters compute, beside their names and shapes."""
         return {
+            # unset and written out are the same adapters
             "lora_alpha": self.lora_alpha or self.lora_rank,
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,

@@ -59,6 +59,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
     # its states have memory of their own, from which they move to the host by themselves
     "paged_adamw_32bit": dataclasses.replace(_ADAM, has_l2_decay=False, can_offload=False),
 }
+# dict.fromkeys: each once, in one order for all checkpoints
 STATES = tuple(dict.fromkeys(state for kind in OPTIMIZERS.values() for state in kind.states))
 """All kinds of states."""
 READERS = {
@@ -137,6 +138,7 @@ class OptimizerConfig:
     @property
     def given_warmup(self) -> str:
         """Return the option that sets the length of the warm-up, with its value."""
+        # a rule lets only one of them be set
         for name in ("lr_warmup_samples", "lr_warmup_iters", "lr_warmup_fraction"):
             if getattr(self, name):
                 return f"{name}={getattr(self, name)}"
@@ -149,6 +151,7 @@ class OptimizerConfig:
     @property
     def states(self) -> tuple[str, ...]:
         """Return the kinds of states that the optimizer keeps of each parameter."""
+        # SGD without momentum has nothing to store
         needed = self.kind.keeps_none_without
         if needed and not getattr(self, needed):
             return ()

@@ -80,13 +80,16 @@ class CheckpointConfig:
     @property
     def loads_elsewhere(self) -> bool:
         """True if `load` is another folder than `save`, which is empty at a first start."""
+        # without save nothing can be empty for being new
         if self.load is None or self.save is None:
             return self.load is not None
+        # one folder may be named by a link, or relative to another one
         return os.path.realpath(self.load) != os.path.realpath(self.save)
 
     @property
     def needs_start(self) -> bool:
         """True if `load` must hold something; the folder that the run saves to is empty at a first start."""
+        # each needs a model that exists, which a first start in an empty folder does not have
         names_one = self.finetune or self.universal_checkpoint or self.ckpt_step is not None
         return self.loads_elsewhere or (names_one and self.load is not None)
 

@@ -26,11 +26,13 @@ def filled_options(declared: Any, words: Sequence[str], option: str, owner: str)
         return None
     faults = list(_word_faults(words, known, option, owner))
     pairs = [word.partition("=") for word in words]
+    # text: pydantic reads numbers and booleans from it, by the declared types
     values = {name: value for name, _, value in pairs if name in known}
     try:
         options = TypeAdapter(declared).validate_python(values)
     except ValidationError as error:
         faults += [_value_fault(fault, option, owner) for fault in error.errors()]
+    # raised when the types are read, whatever the values are: a fault of the declaration
     except PydanticUserError as error:
         faults.append(
             f"{owner} has an option of a type that no text is read as; use a plain type: {str(error).splitlines()[0]}"
@@ -50,6 +52,7 @@ def _word_faults(words: Sequence[str], known: Sequence[str], option: str, owner:
         if equals and name not in known:
             yield f"{option} {name}={value!r} is unknown to {owner}; use {', '.join(known)}"
     for name in known:
+        # of two values one would be lost
         if names.count(name) > 1:
             yield f"{option} has {name} {names.count(name)} times; keep one"
 

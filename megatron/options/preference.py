@@ -47,6 +47,7 @@ class ObjectiveNeeds(NamedTuple):
 _OF_RATIOS = ("ld_alpha",)
 # a divergence is defined up to a term of the prompt alone, which a difference between its two answers cancels
 _OF_MARGINS = ("ld_alpha", "f_divergence", "f_alpha")
+# the weights of both kinds balance data that has more of one
 _UNPAIRED = ObjectiveNeeds(("desirable_weight", "undesirable_weight"), is_unpaired=True)
 
 OBJECTIVES: dict[Objective, ObjectiveNeeds] = {
@@ -62,6 +63,8 @@ OBJECTIVES: dict[Objective, ObjectiveNeeds] = {
     "sppo_hard": ObjectiveNeeds(_OF_RATIOS),
     "apo_zero": ObjectiveNeeds(_OF_RATIOS),
     "apo_down": ObjectiveNeeds(_OF_RATIOS),
+    # ORPO (arXiv:2403.07691) and CPO (arXiv:2401.08417) include the loss of the chosen answer, SimPO
+    # (arXiv:2405.14734) does not
     "orpo": ObjectiveNeeds(reference=False, takes_means=True, sft_weight=1.0),
     "simpo": ObjectiveNeeds(("label_smoothing", "simpo_gamma"), reference=False, takes_means=True),
     "cpo": ObjectiveNeeds(("label_smoothing",), reference=False, sft_weight=1.0),
@@ -96,6 +99,7 @@ class PreferenceConfig:
     """Origin of the reference's log-probabilities. `adapters_off`: the base of the adapters, in a forward pass before
     each step. `stored`: the model at the start of the run, once before training, in files beside the data. `auto`:
     adapters_off with adapters, else stored."""
+    # below 0.5: robust divides by 1 - 2 label_smoothing
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """sigmoid, robust, simpo, cpo: share of the pairs whose answers are taken to be the wrong way round. exo_pair:
     probability of the rejected answer, above 0; 1e-3 is usual."""
@@ -123,6 +127,7 @@ class PreferenceConfig:
 
     def prompt_limit(self, seq_length: int) -> int | None:
         """Return the number of tokens of a prompt that are kept; None: all."""
+        # seq_length counts labels: a prompt with its answer has a token more
         return (seq_length + 1) // 2 if self.max_prompt_length == "half" else self.max_prompt_length
 
     @property
@@ -140,6 +145,7 @@ class PreferenceConfig:
 
     @property
     def needs_kl(self) -> bool:
+        # KTO (arXiv:2402.01306) measures answers against a KL divergence, estimated from mismatched ones
         return self.preference_loss == "kto"
 
     @property

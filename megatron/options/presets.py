@@ -45,6 +45,7 @@ class _PresetLoader(yaml.SafeLoader):
     """YAML's safe loader, rejecting duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # from the nodes: in the mapping itself the repeated key is gone
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
@@ -63,6 +64,7 @@ def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
 
     `translated`: also those of a finetune_lora.yaml. Raises ConfigError.
     """
+    # by the ending alone: a folder of the name of a preset must not hide it
     path = Path(name) if name.endswith((".yaml", ".yml")) else PRESETS_DIR / f"{name}.yaml"
     if not path.is_file():
         known = sorted(preset.stem for preset in PRESETS_DIR.glob("*.yaml"))
@@ -70,6 +72,7 @@ def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError([f"config {name!r} not found; {hint}the presets are {', '.join(known)}"])
     try:
+        # single: a second document in the file is an error, not data that is left out
         tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
@@ -105,6 +108,7 @@ def merged(below: dict[str, Any], above: dict[str, Any], notes: list[str]) -> di
 
 def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[str]]:
     """Return the options of `below` that are replaced, by option=value of `above`, within a section."""
+    # an option that is off below needs no note that it was replaced
     given = [name for name, value in below.items() if value not in UNSET]
     names_by = {by: [name for name in given if name in names] for by, names in _replacing(above)}
     return {by: names for by, names in names_by.items() if names}
@@ -112,6 +116,7 @@ def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, list[st
 
 def _replacing(above: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
     """Yield each option=value of `above` that replaces others, with the names of these."""
+    # without this, two ways to give a length would be a fault in every command that changes a preset's
     for group in ALTERNATIVES:
         for chosen in _chosen(group, above):
             yield f"{chosen}={above[chosen]}", set(group) - above.keys()
@@ -121,6 +126,7 @@ def _replacing(above: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
         yield f"position_embedding_type={encoding}", set(others) - above.keys()
     if _is_zero(above.get("eval_iters")):
         yield "eval_iters=0", {"eval_interval"} - above.keys()
+    # 1: a preset that does not mention lora_rank changes nothing
     if above.get("lora_rank", 1) is None:
         yield "lora_rank=none", set(ADAPTERS) - above.keys()
 
@@ -137,4 +143,5 @@ def _chosen(group: Sequence[str], above: dict[str, Any]) -> list[str]:
 
 
 def _is_zero(value: object) -> bool:
+    # False is an option that is off, not a number; by text, since flags are not yet read
     return not isinstance(value, bool) and str(value) in ("0", "0.0")

@@ -22,16 +22,19 @@ class RunningEstimate:
 
     def limit(self, threshold: float, window: int) -> float:
         """Return `threshold` standard deviations above the mean; infinity before `window` steps."""
+        # too few values for a deviation that means something
         if self.steps < window:
             return math.inf
         return self.mean + threshold * math.sqrt(self.variance)
 
     def follow(self, value: float, threshold: float, window: int) -> None:
         """Add one finite value."""
+        # first clipped by the estimate so far, then added to it
         value = min(value, self.limit(threshold, window))
         self.steps += 1
         # equal weights at first, so that the estimate does not depend on the very first value alone
         weight = max(1 / self.steps, 2 / (window + 1))
+        # with weight 1 / n Welford's mean and variance, then their exponential form: V = (1 - w)(V + w d^2)
         difference = value - self.mean
         self.mean += weight * difference
         self.variance = (1 - weight) * (self.variance + weight * difference * difference)
@@ -78,6 +81,7 @@ class Progress:
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Progress:
         """Return the progress saved as dataclasses.asdict and JSON. Raises TypeError or ValueError."""
+        # a counter that an older checkpoint lacks has its default
         values = dict(saved)
         for name in ("loss", "log_grad_norm"):
             if name in values:
@@ -90,11 +94,13 @@ class Progress:
 
     def leaves_out(self, begin: int, end: int) -> bool:
         """Return whether a step over any of these samples is skipped as a whole."""
+        # half-open: a step that begins where a gap ends is not in it
         return any(begin < stop and start < end for start, stop in self.left_out)
 
     def leave_out(self, begin: int, end: int) -> None:
         merged = [(begin, end)]
         for start, stop in sorted(self.left_out):
+            # touching ranges too; merged[0] is the new one, which grows over all that it reaches
             if start <= merged[0][1] and merged[0][0] <= stop:
                 merged[0] = (min(start, merged[0][0]), max(stop, merged[0][1]))
             else:
@@ -109,6 +115,7 @@ def tokens_of_run(of_data: Callable[[int], int], start: Progress) -> Callable[[i
     before `start`: they count as they were read.
     """
     before = 0
+    # the difference between what was counted while reading and what this data would give: constant from here on
     if start.consumed_tokens is not None:
         before = start.consumed_tokens - of_data(start.consumed_samples)
     return lambda samples: before + of_data(samples)

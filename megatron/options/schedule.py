@@ -57,13 +57,16 @@ class ParamSchedule:
         lr_decay_samples after the start of the training (not of the decay) and kept from there on.
         """
         warmup = self.lr_warmup[-1][0] if self.lr_warmup else 0
+        # <=, as in Megatron: the step at the end of the warm-up has exactly lr
         if warmup > 0 and consumed_samples <= warmup:
             return self.lr_warmup_init + self._warmup_share(consumed_samples) * (self.lr - self.lr_warmup_init)
         if self.lr_decay_style == "constant":
             return self.lr
+        # after "constant": that has no end
         if consumed_samples > self.lr_decay_samples:
             return self.min_lr
         progress = (consumed_samples - warmup) / (self.lr_decay_samples - warmup)
+        # lr sqrt(warmup / samples): it is lr at the end of the warm-up; 1 in place of 0, as in Megatron
         if self.lr_decay_style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(warmup, 1) / max(consumed_samples, 1)))
         if self.lr_decay_style == "WSD":
@@ -76,6 +79,7 @@ class ParamSchedule:
 
     def _warmup_share(self, consumed_samples: int) -> float:
         below = (0.0, 0.0)
+        # linear between the two corners around it
         for corner in self.lr_warmup:
             if consumed_samples <= corner[0]:
                 break
@@ -86,8 +90,10 @@ class ParamSchedule:
         """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""
         if self.weight_decay_incr_style == "constant" or consumed_samples > self.weight_decay_incr_samples:
             return self.end_weight_decay
+        # over the whole training, without a warm-up
         share = consumed_samples / self.weight_decay_incr_samples
         if self.weight_decay_incr_style == "cosine":
+            # Megatron's (cos(pi (1 - share)) + 1) / 2: it rises where the learning rate's falls
             share = 1 - _cosine(share)
         return self.start_weight_decay + share * (self.end_weight_decay - self.start_weight_decay)
 
@@ -136,6 +142,7 @@ class Schedule:
         """
         size = self.training.global_batch_size
         if self.samples_per_epoch is not None:
+            # no ramp-up here: a rule refuses it with epochs
             left_in_epoch = self.samples_per_epoch - consumed_samples % self.samples_per_epoch
             return max(1, min(size, left_in_epoch, self.total_samples - consumed_samples))
         if self.training.rampup_batch_size is None:
@@ -173,12 +180,14 @@ class Schedule:
         if self.samples_per_epoch is not None:
             return self._whole_epochs(self.samples_per_epoch)
         iterations, samples = 0, 0
+        # level by level: a ramp over millions of samples needs no loop over steps
         for batch_size, level_end in batch_levels(self.training):
             steps = steps_left = self._steps_left(iterations, samples, batch_size)
             if level_end is not None:
                 steps = min(steps_left, steps_beyond(level_end, samples, batch_size))
             iterations += steps
             samples += steps * batch_size
+            # the training ends within this level; the last level has no end of its own
             if steps == steps_left:
                 break
         return iterations, samples
@@ -190,6 +199,7 @@ class Schedule:
             return training.train_iters, self.samples_after(training.train_iters)
         samples = training.train_samples or (training.num_epochs or 0) * samples_per_epoch
         epochs, rest = divmod(samples, samples_per_epoch)
+        # - (-rest // size): rounded up, as the last batch may be smaller
         return epochs * steps_per_epoch - (-rest // size), samples
 
     def _steps_left(self, iterations: int, samples: int, batch_size: int) -> int:
@@ -197,6 +207,7 @@ class Schedule:
         if self.training.train_iters is not None:
             return self.training.train_iters - iterations
         assert self.training.train_samples is not None, "rules.py demands a length"
+        # rounded down: of a stream only whole batches are trained
         return (self.training.train_samples - samples) // batch_size
 
     def samples_after(self, iterations: int) -> int:
@@ -216,7 +227,9 @@ class Schedule:
         length = training.train_samples or samples_after(training, training.train_iters or 0)
         if self.samples_per_epoch is not None:
             length = self.total_samples
+        # Megatron's defaults: the decay ends with the training
         decay = options.lr_decay_samples or self.samples_after(options.lr_decay_iters or 0) or length
+        # constant: Megatron returns the end's value, so that both are the same
         start_weight_decay = end_weight_decay = options.weight_decay
         if options.weight_decay_incr_style != "constant":
             start_weight_decay, end_weight_decay = options.start_weight_decay or 0.0, options.end_weight_decay or 0.0
@@ -241,12 +254,14 @@ class Schedule:
         In steps it is a straight line over them, and so bends over the samples where the batch size changes.
         """
         options = self.optimizer
+        # a share of the decay, not of the training, as in Megatron
         samples = options.lr_warmup_samples or (options.lr_warmup_fraction or 0) * decay_samples
         if samples:
             return ((samples, 1.0),)
         last = options.lr_warmup_iters
         if not last:
             return ()
+        # only those within the warm-up; its end is a corner in any case
         bends = {step for step in self._resized_at(last) if 0 < step < last}
         return tuple((self.samples_after(step), step / last) for step in sorted(bends | {last}))
 
@@ -254,10 +269,12 @@ class Schedule:
         """Return the numbers of steps, up to about `last`, before and after which the batch size differs."""
         size = self.training.global_batch_size
         if self.samples_per_epoch is not None:
+            # all steps of the epochs are equal, so the line over steps is one over samples
             if self.samples_per_epoch % size == 0:
                 return []
             steps_per_epoch = -(-self.samples_per_epoch // size)  # the last of them is smaller
             ends = range(steps_per_epoch, last + 2, steps_per_epoch)
+            # two bends around each smaller step, the last of its epoch
             return [step for end in ends for step in (end - 1, end)]
         steps, samples, resized_at = 0, 0, []
         for batch_size, level_end in batch_levels(self.training)[:-1]:

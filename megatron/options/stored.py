@@ -28,6 +28,7 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
     """Return the values of known options by section, every fault, and the options whose values cannot be used."""
     known: dict[str, dict[str, Any]] = {}
     unread: set[str] = set()
+    # all faults are collected: a user corrects a file once
     strange = [name for name in tree if name not in sections()]
     faults = [f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in strange]
     for section, cls in sections().items():
@@ -39,9 +40,11 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
             values = {}
         for name in [str(name) for name in values if name not in hints]:  # YAML's keys may be numbers
             faults.append(_unknown_option(name, section))
+            # the option that was probably meant: rules about it would report its default
             unread |= set(nearest(name, options()))
         known[section] = {name: _words(value, hints[name]) for name, value in values.items() if name in hints}
     try:
+        # validated although the result is not needed: the types are pydantic's alone
         CONFIG.validate_python(known)
     except ValidationError as error:
         faults += _wrong_values(known, error)
@@ -52,6 +55,7 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
 def _wrong_values(known: dict[str, dict[str, Any]], error: ValidationError) -> list[str]:
     # an option of several types has a fault for each of them
     rules: dict[tuple[int | str, ...], list[str]] = {}
+    # loc is (section, option, place in a tuple or member of a union, ...)
     for fault in error.errors():
         rules.setdefault(fault["loc"][:2], []).append(fault["msg"])
     joined = {option: " or ".join(dict.fromkeys(messages)) for option, messages in rules.items()}
@@ -75,6 +79,7 @@ def _wrong_value(known: dict[str, dict[str, Any]], location: tuple[int | str, ..
     """Describe a value of the wrong type or out of range."""
     section, name = str(location[0]), str(location[1])
     value = known[section][name]
+    # pydantic names the element that is missing, a user counts values
     wanted = get_args(sequence(get_type_hints(sections()[section])[name]))
     if kind in ("missing", "too_short", "too_long") and wanted:
         rule = f"expected {len(wanted)} values, not {len(value)}"

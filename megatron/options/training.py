@@ -55,6 +55,7 @@ class ParallelConfig:
         """Name of the pipeline schedule."""
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
+        # Megatron interleaves wherever it has virtual stages
         return "interleaved" if self.num_virtual_stages_per_pipeline_rank > 1 else "1f1b"
 
     @property
@@ -164,11 +165,13 @@ class TrainingConfig:
         """Names of the parts of a layer that are recomputed; empty if none or the whole layer is."""
         if self.recompute_granularity != "selective":
             return frozenset()
+        # a YAML list, words on a command line, and Habana's list with commas
         words = " ".join(self.recompute_modules or ("core_attn",)).replace(",", " ").split()
         return frozenset("layernorm" if name == "norm" else name for name in words)
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        # a rule refuses both; until it has been reported, bf16 counts
         if self.bf16:
             return "bf16"
         return "fp16" if self.fp16 else "fp32"
@@ -183,6 +186,7 @@ class GuardConfig:
     update. `rollback`: return to a checkpoint from before the spike and leave out the samples around it."""
     spike_threshold: PositiveFloat = 6.0
     """Standard deviations above the running mean at which a loss, or the logarithm of a gradient norm, is a spike."""
+    # one step has no deviation
     spike_window: Annotated[int, Field(ge=2)] = 128
     """Time constant, in steps, of the exponential running mean and deviation. No spike is detected before this many
     steps."""

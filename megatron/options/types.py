@@ -13,6 +13,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+# below 1: dropout scales what is left by 1 / (1 - p)
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
