@@ -36,6 +36,7 @@ def build_evaluate_parser(prog: str = "megatron-evaluate") -> argparse.ArgumentP
         description="Measure a checkpoint of a run, a Hugging Face model or adapters by lm-eval's tasks, and by the "
         "perplexity and bits per byte of datasets, on any layout.",
         epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/evaluation.md has examples.",
+        # an abbreviation would change its meaning with the next flag that is added
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
@@ -48,6 +49,7 @@ def read_command(arguments: Sequence[str]) -> EvaluateCommand:
     """Return the command. Raises ConfigError with every fault."""
     namespace, rest = build_evaluate_parser().parse_known_args(dashed(arguments))
     faults = unknown_flags(rest, vars(namespace))
+    # of both, so that every fault is listed; the loop loses their types, which isinstance restores
     load, evaluation = (read_flags(cls, namespace, faults) for _, cls in GROUPS)
     if isinstance(evaluation, EvaluationOptions):
         faults += evaluation.faults()

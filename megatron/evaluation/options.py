@@ -55,6 +55,7 @@ class EvaluationOptions:
             for name in self._changed(OF_TASKS):
                 yield f"--{name.replace('_', '-')} is for --tasks, which is not given; leave it out"
         if not self.apply_chat_template:
+            # fewshot_as_multiturn is on by default, and counts only if it was turned off
             for name in self._changed(("chat_template", "fewshot_as_multiturn")):
                 yield f"--{name.replace('_', '-')} is for --apply-chat-template; add that, or leave it out"
         yield from self._faults_of_output()
@@ -74,6 +75,7 @@ class EvaluationOptions:
             yield f"--output {self.output} is a folder; give a file"
 
     def _missing_files(self) -> Iterator[str]:
+        # found before the model is loaded; a task by name is looked for by lm-eval itself
         for prefix in self.dataset:
             if not Path(f"{prefix}.idx").is_file():
                 yield f"--dataset {prefix}: there is no {prefix}.idx; give the path without .bin or .idx"

@@ -132,6 +132,7 @@ OTHER_NAMES = {
 }
 """Flags of transformers' and optimum-habana's run_generation.py by the names here."""
 _PRECISIONS = {"--bf16": "bf16", "--fp16": "fp16"}
+# each of these wants what always holds here: refusing it would only stop a script that is right
 WITHOUT_EFFECT = {
     "--use-kv-cache": "keys and values are always kept",
     "--reuse-cache": "the cache is always allocated once and written in place",
@@ -146,6 +147,7 @@ WITHOUT_EFFECT = {
     "--verbose-workers": "rank 0 prints, and errors name their rank",
     "--local-rank": "the launcher numbers the ranks",
 }
+# each of these would change the results or the work: leaving it out in silence would give others than expected
 REFUSED = {
     "--bucket-size": "lengths are rounded up by a rule of this project; leave it out",
     "--torch-compile": "--use-graphs takes its place; leave it out",
@@ -181,6 +183,7 @@ def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentP
         "any layout.",
         epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/generation.md has examples, and a "
         "table of the flags of transformers and optimum-habana that are understood.",
+        # an abbreviation would change its meaning with the next flag that is added
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
@@ -204,6 +207,7 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
         faults += generation.faults()
     if prompts is not None:
         faults += prompts.faults()
+    # without torch only that it exists; its ranks find what it holds
     if load is not None and not Path(load.load).exists():
         faults.append(f"--load {load.load} does not exist; give the folder of a run's checkpoints or of a model")
     if prompts is not None and generation is not None:
@@ -218,6 +222,7 @@ def _faults_of_both(prompts: PromptOptions, generation: GenerationOptions) -> It
     """Describe the options of the choice of tokens that do not fit those of the prompts."""
     if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
         yield f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out"
+    # which text wins is known at its end alone
     if prompts.chat and generation.num_beams > 1:
         yield "--num-beams is not for --chat, which prints a text while it grows; leave it out"
 

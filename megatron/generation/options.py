@@ -78,6 +78,7 @@ class GenerationOptions:
         if not self.draws:
             # a beam search gives several texts without drawing
             names = ("top_k", "top_p", "min_p") if self.num_beams > 1 else ("top_k", "top_p", "min_p", "num_samples")
+            # an option without effect is a fault: the texts would be taken for those of other settings
             for name, value in self._changed(*names):
                 yield (
                     f"{name}={value} has no effect on the most probable token (temperature=0); set a temperature, "

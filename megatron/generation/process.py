@@ -20,6 +20,7 @@ def work_with_model(
 
     `use_graphs`: passes are to be replayed as graphs of the device.
     """
+    # within the function: a command that only checks its options must not wait for torch
     from megatron.runtime import accelerator
     from megatron.runtime.devices import set_graph_variables
 
@@ -40,6 +41,7 @@ def work_with_model(
         work(load_model(load, ctx, announce))
         raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
     finally:
+        # not where joining the group has failed
         if dist.is_initialized():
             dist.destroy_process_group()
 

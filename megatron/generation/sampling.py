@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key alone, not on what else is drawn, where or in which order."""
+"""Choice of tokens: random numbers that depend on a key alone, then penalties, filters and draws."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ class Draws:
         self.padded_size = self.num_blocks * self.block
         """Ids with those that fill the last block; their probabilities must be 0."""
 
-    # Two steps, a block of sqrt(V) ids and an id in it. Logits of another layout differ by rounding, and give another
-    # id only where two quotients are as close; inverting a cumulative distribution would add up the roundings of the
-    # vocabulary.
     def draw(self, weights_BV: Tensor, keys: Sequence[Key]) -> Tensor:
         """Return ids, int64 [B], drawn in proportion to weights: float32 [B, padded_size], not negative, of any sum."""
         batch = len(keys)
