@@ -56,10 +56,12 @@ def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if groups is not None:
         options["num_query_groups"] = groups
     position = _POSITIONS.get(str(arguments.get("position_embedding_type")))
+    # an older switch, beside which position_embedding_type may still have its default
     if arguments.get("use_rotary_position_embeddings"):
         position = "rope"
     if position is not None:
         options["position_embedding_type"] = position
+    # a release without the argument says nothing of it, which is not the same as off
     if "use_rope_scaling" in arguments:
         factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
         options["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
@@ -127,6 +129,7 @@ class DeepSpeedCheckpoint(WeightSource):
 
     def _check_kinds(self, frozen: Collection[str]) -> None:
         for ours, kinds in self._kinds.items():
+            # frozen parameters have no moments, so their files hold weights alone
             if kinds != self.kinds and not (ours in frozen and kinds == ("weight",)):
                 lacking = next(kind for kind in self.kinds if kind not in kinds)
                 raise CheckpointError(
@@ -170,6 +173,7 @@ class DeepSpeedCheckpoint(WeightSource):
     def _assembled(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
         if origin.cut.dim is None:
             return self._one_of_copies(origin, name, kind, local)
+        # with one rank not assembled: that copies, and the tensor may be a mapped file
         full = local[0] if len(local) == 1 else origin.cut.assemble(local)
         length = origin.shard.shape[origin.cut.dim]
         # ours is zero there; Megatron's is trained like the other rows, and means nothing
@@ -265,6 +269,7 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
             layout = "universal"
         frozen: set[str] = set()
         if config is not None:
+            # a config that the checkpoint stores comes last, and counts
             facts["metadata"] = {"config": config.to_dict(), **facts.get("metadata", {})}
             check_parameters(folder, config, {name: origin.shard for name, origin in origins.items()})
             declared = declared_shards(family_of(config).layers(config))
@@ -303,6 +308,7 @@ def _source_of(folder: Path) -> RankTensors:
 def _compare(folder: Path, facts: Mapping[str, Any], config: Config) -> list[str]:
     """Raise CheckpointError if the config is of another model. Return the options that could not be compared."""
     saved = _saved_tree(folder, facts)
+    # ours: every option of the model is stored; Megatron's arguments state a few of them
     if isinstance(saved, dict) and "model" in saved:
         check_model_options(folder, saved["model"], saved.get("training", {}).get("seq_length"), config)
         return []
@@ -339,6 +345,7 @@ def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     client = source.client
     args: dict[str, Any] = {}
     arguments = client.get("args")
+    # Megatron saves an argparse.Namespace, which is read as a record without behaviour
     if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
         args = {name: value for name, value in arguments.state.items() if _is_plain(value)}
     progress = _progress(folder).get("progress") or {}

@@ -65,10 +65,12 @@ def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Pa
         if match is None:
             continue
         numbers = tuple(map(int, match.groups()))
+        # bf16_zero_pp_rank_0... and zero_pp_rank_0... have the same numbers: two precisions left theirs
         if numbers in files and pattern is OPTIMIZER_FILE:
             raise CheckpointError(
                 f"{path} and {files[numbers].name} are of the same rank, so of two checkpoints; keep those of one"
             )
+        # model files of one rank may have both names, as in our universal folders: they hold the same
         files.setdefault(numbers, path)
     return files
 
@@ -109,6 +111,7 @@ class UniversalFolder:
         self.folder = folder
         self.files = ForeignFiles()
         self.client = _client(folder, self.files)
+        # by their weights, since other files in zero/ (optimizer_state.pt) are of no parameter
         self.names = sorted(path.parent.name for path in (folder / "zero").glob("*/fp32.pt"))
         self._shapes = _parameter_shapes(self.client)
 
@@ -157,6 +160,7 @@ class UniversalFolder:
         dim = content.get("cat_dim")
         if not isinstance(dim, int) or not 0 <= dim < len(shape):
             return Shard(shape)
+        # so many equal pieces, as gate and up of SwiGLU
         count = content.get("param_n_sub_params", 1)
         return Shard(shape, dim=dim, pieces=(shape[dim] // count,) * count)
 
@@ -214,6 +218,7 @@ class ZeroShards:
         models = numbered(folder, MODEL_FILE)
         data_size = 1 + max(data for data, _ in files)
         model_size = 1 + max(model for _, model in files)
+        # every rank must have its file: a gap would shift what the ranks behind it hold
         ranks = itertools.product(range(model_size), range(data_size))
         missing = [
             f"zero_pp_rank_{data}_mp_rank_{model:02d}_optim_states.pt"
@@ -279,6 +284,7 @@ class ZeroShards:
             )
         for index, weight in enumerate(weights):
             flat = self._flat_tensors(weight, inner.get("state", {}).get(index, {}), path)
+            # a span must lie within the moments too, which have the same offsets
             length = min(tensor.numel() for tensor in flat.values())
             for name, start, numel in groups.spans[index]:
                 if not (isinstance(start, int) and isinstance(numel, int) and 0 <= start <= start + numel <= length):
@@ -293,6 +299,7 @@ class ZeroShards:
         for kind in FILE_OF_KIND:
             if isinstance(moments.get(kind), Tensor):
                 flat[kind] = _checked(moments[kind], path, kind)
+        # all groups of an optimizer step together, so the first that counts is enough
         if self._step is None and "step" in moments:
             self._step = _as_int(moments["step"])
         return flat
@@ -326,6 +333,7 @@ class ZeroShards:
     def _joined(self, pieces: Sequence[_FlatSlice], kind: str) -> Tensor:
         for piece in pieces:
             self.files.ensure(piece.path)
+        # in the order of the data ranks, which is that of the tensor's elements
         return torch.cat([piece.flat[kind].narrow(0, piece.start, piece.numel) for piece in pieces])
 
     def step(self) -> int | None:
@@ -347,6 +355,7 @@ class ModelFiles:
             for (rank,), path in numbered(folder, MODEL_FILE).items():
                 module = _mapping(self.files.load(path), path, "a model's state").get("module")
                 self._add(rank, path, _mapping(module, path, "'module'"), "")
+        # by the tensors that were found: a rank that lacks one is missed below
         self.tensor_size = 1 + max((rank for ranks in self._state.values() for rank in ranks), default=0)
         for name, ranks in self._state.items():
             missing = [rank for rank in range(self.tensor_size) if rank not in ranks]
@@ -395,6 +404,7 @@ def _client(folder: Path, files: ForeignFiles) -> dict[str, Any]:
     files_of_ranks = numbered(folder, MODEL_FILE)
     if not files_of_ranks:
         return {}
+    # the first rank's: counters and arguments are alike in all
     path = files_of_ranks[min(files_of_ranks)]
     return _mapping(files.load(path), path, "a model's state")
 
@@ -405,6 +415,7 @@ def _tensor_size(folder: Path, client: Mapping[str, Any], model_size: int) -> in
     layers = numbered(folder, LAYER_FILE)
     size = recorded.get("tp_degree") if isinstance(recorded, dict) else None
     if not isinstance(size, int):
+        # where nothing is recorded: a pipeline shows it by the files of its layers
         size = model_size
         if layers:
             size = 1 + max(rank for _, rank in layers)

@@ -57,6 +57,7 @@ class PipelineNames:
         names = list(names)
         # a block's parameters are in its submodules, those of the two layers behind it in the layers themselves
         blocks = [int(match[1]) for name in names if (match := re.match(r"(\d+)\..+\.", name))]
+        # layers 0 and 1 are the embeddings, so block n is layer n + 2
         return cls(_decoder(max([1, *blocks]) - 1, is_tied="0.weight" not in names))
 
     def theirs(self, ours: str) -> str:
@@ -135,6 +136,7 @@ class Origin:
 
 def _ungrouped(grouped: Tensor, pieces: Sequence[int], num_heads: int) -> Tensor:
     """Rows [key/value head][its query heads, k, v][head size] -> [q; k; v], each with its heads in order."""
+    # with grouped queries several query heads share a key/value head, and lie before it in the file
     q_size, kv_size, _ = pieces
     head_size = q_size // num_heads
     groups = grouped.unflatten(0, (kv_size // head_size, -1, head_size))  # [kv heads, q heads of each + 2, head size]
@@ -188,6 +190,7 @@ def _names_in_files(ours: str, names: PipelineNames, held: Mapping[str, str]) ->
 def _our_origin(source: RankTensors, ours: str, theirs: tuple[str, ...], shard: Shard) -> Origin:
     local, cut = source.shape(theirs[0]), shard
     if ours in VOCABULARY and len(local) == 2:  # padded for the layout that saved
+        # at least the model's own: a smaller vocabulary then fails the comparison below
         rows = max(local[0] * source.tensor_size, shard.shape[0])
         cut = Shard((rows, shard.shape[1]), dim=0, pieces=(rows,))
     try:
@@ -241,6 +244,7 @@ def _megatron_names(source: RankTensors, folder: Path) -> dict[tuple[str, str], 
     """Return the names of theirs by (block, name) of ours, checked to be those of whole blocks."""
     parsed = _parsed_megatron_names(source, folder)
     blocks = sorted({layer for layer, name in parsed.values() if name == "input_layernorm.weight"} - {NO_LAYER})
+    # from whatever number the first block has, but without gaps
     if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         gap = next(layer for layer in range(blocks[0], blocks[-1]) if layer not in blocks)
         raise CheckpointError(f"{folder} lacks the files of layer {gap}; copy the whole checkpoint")
@@ -323,6 +327,7 @@ def _plain_origin(source: RankTensors, facts: _MegatronFacts, name: str, theirs:
     size, local = source.tensor_size, source.shape(theirs[0])
     if name in VOCABULARY:
         rows = local[0] * size
+        # unknown: nothing shows which rows are padding, so all are kept
         vocab_size = facts.vocab_size or rows
         if vocab_size > rows:
             raise CheckpointError(
@@ -334,6 +339,7 @@ def _plain_origin(source: RankTensors, facts: _MegatronFacts, name: str, theirs:
     if name in ("attention.dense.weight", "mlp.down.weight"):
         columns = local[1] * size
         shard = Shard((local[0], columns), dim=1, pieces=(columns,))
+        # cut by columns: each rank has its own, so there are no copies to average
         return Origin(tuple(theirs), shard, shard)
     return Origin(tuple(theirs), Shard(local), Shard(local), is_megatron=True)
 
@@ -354,6 +360,7 @@ def _qkv_origin(source: RankTensors, facts: _MegatronFacts, theirs: Sequence[str
             f"{source.path(theirs[0], 'weight')} holds {rows} rows of q, k and v, {q_size} of them q, which is not "
             f"{facts.num_heads} heads; give the number of heads of its own model"
         )
+    # cut in one piece: whole groups of heads lie on each rank, so q, k and v are not cut apart
     cut = Shard((rows, *local[1:]), dim=0, pieces=(rows,))
     return Origin(tuple(theirs), replace(cut, pieces=(q_size, kv_size, kv_size)), cut, num_heads=facts.num_heads)
 

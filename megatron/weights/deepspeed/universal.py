@@ -54,6 +54,7 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
             parameter_folder = partial / "zero" / names.theirs(name)
             parameter_folder.mkdir()
             _write_parameter(parameter_folder, checkpoint, name, vocabulary_rows)
+            # a frozen parameter has neither moments nor steps
             if len(checkpoint.kinds_of(name)) > 1:
                 _save(torch.tensor(_optimizer_step(facts)), parameter_folder / "step.pt")
         info = universal_info(checkpoint.parameters, 1, names)
@@ -68,6 +69,7 @@ def _write_parameter(folder: Path, checkpoint: WeightSource, name: str, vocabula
     for kind in checkpoint.kinds_of(name):
         tensor = checkpoint.read_full(name, kind).contiguous()
         if name in VOCABULARY and vocabulary_rows is not None:
+            # from the last dimension on: no columns, then rows behind the others
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, vocabulary_rows - len(tensor)))
         _save({"param": tensor, **cut}, folder / f"{FILE_OF_KIND[kind]}.pt")
 
@@ -109,6 +111,7 @@ def _compare_shapes_of_parts(optimizer: Any) -> None:
 
     A vocabulary has that shape where its padding to another multiple gives each rank as many rows as the file has.
     """
+    # the method of this one optimizer is wrapped, not DeepSpeed's class: other engines of the process keep theirs
     load = optimizer.load_hp_checkpoint_state_from_checkpoint_dir
     cut = [
         (name, tuple(parameter.shape))
@@ -167,6 +170,7 @@ def universal_info(shards: Mapping[str, Shard], tensor_size: int, names: Pipelin
     parts: list[dict[str, Any]] = []
     widths: dict[str, list[list[int]]] = {}
     for pattern, (name, shard) in _patterns({names.theirs(name): shard for name, shard in shards.items()}).items():
+        # one that is cut by rows, in one piece, and not of the vocabulary needs no pattern: the converter joins it so
         if shard.dim is None:
             replicated.append(pattern)
         elif len(shard.pieces) > 1:
@@ -264,6 +268,7 @@ def _write_states(folder: Path, info: dict[str, Any], facts: Mapping[str, Any], 
     if "metadata" in facts:
         client["metadata"] = json.dumps(facts["metadata"])
     _save(client, folder / "mp_rank_00_model_states.pt")
+    # the loader of ZeRO-3 looks for this name, that of other stages for the one above
     if for_zero_3:
         _save(client, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
