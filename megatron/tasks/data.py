@@ -50,6 +50,7 @@ class Microbatch:
         from megatron.models.positions import Packing
 
         _, positions, starts = self.inputs
+        # padding is known by its starts: at the end of a row each place sees itself alone
         return int(Packing(positions, starts).is_token_BS.sum())
 
     @property
@@ -120,6 +121,7 @@ class LabelIndex:
         """Return the samples for whose labels numbers can be stored: those that a run may read of this split."""
         import numpy as np
 
+        # a view of one number, however many samples there are
         length = np.int64(self._data.config.training.seq_length)
         return SampleLabels(dataset.fingerprint, np.broadcast_to(length, len(dataset)))
 
@@ -135,7 +137,9 @@ class LabelIndex:
         import numpy as np
 
         size = self._data.config.training.micro_batch_size
+        # rounded up to as many microbatches for each rank: their forward passes are collective
         count = -(-len(samples) // (size * num_ranks)) * num_ranks
+        # np.resize repeats the samples from the first on where they do not suffice
         return np.resize(samples, (count, size)).tolist()  # type: ignore[no-any-return]
 
 
@@ -179,6 +183,7 @@ class TaskData(ABC):
         if self.reads_data_path and not data.data_path and not data.per_split:
             yield f"data_path is not given; pass the prefix that {command_name(self.preprocessor)} wrote (--data-path)"
         yield from self._length_faults()
+        # a last batch of an epoch may be smaller, so nothing need be divisible
         if self.counts_epochs:
             return
         size, (dp, per_pass) = training.global_batch_size, parallel_batch_size(config, world_size)
@@ -203,6 +208,7 @@ class TaskData(ABC):
         if len(given) > 1:
             count = "both" if len(given) == 2 else "all"
             yield f"{' and '.join(given)} are {count} given; keep one"
+        # a teacher's labels are those of the samples that a run would train on, so it needs their number
         only_evaluates = training.skip_train and training.teacher_top_k is None
         if given or only_evaluates:
             return

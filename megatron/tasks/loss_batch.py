@@ -48,6 +48,7 @@ class LossBatch:
         """
         import torch
 
+        # before the sum: 0 times a value that is not finite would be NaN
         counted = torch.where(self.weights == 0, 0.0, values)
         return torch.zeros_like(counted).scatter_add(1, self.begins, counted).gather(1, self.begins)
 
@@ -133,6 +134,7 @@ def settings_kept(label: str) -> Iterator[None]:
         if torch.get_default_dtype() != dtype:
             raise LossError(f"{label} set the default dtype of the whole process; give new tensors their own dtype")
     finally:
+        # also after its error: what follows must not compute in its settings
         torch.set_grad_enabled(gradients)
         torch.set_default_dtype(dtype)
 
@@ -142,6 +144,7 @@ def row_places(places: Sequence[tuple[int, int, slice]], shape: Sequence[int]) -
     import torch
 
     length = shape[1]
+    # [(row, start, stop)] of each sample; a microbatch of padding has one of no labels
     spans = [(row, *where.indices(length)[:2]) for _, row, where in places] or [(0, 0, 0)]
     found = torch.full((len(spans), max(1, *(stop - start for _, start, stop in spans))), -1, dtype=torch.int64)
     for number, (row, start, stop) in enumerate(spans):
@@ -155,6 +158,7 @@ def rows_of(values: Tensor, places: Tensor | None, missing: float) -> Tensor:
 
     if places is None:
         return values
+    # -1 would be the last label of the microbatch: read the first instead, and replace it
     found = values.flatten(0, 1)[places.clamp(min=0)]
     is_none = (places < 0).view(*places.shape, *[1] * (found.dim() - 2))
     return torch.where(is_none, torch.full((), missing, dtype=found.dtype, device=found.device), found)

@@ -54,6 +54,7 @@ class LossFunction:
     @property
     def file(self) -> str:
         call = self.call
+        # the file of the function itself, not functools'
         while isinstance(call, functools.partial):
             call = call.func
         try:
@@ -121,6 +122,7 @@ def _options(config: Config, function: Callable[..., Any]) -> dict[str, Any]:
         if each.default is not each.empty:
             field = dataclasses.field(default=each.default)
         fields.append((each.name, _type_of(each, function), field))
+    # as a task declares its options, so that both are read and reported by the same code
     declared = dataclasses.make_dataclass("Options", fields, kw_only=True)
     words, owner = config.training.loss_options, f"loss={config.training.loss}"
     return vars(filled_options(declared, words, "loss_options", owner))
@@ -132,6 +134,7 @@ def _type_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
         owner = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
         try:
             return typing.get_type_hints(owner, getattr(function, "__globals__", {}))[parameter.name]
+        # the annotation of an option then says nothing, but its default may
         except NameError:  # imported for type checkers alone
             pass
     if parameter.default in (parameter.empty, None):
@@ -146,6 +149,7 @@ def _metrics(name: str, function: Callable[..., Any]) -> dict[str, str]:
         raise ConfigError([f"loss={name} has metrics of type {type(declared).__name__}; give a dict such as {example}"])
     faults = []
     for metric, reduction in declared.items():
+        # nll and nll/SOURCE are the metrics that each such loss has
         if not isinstance(metric, str) or not metric or metric.startswith("nll"):
             faults.append(f"loss={name} has a metric {metric!r}; give it a name of its own, not nll")
         elif reduction not in REDUCTIONS:

@@ -86,6 +86,7 @@ class MetricTable:
         """Return the sums of both; None: of nothing."""
         if one is None or other is None:
             return other if one is None else one
+        # sums and weights add up; of maxima the weights alone
         total = one + other
         if rows := self._maxima:
             total[rows, 0] = one[rows, 0].maximum(other[rows, 0])
@@ -109,6 +110,7 @@ class MetricTable:
         value, weight = pair
         if self.reductions[row] == "sum":
             return value
+        # nothing was counted; a NaN among the values of a maximum is kept by its weight
         if weight == 0 or math.isnan(weight):
             return math.nan
         return value if self.reductions[row] == "max" else value / weight

@@ -130,6 +130,7 @@ class CrossEntropy(Objective):
 
         labels, weights = targets
         # a subclass may scale, replace or merely report what it gets from here
+        # is_total: the gradient of the weight may be added in forward, since nothing comes between this and backward
         is_total = type(self).loss is CrossEntropy.loss
         # without gradients it is a validation, whose perplexity is one of the labels alone
         smoothing = self.config.training.label_smoothing_factor if torch.is_grad_enabled() else 0.0

@@ -60,6 +60,7 @@ class FilledRows:
 
 def samples_of(dataset: Any) -> Any:
     """Return the samples themselves, where `dataset` may be rows of them."""
+    # packing=dataset has rows that were packed once, other packings the samples themselves
     return getattr(dataset, "samples", dataset)
 
 
@@ -107,6 +108,7 @@ class PackedFacts(DatasetFacts):
         import numpy as np
 
         samples, order = self.samples, self.dataset.epochs
+        # first sample of each dataset of a mix, of which an epoch reads `passes`, more or less than one
         firsts = samples.epochs.firsts[:-1]
         passes = order.counts / order.sizes
         tokens, trained = (float(passes @ np.add.reduceat(each, firsts)) for each in (samples.lengths, labels))
@@ -137,6 +139,7 @@ class PackedLabels(LabelIndex):
 
     def places(self, dataset: PackedDataset, key: Rows) -> list[LabelPlace]:
         lengths, places = samples_of(dataset).lengths, []
+        # samples lie in a row one after the other, without a gap
         for number, row in enumerate(key):
             begin = 0
             for sample in row:
@@ -176,6 +179,7 @@ class PackedData(TaskData):
         self._edges: NDArray[np.int64] | None = None
         self._multiple = 1
         """Rows are as long as a multiple of this."""
+        # each tensor-parallel rank holds as many places of a row
         if config.parallel.sequence_parallel:
             self._multiple = config.parallel.tensor_model_parallel_size
 
@@ -212,11 +216,13 @@ class PackedData(TaskData):
     def _batch_faults(self, world_size: int) -> Iterator[str]:
         config, training, sft = self.config, self.config.training, self.config.sft
         tp, (dp, _) = config.parallel.tensor_model_parallel_size, parallel_batch_size(config, world_size)
+        # packing deals samples to ranks; fewer would leave one with padding alone in each step
         if training.global_batch_size < dp:
             yield (
                 f"global_batch_size={training.global_batch_size} is less than the data-parallel size {dp}: some ranks "
                 f"would have no {self.sample_name}; use {dp} or more"
             )
+        # checked before the data is read, though its longest sample may be shorter
         if sft.max_batch_len is not None and sft.max_batch_len < self.sample_length:
             times, least = self.sample_length // training.seq_length, f"seq_length={self.sample_length}"
             if times > 1:
@@ -250,6 +256,7 @@ class PackedData(TaskData):
 
     @property
     def varies_shapes(self) -> bool:
+        # rows of a packed dataset are all filled up to the longest
         return self.config.sft.packing != "dataset"
 
     def num_microbatches(self, data_parallel_size: int) -> None:
@@ -299,11 +306,13 @@ class PackedData(TaskData):
         if config.sft.packing == "dataset":
             datasets = [self._packed(samples) for samples in datasets]
         for split, dataset in enumerate(datasets):
+            # several validation datasets are checked one by one
             for each in sets_of(dataset):
                 check_weights(each, split)
         if self.bucketing == "optimal" and self.varies_shapes:
             steps = self.Facts(self, datasets[0]).first_steps()
             filled = [length for cells in steps for length in cells if length]
+            # the last edge must hold the longest row of any split, which the first steps may lack
             longest = max(int(samples.lengths.max()) for each in datasets for samples in sets_of(each))
             if config.sft.packing == "step":
                 longest = self.row_length
@@ -354,6 +363,7 @@ class PackedData(TaskData):
         epoch, begin = divmod(consumed_samples, len(dataset))
         samples = dataset.order(epoch)[begin : begin + size]
         if self.config.sft.packing == "step":
+            # a pure function of the lengths: each rank packs the whole step and takes its share, without a message
             step = pack_step(dataset.lengths[samples], self.row_length, num_ranks)
             packed = np.split(samples[step.order], step.starts[1:-1])
             return len(samples), [[row] if len(row) else [] for row in packed]  # an empty one is a row of padding
@@ -363,6 +373,7 @@ class PackedData(TaskData):
         else:  # the like-sized beside each other: what is padded to the longest is then little
             rows = [samples[i : i + 1] for i in np.argsort(-dataset.lengths[samples], kind="stable")]
         per_microbatch = self.config.training.micro_batch_size
+        # as many microbatches for each rank; the last may be short or empty
         count = -(-len(rows) // (per_microbatch * num_ranks)) * num_ranks
         return len(samples), [rows[cell * per_microbatch : (cell + 1) * per_microbatch] for cell in range(count)]
 
@@ -385,6 +396,7 @@ class PackedData(TaskData):
         import numpy as np
 
         filled = [sum(len(ids) - 1 for ids in row) for row in rows]
+        # an empty microbatch is one row of padding: its passes still join the collectives
         shape = (max(1, len(rows)), self.padded_length(max(filled, default=1)))
         tokens, labels, positions = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         # of padding, each token sees itself alone
@@ -393,6 +405,7 @@ class PackedData(TaskData):
         for number, row in enumerate(rows):
             begin = 0
             for ids in row:
+                # n tokens take n - 1 places: each but the last is an input, each but the first a label
                 end = begin + len(ids) - 1
                 places.append((number, slice(begin, end)))
                 tokens[number, begin:end], labels[number, begin:end] = ids[:-1], ids[1:]
@@ -407,11 +420,13 @@ class PackedData(TaskData):
         most = self.row_length
         if not self.varies_shapes:
             return most
+        # of padding alone: tensors have one place at least
         length = max(1, filled)
         if self._edges is not None:
             length = int(pad_to_edges([length], self._edges)[0])
         elif self.bucketing == "octave":
             length = int(bucket_length(length, self.config.sft.buckets_per_octave))
+        # rounded up to what sequence parallelism cuts; `most` is a multiple already, by a rule
         return min(most, -(-length // self._multiple) * self._multiple)
 
     # What a run compiles
@@ -421,6 +436,7 @@ class PackedData(TaskData):
     ) -> Sequence[Any]:
         ahead = self.config.sft.compile_ahead
         if ahead is None:
+            # without buckets most steps have a shape of their own; fp8's history of scales would hold these passes
             ahead = self._compiles_shapes and self.bucketing != "off" and not self.config.fp8.uses_fp8
         if not self.varies_shapes or not ahead:
             return ()
@@ -429,6 +445,7 @@ class PackedData(TaskData):
             size = global_batch_size(consumed_samples)
             samples, cells = self.step(dataset, consumed_samples, size, self.num_batch_ranks)
             for key in self.keys_of_step(dataset, cells):
+                # the first microbatch of each shape stands for all
                 keys.setdefault(self.shape_of(dataset, key), key)
             consumed_samples += samples
         return [keys[shape] for shape in sorted(keys, reverse=True)]  # a lack of memory shows at once

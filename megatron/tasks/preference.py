@@ -46,6 +46,7 @@ def uses_base(config: Config) -> bool:
     options, has_base = config.preference, config.lora.lora_rank is not None
     if not options.needs_reference:
         return False
+    # the base of adapters is there anyway, so that nothing need be stored
     return has_base if options.reference == "auto" else options.reference != "stored"
 
 
@@ -60,6 +61,7 @@ class PreferenceFacts(PackedFacts):
     def describe(self) -> str:
         samples, name = self.samples, self.data.sample_name
         pairs = self.data.pairs_of(samples)
+        # labels of a pair: those of both answers
         tokens, share = self.share_of_epoch(samples.labels.reshape(len(samples), -1).sum(axis=1))
         counted = f"{len(samples):,} {name}s"
         if pairs is not samples:
@@ -122,15 +124,19 @@ class PreferenceData(PackedData):
         import numpy as np
 
         samples: PairDataset | AnswerDataset = samples_of(dataset)
+        # those of the whole step, of all ranks: its loss divides by their counts
         numbers = np.array([int(sample) for rows in cells for row in rows for sample in row], np.int64)
         num_chosen, num_rejected, tokens = samples.counts_of(numbers)
+        # the engine divides by samples; the loss of chosen answers beside the objective is a mean over their tokens
         step = np.array([len(numbers) / max(1, tokens), num_chosen, num_rejected], np.float32)
         if not self.config.preference.needs_kl:
             return [StepRows(rows, step) for rows in cells]
         answers: Any = samples
+        # sorted: the packing of the others then depends on the step's answers alone, not on how these were dealt
         found = np.sort(answers.numbers[numbers])
         beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self.num_batch_ranks)
         mismatched = [[found[row] for row in rows] for rows in beside]
+        # one list of microbatches for both: the shorter is filled up with empty ones
         count = max(len(cells), len(mismatched))
         empty: Rows = [numbers[:0]] * self.config.training.micro_batch_size
         return [
@@ -201,11 +207,14 @@ class PreferenceData(PackedData):
         labels, numbers = np.full_like(filled.labels, -1), np.zeros_like(filled.labels)
         weights, ld_alpha = np.ones(labels.shape, np.float32), self.config.preference.ld_alpha
         sides = [side for row in rows for side in row]
+        # numbered over all answers of the microbatch, in the order of its rows
         for number, ((row, places), side) in enumerate(zip(filled.places, sides, strict=True)):
+            # the last token of the prompt predicts the first of the answer
             answer = row, slice(places.start + side.begin - 1, places.stop)
             labels[answer], numbers[answer] = filled.labels[answer], number
             if ld_alpha is not None and side.shared is not None:
                 weights[row, places.start + side.begin - 1 + side.shared : places.stop] = ld_alpha
+        # float, since means divide by them
         lengths = np.array([len(side.ids) - side.begin for side in sides], np.float32)
         # a number of labels that varies would be a further shape
         kept = np.flatnonzero(labels.T.ravel() >= 0) if self.bucketing == "off" else np.arange(labels.size)
@@ -261,6 +270,7 @@ class PreferenceObjective(Objective):
                 "global_batch_size=1 is one answer a step, from which preference_loss=kto can estimate no KL "
                 "divergence; use 2 or more, or preference_loss=apo_zero_unpaired"
             )
+        # trained without an adapter, so that switching adapters off would not give the base back
         whole = [name for name in ("lora_modules_to_save", "lora_bias") if getattr(lora, name) not in ((), "none")]
         if whole and uses_base(self.config):
             value = getattr(lora, whole[0])
@@ -316,6 +326,7 @@ class PreferenceObjective(Objective):
         from megatron.tasks.preference_losses import answer_logps, mean_kl, split_targets
 
         logps = partial(answer_logps, ctx=ctx)
+        # no rank has fewer microbatches of it than others: their passes are collective
         beside = [batch.beside for batch in batches if batch.beside is not None]
         policy = forward(beside, logps)
         base = forward(beside, logps, adapters=False) if uses_base(self.config) else []
@@ -324,6 +335,7 @@ class PreferenceObjective(Objective):
         if not uses_base(self.config):
             # what is stored for a mismatched answer is all that follows its labels
             base = [split_targets(batch.targets)[1][0].to(ctx.device) for batch in beside]
+        # each microbatch has the numbers of the whole step
         _, (_, step, *_) = split_targets(batches[0].targets)
         kl = mean_kl(policy, base, float(step[1:].sum()), ctx)
         return [batch.with_targets(kl) for batch in batches]

@@ -94,9 +94,11 @@ def paired_loss(
     `logps_A`: those of `answer_logps`. `targets`: those of `PreferenceTask.read`, with the reference's.
     """
     labels, rest = split_targets(targets)
+    # answers of a pair follow each other, [chosen, rejected, chosen, ...]; an answer may have been cut to nothing
     logps_P2, lengths_P2 = logps_A.view(-1, 2), labels.lengths_A.view(-1, 2).clamp(min=1)
     if options.needs.takes_means:
         logps_P2 = logps_P2 / lengths_P2
+    # rest: is_chosen [A], step [3], reference [A]
     ratios_P2 = logps_P2 - rest[2].view(-1, 2) if options.needs_reference else logps_P2
     scores = PairScores(ratios_P2, divergence(ratios_P2, options), lengths_P2)
     rewards_P2, logps_P2 = (options.beta * ratios_P2).detach(), logps_P2.detach()
@@ -117,10 +119,13 @@ def divergence(ratios: Tensor, options: PreferenceConfig) -> Tensor:
     """Return f'(exp(ratio)) of the f-divergence. Source: Wang et al. 2023 (arXiv:2309.16240), table 1."""
     match options.f_divergence:
         case "forward_kl":
+            # f'(u) = -1/u with u = exp(ratio), and 1 more, which the difference of two scores drops: -exp(-r) + 1
             return -torch.expm1((-ratios).clamp(max=LARGEST_EXPONENT))
         case "js_divergence":
+            # f'(u) = log(2 u / (1 + u))
             return math.log(2) + F.logsigmoid(ratios)
         case "alpha_divergence" if options.f_alpha != 1:
+            # f'(u) = (u^(alpha - 1) - 1) / (alpha - 1); for alpha = 1 log(u), the ratio
             power = options.f_alpha - 1
             return torch.expm1((power * ratios).clamp(max=LARGEST_EXPONENT)) / power
     return ratios
@@ -203,6 +208,7 @@ def apo_down(scores: PairScores, options: PreferenceConfig) -> Tensor:
 
 def orpo(scores: PairScores, options: PreferenceConfig) -> Tensor:
     """The odds ratio of ORPO. Source: Hong et al. 2024 (arXiv:2403.07691), equation 7."""
+    # log odds(p) = log p - log(1 - p) of the mean log-probability of a token
     odds_P2 = scores.ratios_P2 - _log1mexp(scores.ratios_P2)
     return -options.beta * F.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
 
@@ -226,7 +232,9 @@ def _smoothed(logits: Tensor, options: PreferenceConfig) -> Tensor:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) of x < 0, with the digits of both small and large probabilities."""
     x = x.clamp(max=-1e-7)  # a probability that rounds to 1
+    # log 2: Maechler's rule for which of expm1 and log1p keeps the digits
     is_near_0 = x > -0.693
+    # both branches are computed, and a gradient of infinity times 0 is NaN: each gets arguments that it can bear
     return torch.where(
         is_near_0,
         torch.log(-torch.expm1(torch.where(is_near_0, x, -0.1))),
@@ -280,7 +288,9 @@ def _metrics(rewards_A: Tensor, logps_A: Tensor, is_chosen_A: Tensor, counts: Te
     """
     num_answers, num_chosen = len(logps_A), is_chosen_A.sum().float()
     num_rejected = num_answers - num_chosen
+    # without one kind there is no difference of means, and the step has no weight in the mean over the interval
     has_both = (counts > 0).all().float()
+    # mean of chosen minus mean of rejected over the step, as a sum that microbatches and ranks add up
     by_kind_A = torch.where(is_chosen_A, 1 / counts[0].clamp(min=1), -1 / counts[1].clamp(min=1))
 
     def of(values_A: Tensor, *, chosen: bool) -> Metric:
@@ -305,4 +315,5 @@ def mean_kl(policy: Sequence[Tensor], reference: Sequence[Tensor], num_answers: 
     total = torch.stack([(one - other).sum() for one, other in zip(policy, reference, strict=True)]).sum()
     if ctx.batch_group is not None:
         dist.all_reduce(total, group=ctx.batch_group)
+    # at least 0, as a divergence is; an estimate from samples may be below
     return (total / num_answers).clamp(min=0)

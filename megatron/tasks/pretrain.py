@@ -82,9 +82,11 @@ class PretrainData(TaskData):
         tokens, labels = samples[:, :-1], samples[:, 1:]
         mask = np.ones(tokens.shape, dtype=np.float32)
         if self.config.data.eod_mask_loss:
+            # as in Megatron: what follows the end of a document is not predicted from it
             mask[tokens == self.eod] = 0.0
         inputs: Any = torch.from_numpy(np.ascontiguousarray(tokens))
         if self.packs_documents:
+            # the two options are apart: positions may restart while attention goes on, and the other way round
             index, starts = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape), self._document_starts(tokens)
             positions = index - starts if self.config.data.reset_position_ids else index
             seen_from = starts if self.config.data.reset_attention_mask else np.zeros_like(starts)
@@ -97,6 +99,7 @@ class PretrainData(TaskData):
         import numpy as np
 
         begins = np.zeros(tokens.shape, dtype=np.int64)
+        # tokens [a, b, eod, c, d] give begins [0, 0, 0, 3, 0], and starts [0, 0, 0, 3, 3]
         begins[:, 1:] = np.where(tokens[:, :-1] == self.eod, np.arange(1, tokens.shape[1]), 0)
         return np.maximum.accumulate(begins, axis=1)
 

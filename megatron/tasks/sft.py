@@ -52,6 +52,7 @@ class ChatData(PackedData):
         rows = self.filled_rows([[ids for ids, _ in row] for row in read])
         mask = np.zeros(rows.tokens.shape, dtype=np.float32)
         for place, (_, trained) in zip(rows.places, (chat for row in read for chat in row), strict=True):
+            # a label is trained where the token that it is was marked: the first token is never a label
             mask[place] = trained[1:]
         targets = torch.from_numpy(rows.labels), torch.from_numpy(mask)
         return Microbatch(rows.inputs, targets, float(mask.sum()))

@@ -55,6 +55,7 @@ def label_jobs(task: Task, datasets: Sequence[Any], weights: str) -> list[LabelJ
     for split, words in enumerate(words for _, words in config.data.paths):
         for dataset in sets_of(datasets[split]):
             labels = task.data.labels.of(dataset, split)
+            # all that the numbers depend on: another value is another file
             facts = {
                 "data": labels.fingerprint,
                 "samples": str(len(labels.lengths)),
@@ -93,10 +94,12 @@ def open_teacher(task: Task, datasets: Sequence[Any]) -> None:
         for dataset in sets_of(each):
             labels = task.data.labels.of(dataset, split)
             fitting = _files_of(labels, files, SPLITS[split])
+            # by teacher: its files of training and validation data have these in common
             path_of_teacher |= {_facts_of_teacher(file): file.path for file in fitting}
             if len(path_of_teacher) > 1:
                 paths = " and ".join(map(str, path_of_teacher.values()))
                 raise DataError(f"teacher has files of different teachers, {paths}; give those of one")
+            # one of more samples holds the others' too, since samples have one order
             fullest = max(fitting, key=lambda file: len(file.done))
             _check_teacher(fullest, labels, task.config.model.vocab_size)
             objective.stored_teacher[labels.fingerprint] = StoredLabels(fullest, _firsts(labels))
@@ -116,6 +119,7 @@ def _files_of(labels: SampleLabels, files: Sequence[LabelFile], split: str) -> l
 
 def _check_teacher(file: LabelFile, labels: SampleLabels, vocab_size: int) -> None:
     """Raise DataError for a file of another vocabulary, or one that lacks samples."""
+    # ids of another tokenizer would be read as other tokens, in silence
     if (size := file.facts.get("vocab_size")) != str(vocab_size):
         raise DataError(
             f"{file.path} is of a teacher with vocab_size={size}, but this model has {vocab_size}; teacher and student "
@@ -162,6 +166,7 @@ def complete(job: LabelJob, forward: Forward, ctx: ParallelContext, *, may_compu
         done[:] = files[0].done
 
     on_rank_0(ctx, open_file)
+    # rank 0 alone has read the file
     if ctx.world_size > 1:
         dist.broadcast(torch.from_numpy(done), src=0, group=ctx.control_group)
     missing = np.flatnonzero(done == 0)
@@ -170,6 +175,7 @@ def complete(job: LabelJob, forward: Forward, ctx: ParallelContext, *, may_compu
             f"{job.path} lacks {len(missing)} of {len(done)} samples, and this run has trained the model since; put "
             "the file back, or start again from the model that it is of"
         )
+    # cut where the running number of labels passes a multiple, so that a write is of bounded size
     steps = np.split(missing, np.flatnonzero(np.diff(np.cumsum(lengths[missing]) // LABELS_AT_A_TIME)) + 1)
     for samples in steps if len(missing) else []:
         labels = np.concatenate([np.arange(firsts[sample], firsts[sample + 1]) for sample in samples])
@@ -200,11 +206,13 @@ def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: P
         if not job.top_k:
             return token_log_probs(*outputs, targets[0], ctx).unsqueeze(-1)
         log_probs, ids = top_log_probs(*outputs, job.top_k, ctx)
+        # ids as floats, exact below 2^24: one tensor travels and is summed
         return torch.cat([log_probs, ids.to(log_probs.dtype)], -1)
 
     microbatches = [task.read(job.dataset, key) for key in own] if reads else []
     results = forward(microbatches, of_outputs, adapters=bool(job.top_k), num_microbatches=len(own))
     begins = dict(zip(samples.tolist(), np.cumsum([0, *lengths[samples]]).tolist(), strict=False))
+    # each number is set by one rank and 0 elsewhere, so that the sum over all ranks is exact
     found = torch.zeros(int(lengths[samples].sum()), width, device=ctx.device)
     for number, key in enumerate(keys):
         for sample, row, places in task.data.labels.places(job.dataset, key):

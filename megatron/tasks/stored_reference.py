@@ -60,6 +60,7 @@ class StoredReference:
             "precision": config.training.precision,
             "quantize_base": str(config.model.quantize_base),
         }
+        # only where it is set, so that files written without it keep their name
         if config.preference.ld_alpha is not None:
             facts["ld_alpha"] = str(config.preference.ld_alpha)
         if self._mismatched is not None:
@@ -68,11 +69,13 @@ class StoredReference:
 
     def complete(self, forward: Forward) -> NDArray[np.float32]:
         """Compute what the files lack, and return the log-probabilities [pairs, 2]. Raises DataError."""
+        # NaN: not computed yet, in memory as in the files
         values = np.full(self._lengths.shape, np.nan, np.float32)
         on_rank_0(self._ctx, lambda: self._open(values))
         if self._ctx.world_size > 1:
             dist.broadcast(torch.from_numpy(values), src=0, group=self._ctx.control_group)
         missing = np.flatnonzero(np.isnan(values) & (self._lengths > 0))
+        # by the weights of now it would be another reference than that of the steps before
         if len(missing) and not self._start.are_loaded:
             raise DataError(
                 f"the reference of {len(missing)} of {int((self._lengths > 0).sum())} answers is missing beside "
@@ -86,6 +89,7 @@ class StoredReference:
             values.reshape(-1)[numbers] = found
             on_rank_0(self._ctx, partial(self._write, numbers, found))
         what = "answers" if self._mismatched is None else "mismatched answers"
+        # an answer's number is 2 x its pair's, and 1 more if it is the rejected one
         is_new = np.bincount(missing // 2, minlength=len(values))
         self.lines = [
             f"reference of {int((self._lengths[place] > 0).sum()):,} {what}, {int(is_new[place].sum()):,} of them "
@@ -111,6 +115,7 @@ class StoredReference:
         for file, place, _, stored in self._files:
             own = (pairs >= place.start) & (pairs < place.stop)
             stored[file.rows[pairs[own] - place.start], sides[own]] = found[own]
+            # after each block, so that a run that is stopped goes on from here
             stored.flush()
 
     def _compute(self, numbers: NDArray[np.int64], forward: Forward) -> NDArray[np.float32]:
@@ -121,6 +126,7 @@ class StoredReference:
         microbatches = []
         if ctx.is_first_stage or ctx.is_last_stage:  # inner stages read nothing
             microbatches = [self._read([numbers[row] for row in rows]) for rows in cells]
+        # adapters off: with them the reference is their base, stored or not
         results = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False, num_microbatches=len(cells))
         found = torch.zeros(len(numbers), device=ctx.device)
         if ctx.is_last_stage and ctx.tensor_rank == 0:

@@ -37,6 +37,7 @@ class Task:
         self.data = self.Data(config, options)
         kind = self.Objective
         if config.training.loss is not None:
+            # late: few runs have a loss of the user's
             from megatron.tasks.user_loss import UserLoss
 
             kind = UserLoss
@@ -87,6 +88,7 @@ class Task:
         given = f"fp8_format={fp8.fp8_format}"
         if not self.predicts_tokens:
             yield f"{given} trains task=pretrain and task=sft, not {self.config.training.task}; leave it out"
+        # scales are measured again after so many passes, by default those of a step
         if fp8.fp8_interval is None and varied_by is not None:
             yield (
                 f"{given} needs fp8_interval, since {varied_by} varies the microbatches of a step; give their least "
@@ -102,6 +104,7 @@ class Task:
             yield f"teacher={training.teacher[0]} is given, but no loss that takes a teacher; give one, or leave it out"
         if top_k is None:
             return
+        # the file is of one model, not of one that changes under way
         if not training.skip_train:
             yield f"teacher_top_k={top_k} writes what the model in load computes, without training; give skip_train"
         if top_k > self.config.model.vocab_size:

@@ -68,11 +68,13 @@ class UserLoss(Objective):
             self._num_sources = 1 + highest
         self._own_metrics: tuple[str, ...] = ()
         """Mean of -log_probs over all labels, and over those of each dataset where there are several."""
+        # of hidden states the function may compute anything: no log-probabilities are at hand
         if self.function.takes != "hidden":
             self._own_metrics = ("nll", *(f"nll/{source}" for source in range(self._num_sources)))
         self._reductions = {**dict.fromkeys(self._own_metrics, "mean"), **self.function.metrics}
         self.metrics = tuple(self._reductions)
         self.loss_unit = "samples" if self.takes_rows else "tokens"
+        # a stored reference costs no pass in a step
         self.num_forwards = 1 if self.needs_reference and not self.stores_reference else 0
         self._is_checked = False
         self._is_in_backward = False
@@ -107,6 +109,7 @@ class UserLoss(Objective):
         """
         import torch
 
+        # those of every task whose own loss is the cross-entropy
         labels, weights = batch.targets
         sources, begins = torch.zeros_like(labels), torch.arange(labels.shape[1]).repeat(len(labels), 1)
         label_places, facts = self.data.labels.places(dataset, key), self.data.facts(dataset)
@@ -118,6 +121,7 @@ class UserLoss(Objective):
         stored = self.stored_at(self.data.labels.of(dataset).fingerprint, label_places, labels.shape)
         normaliser = batch.normaliser
         if self.takes_rows:
+            # samples in the loss: one whose labels are all masked has none
             normaliser = float(sum(bool(weights[row, places].any()) for _, row, places in label_places))
         targets = (labels, weights, sources, begins, *stored)
         return dataclasses.replace(batch, targets=targets, normaliser=normaliser)
@@ -143,17 +147,21 @@ class UserLoss(Objective):
         given = self._targets(targets)
         # computed before the function could write them
         factors, left_out = given.weights * scale, given.weights == 0
+        # nll before the call, so that nothing that the function does to its arguments reaches the log
         first, extras, nll = self._inputs(outputs, given, ctx)
         batch = self._batch(given, outputs[1], ctx)
         if given.places is not None:
+            # a whole sample here: its loss counts if any of its labels does
             left_out = (batch.weights == 0).all(1)
             factors = torch.full_like(left_out, scale, dtype=torch.float32)
         values = LossArguments(first, batch, extras)
         returned = self._call(values, ctx)
         losses, metrics = self._split(returned, left_out)
         self._check(losses, left_out, first)
+        # the first thing that the backward pass reaches: what follows, until its first argument, is the function's
         if losses.requires_grad:
             losses.register_hook(self._enter_backward)
+        # where: what is left out may be NaN, and 0 times NaN is NaN
         total = torch.where(left_out, 0.0, losses * factors).sum()
         ctx.state.checks.whole(total, LOSS_FUNCTION)
         return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
@@ -220,7 +228,9 @@ class UserLoss(Objective):
         from megatron.parallel.finite_checks import LOSS_INPUT
 
         if self.function.takes == "hidden":
+            # a view, so that the hook sees the gradient from the function alone
             return self._watched(outputs[0].view_as(outputs[0]), ctx), {}, {}
+        # [B, S, 1 + K]: the label's log-probability and the teacher's tokens' from one pass over the vocabulary
         ids = given.labels.unsqueeze(-1)
         if given.teacher is not None:
             from megatron.parallel.chosen_log_probs import chosen_log_probs
@@ -246,6 +256,7 @@ class UserLoss(Objective):
         parts = (given.labels, given.weights, given.sources, given.begins)
         tokens, weights, sources, begins = (rows_of(part, given.places, 0) for part in parts)
         if given.places is not None:
+            # a row is one sample, which begins at 0
             begins = begins.new_zeros(begins.shape)
         labels = tokens.masked_fill(weights == 0, IGNORED)
         return LossBatch(labels, weights, sources, begins, output_weight, ctx, tokens)
