@@ -58,12 +58,14 @@ class Console:
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
                 file=sys.stdout,
                 dynamic_ncols=True,
+                # the last bar would stay between the last row and the summary
                 leave=False,
             )
 
     def step(self, step: StepMetrics, speed: Speed) -> None:
         """Print a step: one row, below a header every so many rows."""
         if self._bar is not None:
+            # by the difference: a line may stand for many steps
             self._bar.update(step.iteration - self._bar.n)
         full = lines.step_line(step, speed, self._total_iterations, self._loss_name)
         self._write(full, lambda: self._step_row(step, speed))
@@ -72,6 +74,7 @@ class Console:
         columns = lines.step_columns(step, speed, self._total_iterations, self._width)
         names = [column.name for column in columns]
         row = lines.GAP.join(column.text.rjust(column.width) for column in columns)
+        # columns come and go with the width of the terminal, and with the first skipped step
         if names != self._names or self._rows == HEADER_EVERY:
             self._names, self._rows = names, 0
             row = lines.GAP.join(column.name.rjust(column.width) for column in columns) + "\n" + row
@@ -89,6 +92,7 @@ class Console:
         """Print a memory record; one that `was_printed` goes to train.log only."""
         full = lines.memory_line(event, iteration, values)
         if was_printed:
+            # stdout has it from before this log was open
             self._keep(full)
         else:
             self._write(full, lambda: self._wrapped(lines.memory_row(event, values), "memory"))
@@ -130,6 +134,7 @@ class Console:
         with self._errors.reported("stdout"):
             text = row() if self._prints_rows else full
             if self._bar is not None:
+                # clears the bar, prints, and draws it again below: a plain print would leave a part of it in the line
                 self._bar.write(text, file=sys.stdout)
             else:
                 print(text)

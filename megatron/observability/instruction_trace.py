@@ -67,6 +67,7 @@ class InstructionTrace:
     def begin_step(self, iteration: int) -> None:
         """Record from here on."""
         self._iteration = iteration
+        # one moment by both clocks: the device's events have no zero, and ranks are compared by the hosts' time
         self._begin = self._ticks.now(), time.time()
 
     def end_step(self) -> None:
@@ -74,7 +75,9 @@ class InstructionTrace:
         spans, self._spans, iteration, self._iteration = self._spans, [], self._iteration, None
         self._counts.clear()
         origin, origin_s = self._begin
+        # seconds since the begin of the step: [begin 0, end 0, begin 1, end 1, ...]
         moments = [(name, origin, moment) for (name, _, _), *both in spans for moment in both]
+        # one iterator, from which begin and end are taken in turns
         seconds = iter(self._ticks.seconds(moments))
         for (name, chunk, number), begin_s, end_s in zip((span[0] for span in spans), seconds, seconds, strict=True):
             self._events.append(
@@ -82,6 +85,7 @@ class InstructionTrace:
                     "name": name if name in ONCE else f"{name} {number}",
                     "cat": PHASES.get(name, "other"),
                     "ph": "X",
+                    # Chrome's format counts in microseconds
                     "ts": round((origin_s + begin_s) * 1e6, 1),
                     "dur": round((end_s - begin_s) * 1e6, 1),
                     "pid": self._ctx.rank,
@@ -100,6 +104,7 @@ class InstructionTrace:
         """Return the trace of all ranks so far, and begin another. Collective."""
         events, self._events = self._events, []
         process = {"name": f"rank {self._ctx.rank}, stage {self._ctx.stage}"}
+        # metadata of the viewer: one process of the picture is a rank
         title = {"name": "process_name", "ph": "M", "pid": self._ctx.rank, "args": process}
         return {
             "displayTimeUnit": "ms",
@@ -110,6 +115,7 @@ class InstructionTrace:
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     """Replace the file in one piece. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # a viewer must not find half a file
     part = path.with_name("part_" + path.name)
     try:
         with gzip.open(part, "wt", encoding="utf-8") as file:
@@ -133,6 +139,7 @@ def idle_shares(trace: Mapping[str, Any]) -> list[float]:
     """
     shares: defaultdict[int, list[float]] = defaultdict(list)
     for events in _steps(trace):
+        # over all ranks, so that the wait for the first microbatch counts as idle
         begin_us = min(event["ts"] for event in events)
         length_us = max(event["ts"] + event["dur"] for event in events) - begin_us
         busy_us: Counter[tuple[int, int]] = Counter()
@@ -152,6 +159,7 @@ def simulated_idle_shares(trace: Mapping[str, Any], cost: Callable[[int, Pass], 
     events = min(_steps(trace), key=lambda found: found[0]["args"]["iteration"])
     ranks: dict[int, int] = {}
     for event in events:
+        # one rank for each stage: those of a stage run in the same order
         ranks[event["args"]["stage"]] = min(event["pid"], ranks.get(event["args"]["stage"], event["pid"]))
     orders: list[list[Pass]] = [[] for _ in ranks]
     for event in events:
@@ -180,6 +188,7 @@ def _ends(orders: Sequence[Sequence[Pass]], costs: Sequence[Sequence[float]]) ->
                 start = max([free[stage], *(ends[key] for key in needed)])
                 free[stage] = ends[stage, own] = start + costs[stage][done[stage]]
                 done[stage] += 1
+        # no stage has got on in a whole round
         if len(ends) == before:
             raise ValueError("no order of these passes is possible: every stage waits for another")
     return ends
@@ -187,6 +196,7 @@ def _ends(orders: Sequence[Sequence[Pass]], costs: Sequence[Sequence[float]]) ->
 
 def _needed(stage: int, own: Pass, num_stages: int, num_chunks: int) -> Iterator[tuple[int, Pass]]:
     """Yield the passes whose results a pass needs, each with its stage."""
+    # virtual stage: chunk by chunk through all stages
     place, last = own.chunk * num_stages + stage, num_stages * num_chunks - 1
     if own.name == "WeightPass":
         yield stage, own._replace(name="BackwardPass")

@@ -19,6 +19,7 @@ TIMER_SUFFIX = "-time"
 
 def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name: str) -> str:
     """Return Megatron's log line. Its `memory (GB)` is the peak so far."""
+    # Megatron's own words and order, which tools that read its logs look for
     parts = [
         f" iteration {step.iteration:8d}/{total_iterations:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
@@ -65,6 +66,7 @@ def memory_line(event: str, iteration: int, values: Mapping[str, RankStats]) -> 
     parts = [f" memory at iteration {iteration}, {event.replace('_', ' ')}"]
     for key, stats in values.items():
         low, mean, high = (f"{value:.3f}".removesuffix(".000") for value in (stats.min, stats.mean, stats.max))
+        # as printed: smaller differences say nothing
         if low == high:
             parts.append(f"{key}: {high}")
         else:
@@ -103,10 +105,12 @@ class Column(NamedTuple):
 
 def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: int) -> list[Column]:
     """Return the columns of a step that fit into a terminal of `width`."""
+    # validations and saves to come are not in it
     left_s = (total_iterations - step.iteration) * step.elapsed_s
     grad_norm, digits = "-", 1
     if step.grad_norm is not None:
         grad_norm = f"{step.grad_norm:.3f}"
+    # a CPU's are below 1
     if speed.tflops_per_device < 100:
         digits = 3
     efficiency = Column("TFLOP/s", f"{speed.tflops_per_device:.{digits}f}", 7, 7)

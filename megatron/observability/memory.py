@@ -37,6 +37,7 @@ class MemoryLog:
         if self._interval == 0:
             return
         numbers = accelerator.memory_details() | accelerator.current().health()
+        # over the host's network: a record of memory must not wait for what the device computes
         values = gather_stats(numbers, self._ctx)
         if self._ctx.rank != 0:
             return
@@ -59,6 +60,7 @@ class MemoryLog:
 
     def after_step(self, iteration: int) -> None:
         """Take the record that is due after this step, if any. Collective."""
+        # the first step of this start has allocated the optimizer's states and the buffers of a step
         if not self._stepped:
             self._stepped = True
             self.take("first_step", iteration)

@@ -52,7 +52,9 @@ def _supersede(path: Path, iteration: int, keep: Callable[[Mapping[str, Any]], N
             keep(row)
     if not moved:
         return
+    # first, and appended: a crash before the next line leaves rows twice, and never none
     with open(path.with_suffix(".superseded.jsonl"), "ab") as file:
+        # a torn row gets an end, so that the next one begins a line
         file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
     with replacing(path, partial_name=f"{path.name}.new") as rows:
         rows.writelines(kept)
@@ -94,6 +96,7 @@ class TensorBoardLog:
     def _open(self) -> None:
         from torch.utils.tensorboard import FileWriter  # late: the import takes 0.1 s
 
+        # FileWriter does not say how it calls its file; ranks other than 0 write none here
         earlier = set(self._folder.glob("*"))
         self._writer = FileWriter(str(self._folder))
         self._file = (set(self._folder.glob("*")) - earlier).pop()
@@ -109,6 +112,7 @@ class TensorBoardLog:
         self._write([value for tag, text in texts.items() for value in text_summary(tag, text).value], step)
 
     def _write(self, values: Sequence[Any], step: int) -> None:
+        # the writer would go on into a file that has no name any more
         if not self._file.exists():
             self._writer.close()
             self._open()
@@ -150,6 +154,7 @@ class WandbLog:
         results, name = None, options.wandb_exp_name
         if options.results_dir is not None:
             results = Path(options.results_dir)
+            # resolved: a folder given as `.` has a name too
             name = name or results.resolve().name
         run_id = _run_id(results, resumes=resumes)
         folder = options.wandb_save_dir or options.results_dir
@@ -162,6 +167,7 @@ class WandbLog:
                 name=name,
                 dir=folder,
                 id=run_id,
+                # goes on if the id is known, and begins a run if it is not, as offline
                 resume="allow",
                 config=config.to_dict(),
             )
@@ -187,6 +193,7 @@ class WandbLog:
             self._run.log(values)
         except Exception as error:  # no error of wandb is a reason to stop training
             logger.warning("wandb: logging ended at iteration %d: %s", iteration, error)
+            # once: further calls would each wait for the network
             self._run = None
 
     def close(self, *, failed: bool) -> None:

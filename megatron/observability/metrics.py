@@ -79,6 +79,7 @@ class MetricsLog:
         self._loss_unit = loss_unit
         # defined for a cross-entropy a token
         self._has_perplexity = loss_unit == "tokens" and config.training.loss is None
+        # the user's number first, as for a chip that is not in our table or runs at another clock
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
         self.tokens_of = tokens or (lambda samples: samples * seq_length)
@@ -87,6 +88,7 @@ class MetricsLog:
         self._last_samples = 0 if resumed_iteration == 0 else None
         self.totals = self._no_totals()
         """Totals of all rows in metrics.jsonl, those of earlier attempts too."""
+        # before anything is opened: the ranks share the folder
         if not writes:
             return
         options, self._errors = config.logging, WriteErrors()
@@ -120,6 +122,7 @@ class MetricsLog:
         """Flush and close everything. A second call does nothing. `failed`: the run ended by an error."""
         if not self._writes:
             return
+        # first, so that an error while it closes cannot bring it back here
         self._writes = False
         self._console.close()
         if self._wandb is not None:
@@ -185,6 +188,7 @@ class MetricsLog:
             return
         for answer in answers:
             prompt, text = (_one_line(each) for each in (answer.prompt[-SHOWN_PROMPT:], answer.text))
+            # cut off by the limit of tokens
             if answer.reason != "stop":
                 text += " ..."
             self._console.message(f" answer at iteration {iteration} | {prompt} | {text}")
@@ -248,7 +252,9 @@ class MetricsLog:
         if not self._writes:
             return
         if self._rows is not None and self._folder is not None:
+            # closed before it is replaced: the open file would be the old one
             self._close_rows()
+            # RowFile passes each row that stays to them once more
             self.totals = self._no_totals()
             self._open_rows(iteration)
         self._console.rewind(iteration)
@@ -271,6 +277,7 @@ class MetricsLog:
         samples, steps = step.global_batch_size, 1
         if self._last_samples is not None:  # the global batch may have grown since the last log line
             samples, steps = step.consumed_samples - self._last_samples, step.steps
+        # of packed chats the tokens themselves are counted, not places
         tokens = self.tokens_of(step.consumed_samples) - self.tokens_of(step.consumed_samples - samples)
         per_second = math.nan
         if step.elapsed_s > 0:
@@ -296,6 +303,7 @@ class MetricsLog:
         with self._errors.reported("TensorBoard's event file"):
             self._tensorboard.write(scalars, iteration)
             if consumed_samples is not None:
+                # Megatron's second axis: runs of different batch sizes are compared by samples
                 by_samples = {f"{tag} vs samples": value for tag, value in scalars.items()}
                 self._tensorboard.write(by_samples, consumed_samples)
 

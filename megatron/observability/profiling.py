@@ -54,6 +54,7 @@ class Profile:
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self._file = Path(logging.results_dir or ".") / trace_file(rank)
+        # [start, end) of steps, which count from 1
         self._first, self._last = max(logging.profile_step_start, 1), logging.profile_step_end - 1
         self._with_shapes = logging.pytorch_profiler_collect_shapes
         self._with_stack = logging.pytorch_profiler_collect_callstack
@@ -64,6 +65,7 @@ class Profile:
         self._rank, self._say, self._has_traced = rank, say, False
 
     def __enter__(self) -> Profile:
+        # a run that resumes within the window records the rest
         if self._wanted and self._first - 1 <= self._iteration < self._last:
             self._start()
         return self
@@ -77,6 +79,7 @@ class Profile:
                 trace.begin_step(iteration)
             yield
             if trace is not None:
+                # waits for the device: of the profiled steps alone
                 trace.end_step()
                 self._has_traced = True
 
@@ -86,6 +89,7 @@ class Profile:
             self._start()
         elif self._profiler is not None and iteration == self._last:
             self._stop()
+        # on all ranks, since gathering is collective
         if self._has_traced and iteration == self._last:
             self._write_trace()
 
@@ -106,6 +110,7 @@ class Profile:
     def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
+        # torch compresses by the ending of the name, so the prefix changes
         part = self._file.with_name("part_" + self._file.name)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +143,7 @@ class Profile:
     ) -> None:
         if self._profiler is not None:
             self._stop()
+        # after an error the other ranks may never come to the collective
         if self._has_traced and kind is None:
             self._write_trace()
 

@@ -34,6 +34,7 @@ def gather_numbers(mine: Sequence[float], ctx: ParallelContext) -> list[list[flo
     """
     import torch
 
+    # on the host: counts and seconds of long runs need more digits than float32 has
     numbers = torch.tensor(mine, dtype=torch.float64)
     if ctx.world_size == 1:
         return [numbers.tolist()]
@@ -58,6 +59,7 @@ def gather_stats(mine: Mapping[str, float], ctx: ParallelContext) -> dict[str, R
     if not table:
         return stats
     for key, column in zip(mine, zip(*table, strict=True), strict=True):
+        # a stage may lack a timer that others have
         had = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
         if had:
             most, holder = max(had, key=lambda each: each[0])
@@ -138,6 +140,7 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
     """Return the statistics of all ranks' times, given in order of rank."""
     times = _with_equal_data(times)
     found = [slowness(one, [other for other in times if other is not one]) for one in times]
+    # a straggler first, even where another rank has a larger ratio that delays nothing
     slowest = max(found, key=lambda each: (each.is_straggler, each.ratio))
     stragglers = sorted((each for each in found if each.is_straggler), key=lambda each: -each.excess_s)
     own = [sum(each.own) for each in times]
@@ -166,13 +169,16 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
 # fraction of the work is not expected to take a fraction of the time, which small models contradict.
 def slowness(one: RankRecord, others: Sequence[RankRecord]) -> Slowness:
     """Return a rank's own time against that expected of it, in the way in which it is the slowest."""
+    # a single rank has nothing to be compared with
     if not others:
         return _against(one, one.own, "itself", SLOWER)
     peers = [other for other in others if other.place.stage == one.place.stage]
     if peers:
+        # peers without the rank itself: of two ranks, a median with it would hide half of its delay
         candidates = [_against(one, _medians(peers, lambda peer: peer.own), "the other ranks of its stage", SLOWER)]
     else:
         candidates = [_against(one, _planned(one, others), "the other stages by their FLOPs", SLOWER_THAN_PLAN)]
+    # the others may have become slower too, as by longer rows: only what is beyond that counts
     changes = [sum(other.own) / sum(other.earlier) for other in others if other.earlier and sum(other.earlier) > 0]
     if one.earlier is not None and len(changes) == len(others):
         change = statistics.median(changes)
@@ -187,6 +193,7 @@ def _against(one: RankRecord, expected: Times, basis: str, limit: float) -> Slow
     ratio = 1.0
     if expected_s > 0:
         ratio = total_s / expected_s
+    # a large ratio of a short phase delays no step
     is_straggler = one.num_steps >= MIN_STEPS and ratio > limit and excess_s > LEAST_DELAY * one.step_s
     return Slowness(one.place, ratio, excess_s, phase, phase_excess_s, basis, is_straggler)
 
@@ -205,6 +212,7 @@ def _planned(one: RankRecord, others: Sequence[RankRecord]) -> Times:
     def scaled(other: RankRecord) -> Times:
         times = []
         for mine, theirs, seconds in zip(one.work, other.work, other.own, strict=True):
+            # a phase without counted work, such as data, is expected to take as long
             share = mine / theirs if theirs else 1.0
             times.append(seconds * max(1.0, share))
         return tuple(times)
@@ -218,6 +226,7 @@ def _with_equal_data(times: Sequence[RankRecord]) -> list[RankRecord]:
     for each in times:
         positions[each.place.replica] = max(each.positions, positions.get(each.place.replica, 0.0))
     mean = statistics.mean(positions.values())
+    # a rank that read nothing in these steps has nothing to be scaled by
     if not all(positions.values()):
         return list(times)
 

@@ -72,6 +72,7 @@ class RunFolder:
         """Reason of a requested stop."""
 
     def __enter__(self) -> RunFolder:
+        # collective, so on all ranks and before anything that only rank 0 does
         hosts = self._ctx.gather_objects(socket.gethostname())
         if self._ctx.rank == 0:
             # appended: a restarted run keeps the history of its attempts
@@ -88,6 +89,7 @@ class RunFolder:
         if error is not None and is_lost_peer(error):
             reason = "another rank was lost"  # the transport's message names a socket
         elif kind is not None:
+            # one line of run.json and of the summary
             text = " ".join(str(error).split())
             reason = ": ".join(filter(None, [kind.__name__, text]))
         self.end(reason)
@@ -99,6 +101,7 @@ class RunFolder:
         """
         if self._ctx.rank != 0 or "ended" in self._starts[-1]:
             return
+        # by its presence a second call is known, and a start that was killed by its absence
         self._starts[-1]["ended"] = {
             "time": _now(),
             "reason": reason,
@@ -117,6 +120,7 @@ class RunFolder:
 
     def _mix(self) -> dict[str, Any]:
         """Return what was read of each dataset of a mix; nothing where its files are gone."""
+        # the files of a dataset may be gone at the end of a run
         with contextlib.suppress(DataError):
             if mix := self._drawn(self._progress.consumed_samples):
                 return {"mix": [vars(each) for each in mix]}
@@ -150,6 +154,7 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._log.message(f"WARNING: {path} cannot be read and is renamed: {error!r}")
         try:
+            # kept under another name: another run's history, or one that can be repaired by hand
             path.replace(path.with_name(f"run.{int(time.time())}.json"))
         except OSError as error:
             self._log.message(f"WARNING: {path} cannot be renamed and is replaced: {error}")
@@ -158,6 +163,7 @@ class RunFolder:
     def _continues(self, starts: list[dict[str, Any]]) -> bool:
         if self._progress.iteration > 0:
             return True
+        # killed before the first checkpoint, and started again by its agents: the same job
         return bool(starts) and job.restarts() > 0 and starts[-1].get("job") == job.identity()
 
     def _write_starts(self) -> None:
@@ -223,6 +229,7 @@ class Summary:
         jobs = _last_of_jobs(self._starts)
         wall_time = f"{_duration(start['ended']['wall_s'])} in this job"
         if len(jobs) > 1:
+            # a killed start has no end, so its time is not known
             known_s = [each["ended"]["wall_s"] for each in jobs if "ended" in each]
             wall_time += f", {_duration(sum(known_s))} in {_counted(len(known_s), 'job')}"
             if lost := len(jobs) - len(known_s):
@@ -230,6 +237,7 @@ class Summary:
         since, restarts = "", "none"
         if len(self._starts) > 1:
             since = f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
+            # the last start of a job has the number of its restarts
             by_agents = sum(each.get("restart", 0) for each in jobs)
             restarts = f"{by_agents} by agents, {_counted(len(jobs) - 1, 'new job')}"
         return [
@@ -281,6 +289,7 @@ class Summary:
         tags = []
         with contextlib.suppress(OSError, CheckpointError):
             run = read_latest(Path(save))[1] or Run()
+            # those of other runs in the same folder are not counted
             folders = of_run(run, checkpoint_folders(Path(save)), with_ancestors=False)
             tags = [path.name for path in folders if not path.name.startswith(".")]
         if not tags:

@@ -163,6 +163,7 @@ class Panel:
         """Return True if a logarithmic axis is needed: single values are so large that the others would be flat."""
         drawn = [value for line in self.axis.get_lines() for value in line.get_ydata()]
         values = sorted(value for value in drawn if math.isfinite(value))
+        # against the median: a few steps of ten times the norm would press all others flat
         return bool(values) and values[0] > 0 and values[-1] > 10 * values[len(values) // 2]
 
 
@@ -207,10 +208,12 @@ def draw(runs: dict[str, list[Row]], output: Path) -> None:
     speed.axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     if norm.has_outliers():
         norm.axis.set_yscale("log")
+    # room above the curves for the legends
     for panel, room in ((rate, 1.05), (speed, 1.05), (memory, 1.2), (step, 1.3)):
         panel.axis.set_ylim(0, room * panel.axis.get_ylim()[1])
     for panel in panels:
         panel.axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        # sharex hides the numbers of the upper row
         panel.axis.tick_params(labelbottom=True)
     figure.suptitle(title, fontsize=13)
     save(figure, output, dpi=110)

@@ -51,6 +51,7 @@ class RunTotals:
             self._add_memory(row.get(MAX_ALLOCATED, {}).get("max"), row.get(TOTAL, {}).get("max"))
 
     def _add_step(self, row: Mapping[str, Any]) -> None:
+        # a row's time is the mean of the steps since the row before
         seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
         if seconds <= 0:
             return
@@ -63,6 +64,7 @@ class RunTotals:
         self._device_s += seconds * num_devices
 
     def _add_loss(self, kind: str, loss: float | None, iteration: int) -> None:
+        # null in the file: NaN, which no comparison orders
         if loss is None or not math.isfinite(loss):
             return
         self.last[kind] = LossAt(loss, iteration)
@@ -71,6 +73,7 @@ class RunTotals:
 
     def _add_memory(self, peak_gb: float | None, total_gb: float | None) -> None:
         if peak_gb is not None and peak_gb > (self.peak_memory_gb or 0.0):
+            # together: devices of several starts may differ in size
             self.peak_memory_gb, self.total_memory_gb = peak_gb, total_gb
 
     @property
@@ -154,6 +157,7 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory, straggler = row.pop("memory"), row.pop("straggler")
+    # keys that only some devices and tasks have
     for name in ("compiled_graphs", "metrics"):
         if row[name] in (None, {}):
             del row[name]
@@ -203,6 +207,7 @@ def validation_row_of(validation: Validation, split: str, dataset: str | None) -
         row["metrics"] = validation.metrics
     if dataset is None:
         return split, row
+    # a kind of its own, so that curves of `valid` have one row an iteration
     return f"{split}_set", {"set": dataset, **row}
 
 

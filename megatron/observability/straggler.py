@@ -37,8 +37,10 @@ class Straggler:
         self._positions: deque[int] = deque(maxlen=WINDOW)
         self._earlier: list[float] | None = None
         self._left_out = WARM_UP
+        # off until here: runs without the line pay nothing for it
         ctx.state.clock.start(ctx.device)
         flops = stage_work(config)
+        # what does not change travels once; a log line then gathers numbers alone
         self._blanks = [
             RankRecord(place, work=(*flops[place.stage], float(trained), 0.0))
             for place, trained in ctx.gather_objects((RankPlace.of(ctx), num_trained))
@@ -58,8 +60,10 @@ class Straggler:
                 self._left_out -= 1
                 continue
             self._times.append([step.get(name, 0.0) for name in OWN_PHASES] + [sum(step.values())])
+            # kept for good: a rank that becomes slower and slower is compared with its first steps
             if self._earlier is None and len(self._times) == WINDOW:
                 self._earlier = _medians(self._times)
+        # every rank sends as many numbers, known or not
         unknown = [math.nan] * NUM_TIMES
         recent, earlier = _medians(self._times) or unknown, self._earlier or unknown
         mine = [len(self._times), sum(self._positions), *recent, *earlier]

@@ -42,6 +42,7 @@ class StepTimers:
     def __init__(self, level: int, device: torch.device, *, marks: bool = False) -> None:
         self.level, self._marks = level, marks
         self._host = PhaseClock(HostTicks())
+        # on a CPU one clock for both, so that no moment counts twice
         self._device = self._host
         if device_of(device.type).waits_are_costly:  # the device is behind its host
             self._device = PhaseClock(DeviceTicks())
@@ -50,6 +51,7 @@ class StepTimers:
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time a phase of the training step on the device. Not counted inside an evaluation."""
+        # an evaluation runs the same passes, and is a timer by itself
         if self.level == 0 or not self._is_training:
             return self._marked(name, contextlib.nullcontext())
         if self.level == 1 and name in COMMUNICATION:
@@ -124,6 +126,7 @@ class StepTimers:
         if self._device is not self._host:
             for name, seconds in self._device.read().items():
                 totals_s[name] = totals_s.get(name, 0.0) + seconds
+        # NaN, not 0: a phase that this rank does not go through must not be the least of all ranks
         mine = {name: totals_s.get(name, math.nan) / num_steps for name in PER_STEP}
         mine |= {name: totals_s.get(name, math.nan) / max(self._calls[name], 1) for name in PER_CALL}
         self._calls = dict.fromkeys(PER_CALL, 0)
