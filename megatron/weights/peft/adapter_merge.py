@@ -82,6 +82,7 @@ def _error(base: StoredTensor, merged: StoredTensor, change: TensorChange) -> fl
     """Return the largest error of an output, in parts of what is allowed."""
     expected = _Expected(base, change)
     outputs, squares = _outputs(merged, expected.vectors, expected.transposed)
+    # plus the smallest number: a row of zeros has no size, and no error either
     limit = expected.tolerance * (expected.sizes + squares.sqrt()) + torch.finfo(base.dtype).tiny
     return float(((outputs - expected.outputs).abs() / limit[:, None]).max())
 
@@ -97,6 +98,7 @@ class _Expected:
         self.transposed = any(isinstance(step, LowRankUpdate) and step.transposed for step in change.added)
         self._num_inputs = self._inputs_of(base.shape)
         generator = torch.Generator().manual_seed(0)
+        # seeded, so that verifying the same files again finds the same
         self.vectors = torch.randn(self._num_inputs, NUM_VECTORS, dtype=torch.float64, generator=generator)
         self._of_base, self._squares = _outputs(base, self.vectors, self.transposed)
         self.outputs = self._of_base
@@ -117,11 +119,13 @@ class _Expected:
         return shape[0] if self.transposed else math.prod(shape[1:])
 
     def _replace(self, weight: float, saved: StoredTensor) -> None:
+        # the outputs of W + weight (saved - W)
         outputs, squares = _outputs(saved, self.vectors, self.transposed)
         self.outputs = self.outputs + weight * (outputs - self._of_base)
         self.sizes = self.sizes + abs(weight) * (squares.sqrt() + self._squares.sqrt())
 
     def _add_bias(self, step: BiasUpdate) -> None:
+        # [out, 1] @ [1, 4]: a bias is a weight with one input
         bias = step.scaling * step.bias.rows(0, self._base.shape[0]).double()[:, None]
         self.outputs = self.outputs + bias @ self.vectors
         self.sizes = self.sizes + bias.abs()[:, 0]
@@ -129,6 +133,7 @@ class _Expected:
     def _add_product(self, step: LowRankUpdate) -> None:
         b, a, magnitude = step.in_float64(self._base)
         self.outputs = self.outputs + b @ (a @ self.vectors)
+        # no row of B A is longer, by Cauchy and Schwarz; computing it would take the whole product
         self.sizes = self.sizes + b.norm(dim=1) * a.norm()
         if magnitude is None:
             return
@@ -208,6 +213,7 @@ class Merge:
                 f"{adapter.path / CONFIG} has fan_in_fan_out, which is for {', '.join(CONV1D_MODELS)}; if the layers "
                 f"of {self.base} are torch's Linear, set it to false there, as PEFT does by itself"
             )
+        # before names are compared: of an output that the base does not hold there would be no tensor to change
         self._join_tied(adapter)
         names = self._names(adapter)
         self._refuse_missing(adapter, names)
@@ -254,6 +260,7 @@ class Merge:
             option="--base",
             allowed=self._allow_other_base,
             named=adapter.base.name,
+            # every tensor of the base was summed, so one that is missing is a difference
             is_whole=True,
         )
 
@@ -265,6 +272,7 @@ class Merge:
     def _names(self, adapter: PeftAdapter) -> dict[str, str]:
         """Return the base's tensors by the names that transformers' model gives them, which its files may shorten."""
         wanted = {f"{module}.weight" for module in adapter.low_rank} | set(adapter.whole)
+        # the files' own names first: only where these do not fit is a prefix added or removed
         forms = [{name: name for name in self.tensors}]
         # published files may have been saved from the bare model, or from one within another
         for prefix in PREFIXES:
@@ -301,6 +309,7 @@ class Merge:
 
     def _refuse_tied(self, adapter: PeftAdapter) -> None:
         """Refuse to change an embedding that the output projection shares, unless the adapter trained it for both."""
+        # a config may leave it out; then one tensor for both in the files shows it
         if not self._config.get("tie_word_embeddings", not self._has_output):
             return
         modules = [*adapter.low_rank, *(name.rpartition(".")[0] for name in adapter.whole)]
@@ -388,6 +397,8 @@ def _is_beside(name: str) -> bool:
     """Return True for a file beside the weights that is true of the merged model too."""
     if name.endswith(".index.json"):
         return name == "model.safetensors.index.json"
+    # transformers would load an adapter that lies beside the merged weights on top of them
     if name.startswith("adapter_") or name.endswith(OTHER_WEIGHTS):
         return False
+    # both describe the weights before the merge
     return name not in (EXPORT_RECORD, IDENTITY)

@@ -79,6 +79,7 @@ class AdaptedModel:
         for name, (_, kind) in self.factors.items():
             if start_of(name) in self.held:
                 rows, columns = shards[name].shape
+                # [A; start A] is [2 rank, in], [B, -start B] is [out, 2 rank]
                 shape = (2 * rows, columns) if kind == "lora_A" else (rows, 2 * columns)
                 shards[name] = Shard(shape, shards[name].dim, shards[name].pieces)
         return shards
@@ -141,6 +142,7 @@ class AdaptedModel:
         heads, shard = self.config.model.num_attention_heads, self.shards[name]
         if name in self.factors:
             module, kind = self.factors[name]
+            # rows of A are of the rank, those of B and of the magnitudes are outputs of the weight, in its order
             is_by_head = kind != "lora_A" and self.form.qkv_by_head and module.prefix.endswith("attention.qkv")
             theirs = f"{PREFIX}{module.names[-1]}.{FACTORS[kind]}"
             yield MappedTensor(theirs, shard.shape, 0, shard.shape[0], num_heads=heads if is_by_head else None)
@@ -179,6 +181,7 @@ def adapter_config(config: Config, base_name: str | None, revision: str | None =
         "bias": lora.lora_bias,
         "fan_in_fan_out": model.form.transposed,
         "inference_mode": True,
+        # also of PiSSA: with their start beside them the factors belong to the base as it was
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None,
@@ -224,6 +227,7 @@ def shortest_ends(wanted: Iterable[str], others: Iterable[str], matches: Callabl
         words = name.split(".")
         for count in range(1, len(words)):
             end = ".".join(words[-count:])
+            # the first end, from the shortest on, by which no other module would be adapted too
             if not any(matches(other, end) for other in others):
                 return end
         return name
@@ -280,6 +284,7 @@ def export_adapter(
         write_identity(folder, identity.to_json())
     write_json(folder / CONFIG, adapter_config(config, base_name, revision))
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
+    # in one file: PEFT reads no index of several
     with WeightsWriter(folder, shapes, precision, float("inf"), stem=WEIGHTS) as writer:
         write_tensors(writer, mapped, tensors)
     sync_export(folder)
@@ -322,6 +327,7 @@ class NativeAdapter:
         tensor = self.checkpoint.read_full(name)
         if tensor.shape == self.shards[name].shape:
             return tensor
+        # the shapes differ by PiSSA alone: there is a start, and both lie side by side in the folder
         start = self.checkpoint.read_full(start_of(name))
         is_up = tensor.shape[0] == self.shards[name].shape[0]
         if is_up:

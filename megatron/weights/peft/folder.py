@@ -169,6 +169,7 @@ class _Fields:
         others = [
             f"{name}: {shown(value)}"
             for name, value in sorted(self._left.items())
+            # newer releases write fields that are off, which change nothing
             if name not in _HARMLESS and value not in (None, False, "", [], {})
         ]
         if others:
@@ -278,6 +279,7 @@ class _Scales:
     """Rank and alpha of each module."""
 
     def __init__(self, fields: _Fields) -> None:
+        # 8 and 8 are LoraConfig's defaults, for files without the fields
         self.default_rank = fields.take("r", 8)
         self.default_alpha = fields.take("lora_alpha", 8, float)
         if self.default_rank < 1 or not 0 < self.default_alpha < math.inf:
@@ -336,11 +338,13 @@ def _sort_tensors(adapter: PeftAdapter, tensors: Mapping[str, StoredTensor], sca
         ending = next((ending for ending in _FACTORS if name.endswith(ending)), "")
         module = name.removesuffix(ending)
         if name == key or "lora_" in module:
+            # a key without PEFT's prefix, or of another kind of adapter, is not passed over
             unknown.append(key)
         elif ending:
             modules.setdefault(module, {})[_FACTORS[ending]] = tensor
         else:
             module, _, kind = name.rpartition(".")
+            # PEFT wraps modules: an adapted one is the wrapper's `base_layer`, a trained copy its `modules_to_save`
             module = module.removesuffix(".base_layer").removesuffix(".modules_to_save")
             adapter.whole[f"{module}.{kind}"] = tensor
     if unknown:
@@ -361,6 +365,7 @@ def _low_rank(
         wanted.add("bias")
     if form.use_dora:
         wanted.add("magnitude")
+    # no more than wanted either: a magnitude without use_dora would be left out in silence
     if set(factors) != wanted:
         raise CheckpointError(
             f"{path} holds {', '.join(sorted(factors))} of {module}; it must be {', '.join(sorted(wanted))}"

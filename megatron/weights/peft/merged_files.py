@@ -68,6 +68,7 @@ def _copy_file(
     given = os.open(real_path(source), os.O_RDONLY)
     copy = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     workers.closed_at_end += (given, copy)
+    # the end of what is copied or computed so far; all bytes between changed tensors are the source's
     position = 0
     for name, tensor in sorted(changed.items(), key=lambda entry: entry[1].begin or 0):
         assert tensor.begin is not None
@@ -99,6 +100,7 @@ def _copy_bytes(source: Path, given: int, copy: int, begin: int, end: int, worke
 def _copy_piece(source: Path, given: int, copy: int, begin: int, end: int) -> int:
     while begin < end:
         try:
+            # in the kernel; where a file system shares blocks between files, nothing is copied at all
             count = os.copy_file_range(given, copy, end - begin, begin, begin)
         except (OSError, AttributeError):  # not on this system, or not between these files: errors of the disk return
             data = os.pread(given, min(end - begin, PIECE_BYTES), begin)
@@ -159,6 +161,7 @@ class _Workers:
             if kind is None:
                 self.finish()
         finally:
+            # before the descriptors close: a thread may be writing to one
             self._pool.shutdown(cancel_futures=True)
             for descriptor in self.closed_at_end:
                 os.close(descriptor)
@@ -207,6 +210,7 @@ class TensorChange:
         return change
 
     def _replace(self, rows: Tensor, first: int, end: int) -> None:
+        # bit for bit: base + (saved - base) would round
         if len(self.whole) == 1 and self.whole[0][0] == 1:
             rows.copy_(self.whole[0][1].rows(first, end))
             return
@@ -238,6 +242,7 @@ class LowRankUpdate:
     def in_float64(self, base: StoredTensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return B, scaled, A, and DoRA's magnitudes: the rows of `base + B @ A` are scaled to these."""
         product, start = self._products(base)
+        # B (scaled) and A of base + B A: with PiSSA's start that is [B, -start B] [A; start A]
         b, a = self._factors.scaling(self._weight) * product.b.double(), product.a.double()
         if start is not None:
             b, a = torch.cat([b, -start.b.double()], dim=1), torch.cat([a, start.a.double()])
@@ -251,6 +256,7 @@ class LowRankUpdate:
         scaling, magnitude = self._factors.scaling(self._weight), self._factors.magnitude
         if magnitude is None:
             return Addition(product, scaling, start, rounds_first=self._factors.of_embedding)
+        # norms over the inputs: of a transposed weight these are its rows, so no piece of it has a whole norm
         whole = _whole(base) if self.transposed else None
         return Addition(product, scaling, start).scaled(_all(magnitude), whole)
 
@@ -296,6 +302,7 @@ class Addition:
         return replace(self, magnitude=magnitude, column_norms=norms)
 
     def __call__(self, rows: Tensor, base: Tensor, first: int, end: int) -> None:
+        # the factor after the product, as PEFT multiplies: scaled factors would round otherwise
         change = self.product.rows(first, end).mul_(self.scaling)
         if self.magnitude is not None:  # scales what was merged before too
             factor = self._factor(self.magnitude, base, change, first, end)

@@ -55,6 +55,7 @@ def with_options_of(config: Config, folder: Path, given: Collection[str]) -> Con
         lora = trained.options()
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
+    # not of the folder: it does not change what the adapters compute, so another one may be chosen
     if "lora_dropout" in given:
         lora = replace(lora, lora_dropout=config.lora.lora_dropout)
     faults = _contradictions(config, lora, folder, [name for name in OF_THE_FILES if name in given])
@@ -71,6 +72,7 @@ def _contradictions(config: Config, lora: LoraConfig, folder: Path, given: Itera
     layers, form = family_of(config).declare(config), family_of(config).huggingface_form(config.model)
 
     def declared(options: LoraConfig) -> Any:
+        # the methods hold it too, but another one contradicts nothing
         options = replace(options, lora_dropout=0.0)
         return [(layer.name, layer.shards, layer.methods) for layer in with_adapters(layers, form, options)]
 
@@ -106,6 +108,7 @@ def _with_saved_options(config: Config, given: Collection[str]) -> Config:
         raise ConfigError([str(error)]) from None
     if run is None:
         return config
+    # the newest first; an ancestor may have had other adapters
     own = of_run(run, checkpoint_folders(Path(config.checkpoint.save or "")), with_ancestors=False)
     metadata = read_metadata(own[0]) if own else None
     saved = (metadata or {}).get("config", {}).get("lora", {})
@@ -126,6 +129,7 @@ class _TrainedModules:
         modules = modules_of(self._layers, family.huggingface_form(config.model))
         self._modules: Mapping[str, Module] = {module.names[-1]: module for module in modules}
         """All modules that have a weight, in the order of the layers."""
+        # by the tensors: r and rank_pattern were compared with these as the folder was opened
         self._ranks = {name: factors.a.shape[0] for name, factors in adapter.low_rank.items()}
         weights = {name.rpartition(".")[0] for name in adapter.whole if name.endswith(".weight")}
         # PEFT saves an adapted embedding beside its adapter

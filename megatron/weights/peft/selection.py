@@ -70,6 +70,7 @@ class Selection:
         return set()
 
     def _adapts(self, module: str) -> bool:
+        # first, as in PEFT: what modules_to_save names, or lies within it, never gets an adapter
         is_in_saved = any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.saved)
         if is_in_saved or _ends(self.excluded, module):
             return False

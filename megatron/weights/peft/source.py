@@ -34,6 +34,7 @@ class PeftSource(MappedSource):
         adapter, model = open_adapter(folder, files), AdaptedModel(config)
         self.base = adapter.base
         stored = _by_key(adapter)
+        # PEFT saves an adapted embedding's frozen weight too, by which the base can be compared
         self._copies = _copies(adapter, model)
         mapped = NameMap(model.form, model.shards, {name: _parts(model, name) for name in model.shards})
         # PEFT saves a weight that is trained for both its uses twice
@@ -58,6 +59,7 @@ class PeftSource(MappedSource):
                 count = min(step, rows - begin)
                 # uncounted: every rank may read them, and the base's identity counts each number once
                 at = Slice(name, Shard(copy.shape, 0, (rows,)), begin * columns, count * columns)
+                # in the copy's dtype: PEFT may have held a float32 base in 16 bits
                 values = base.read(at).to(copy.dtype).view(count, columns)
                 if not torch.equal(values, copy.rows(begin, begin + count)):
                     raise CheckpointError(
@@ -69,6 +71,7 @@ class PeftSource(MappedSource):
 def _parts(model: AdaptedModel, name: str) -> tuple[MappedTensor, ...]:
     """Return the tensors that make a parameter, the first of two copies, by the keys of `_by_key`."""
     parts = [replace(part, name=part.name.replace(".base_layer.", ".")) for part in model.map.parts[name]]
+    # the second copy is compared with the first and dropped, so no parameter is made of it
     return tuple(part for part in parts if part.name != TIED or name == "output.weight")
 
 
