@@ -82,7 +82,7 @@ class TextModel:
 
     def _command(self, options: Mapping[str, Any], *, has_chats: bool) -> GenerateCommand:
         given = dict(options)
-        # a str would be read as a sequence: a stop string of each of its characters
+        # one string is a usual way to give one; pydantic takes tuples and lists alone
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         faults = _unknown(given, (*OF_TEXTS, *OF_PROMPTS))

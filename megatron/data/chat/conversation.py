@@ -139,7 +139,7 @@ def _given_messages(row: Mapping[str, Any]) -> list[Any]:
 
 def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
     """Return the value of JSON text, and any other value as it is. Raises BadRow."""
-    # an empty text stays as it is: to the callers it is an empty list
+    # blank text is not JSON: the callers decide what it means
     if not isinstance(value, str) or not value.strip():
         return value
     try:

@@ -292,7 +292,7 @@ def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer. Raises OSError."""
     target, origin = Path(folder), Path(original)
     config = read_config(origin if origin.is_dir() else origin.parent)
-    # AutoTokenizer needs a class; without one it looks for the model's config.json
+    # AutoTokenizer's choice where it has no model's config.json to choose by, as in this folder
     config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     for name, token in tokenizer.tokens.items():
         config[name] = token
