@@ -58,6 +58,7 @@ def choose_device(device: str) -> str:
             f"device {requested} comes too late: deepspeed was imported before and uses {used.device_name()}; "
             f"call choose_device first, or set DS_ACCELERATOR={record.accelerator}"
         )
+    # of an earlier choice; `rank_variables` sets it for a device from outside alone
     os.environ.pop(CHOSEN, None)
     os.environ.update(rank_variables(device))
     return device
@@ -93,6 +94,7 @@ def keep_compiled_graphs(device: str, results_dir: str | None) -> None:
     """
     if results_dir is None:
         return
+    # of `auto` all: which it is shows only once its software is loaded
     for record in candidates(device):
         record.keep_compiled_graphs(results_dir)
 
@@ -119,6 +121,7 @@ def named_peak_tflops(device: Device, chip_name: str) -> float | None:
     """Return `peak_tflops` of the chip with this name in the device's software."""
     if re.search(r"\bMIG\b", chip_name):
         return None  # a slice's share of the chip is not in its name
+    # the first match: more special names come before the chip's own
     return next((tflops for pattern, tflops in device.peaks if re.search(pattern, chip_name, re.IGNORECASE)), None)
 
 
@@ -141,6 +144,7 @@ def processor() -> Processor:
     import torch
 
     has = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    # private operators, which a build without oneDNN lacks
     supported = {name for name, operator in has.items() if getattr(torch.ops.mkldnn, operator, lambda: False)()}
     return Processor(torch.backends.cpu.get_cpu_capability(), frozenset(supported - missing_products()))
 
@@ -196,6 +200,7 @@ def memory_stats() -> dict[str, float]:
 def free_memory_bytes() -> int:
     """Return what this process may still allocate: of its device, or on a CPU of the host, which its ranks share."""
     device = current()
+    # what the kernel would give, caches that it can drop included
     if device.is_host:
         import psutil
 

@@ -39,6 +39,7 @@ class Datagrams:
         except OSError:
             self._socket.close()
             raise
+        # a full buffer, or a datagram with a wrong checksum, must not hold up who sends or receives
         self._socket.setblocking(False)
         # not select.select, which fails from descriptor 1024 on
         self._selector = selectors.DefaultSelector()
@@ -71,6 +72,7 @@ class Datagrams:
             return messages
         for _ in range(DATAGRAMS_AT_ONCE):
             try:
+                # one byte more, so that a longer one is seen to be longer
                 content, place = self._socket.recvfrom(LARGEST_BYTES + 1)
             except BlockingIOError:
                 break
@@ -78,6 +80,7 @@ class Datagrams:
                 continue
             with contextlib.suppress(StrangerError):
                 message = unseal(self.key, PURPOSE, content[: LARGEST_BYTES + 1], LARGEST_BYTES)
+                # numbers only grow: what a stranger has recorded is old
                 if message["number"] > self._heard.get(message["sender"], 0):
                     self._heard[message["sender"]] = message["number"]
                     messages.append((message, place))
@@ -115,6 +118,7 @@ class AgentLink:
     def __init__(self) -> None:
         self._connection: Connection | None = None
         self._lock = threading.Lock()
+        # popped, so that no process that the rank starts takes the descriptor for its own
         if (inherited := os.environ.pop(AGENT_SOCKET, None)) is not None:
             with contextlib.suppress(OSError):
                 self._connection = Connection(socket.socket(fileno=int(inherited)), NO_SECRET, is_server=False)
@@ -125,6 +129,7 @@ class AgentLink:
             if self._connection is None:
                 return
             try:
+                # a rank may be here before its agent has answered with its nonce
                 if not self._connection.can_send:
                     poll = select.poll()
                     poll.register(self._connection.socket, select.POLLIN)
@@ -134,6 +139,7 @@ class AgentLink:
                     self._connection.send(**message)
             except (OSError, EOFError):
                 self._connection.close()
+                # the agent has ended: later reports go nowhere, and the rank goes on
                 self._connection = None
 
 
@@ -160,6 +166,7 @@ class RankLink:
         """Take what has come."""
         try:
             for message in self._connection.receive():
+                # a message has some of these; what it lacks stays as it was
                 self.report = message.get("report", self.report)
                 self.watchdogs = message.get("watchdogs", self.watchdogs)
                 self.step = message.get("step", self.step)
@@ -178,6 +185,7 @@ def send_endings(watchdogs: Mapping[str, Any], endings: Mapping[int, str]) -> No
     with contextlib.suppress(OSError):  # no descriptor, no network: the ranks come to a verdict without it
         datagrams = Datagrams(address_towards(places[0][0]) or LOOPBACK, watchdogs["sender"])
         datagrams.key = bytes.fromhex(watchdogs["key"])
+        # once to each, then once more: a burst to one place is lost together
         for place in places * TIMES_SENT:
             datagrams.send(place, {"endings": dict(endings)})
         datagrams.close()

@@ -42,6 +42,7 @@ def raise_limit() -> int:
     highest = HIGHEST if hard == resource.RLIM_INFINITY else min(hard, HIGHEST)
     if soft == resource.RLIM_INFINITY or soft >= highest:
         return HIGHEST if soft == resource.RLIM_INFINITY else soft
+    # from the highest on, until the kernel takes one
     for limit in (highest, *(limit for limit in FALLBACKS if soft < limit < highest)):
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -67,6 +68,7 @@ def shortage() -> OSError | None:
     opened: list[int] = []
     try:
         for _ in range(SPARE):
+            # a copy of stderr needs a number and nothing else, neither a file nor memory
             opened.append(os.dup(2))
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):  # stderr may be closed

@@ -34,6 +34,7 @@ class MemoryUse(NamedTuple):
 
 def query_driver(command: list[str], timeout_s: float = 20.0) -> list[list[str]]:
     """Return the rows of CSV that a driver's tool prints; [] where it fails."""
+    # most machines have no such tool: that is an answer, not a fault
     if shutil.which(command[0]) is None:
         return []
     try:
@@ -188,6 +189,7 @@ class Device:
         if self.driver_query is None:
             return []
         rows = query_driver(self.driver_query(",".join(fields)), timeout_s)
+        # another release of the tool may print a heading or an error among the rows
         return rows if all(len(row) == len(fields) for row in rows) else []
 
     @property

@@ -34,6 +34,7 @@ def missing_products() -> frozenset[str]:
     limit = next((os.environ[name].upper() for name in MAX_CPU_ISA if name in os.environ), "")
     missing = frozenset(WITHOUT_PRODUCTS.get(limit, ()))
     flags = _cpu_flags()
+    # /proc/cpuinfo of ARM has Features instead: what is not known is not called missing
     if not flags:  # another architecture
         return missing
     return missing | {precision for precision, instructions in PRODUCTS.items() if not flags & instructions}

@@ -37,7 +37,9 @@ def count_devices() -> int:
         # CUDA ends the list at the first name of no device, and takes a repeated one for an error
         names = list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
         return len(names) if len(set(names)) == len(names) else 0
+    # nvidia0, nvidia1, ...; nvidiactl and nvidia-uvm are no GPUs
     nvidia = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]
+    # AMD's driver: nodes with a gpu_id file
     return len(nvidia) or len(list(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")))
 
 
@@ -46,6 +48,7 @@ def torch_has_cuda() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
+    # to import torch takes seconds, and a launcher needs no more than this
     libraries = Path(spec.origin).parent / "lib"
     return any((libraries / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
 
@@ -108,6 +111,7 @@ def _set_deterministic() -> None:
 
     # cuBLAS reads it once, at the first operation. Source: NVIDIA cuBLAS documentation, "Results Reproducibility"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # it would choose kernels by measured time, other ones in another run
     torch.backends.cudnn.benchmark = False
 
 

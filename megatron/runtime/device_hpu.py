@@ -46,6 +46,7 @@ def has_gaudi_plugin() -> bool:
     """Return whether Habana's software for torch is installed, without importing it."""
     try:
         return importlib.util.find_spec("habana_frameworks.torch") is not None
+    # find_spec imports the parent, habana_frameworks, which may not be there
     except ModuleNotFoundError:
         return False
 
@@ -55,6 +56,7 @@ def count_devices() -> int:
     if hpu_driver.VISIBLE in os.environ:
         names = [name.strip() for name in os.environ[hpu_driver.VISIBLE].split(",")]
         return len(set(names) - {""})
+    # newer drivers; older ones have /dev/hl0, /dev/hl1, ...
     accelerators = [path for path in Path("/dev/accel").glob("accel[0-9]*") if path.name[5:].isdecimal()]
     return len(accelerators) or len([path for path in Path("/dev").glob("hl[0-9]*") if path.name[2:].isdecimal()])
 
@@ -100,6 +102,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     if not missing or not has_gaudi_plugin():
         return
+    # it reads most of its variables once, when it is loaded
     if "habana_frameworks.torch" in sys.modules:
         logging.getLogger(__name__).warning(
             "habana_frameworks.torch was loaded before this run could set %s, and may not read it; import it later, or "
@@ -115,6 +118,7 @@ def _keep_compiled_graphs(results_dir: str) -> None:
         return
     variable = "PT_HPU_RECIPE_CACHE_CONFIG"
     folder = Path(results_dir).resolve() / "hpu_recipes" / socket.gethostname()
+    # the variable's value has no form of quoting
     if "," in str(folder) and variable not in os.environ:
         logging.getLogger(__name__).warning(
             "compiled graphs are not kept for a restart: a comma separates the values of %s, and %s has one; "
@@ -134,6 +138,7 @@ def _graph_faults(option: str, lazy: bool | None, tensor_size: int, environment:
     if lazy is False:
         yield f"{option} on HPU needs lazy mode; set {LAZY_MODE}=1 (HL_USE_LAZY_MODE=1), or leave {option} out"
     elif tensor_size > 1:
+        # not set: the launcher and the rank will set it
         value = environment.get(LAZY_COLLECTIVES, ON[0])
         if value.lower() not in ON:
             yield (

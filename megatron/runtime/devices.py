@@ -149,6 +149,7 @@ def _undescribed(name: str) -> Device:
 def detect_device(*, allow_hpu: bool = True) -> str:
     """Return the first available one of hpu, cuda and cpu by device files and installed packages, without torch."""
     tried = [device for device in DEVICES if allow_hpu or device is not HPU]
+    # the CPU is last, and always there
     return next(device.name for device in tried if device.is_detected())
 
 
@@ -156,6 +157,7 @@ def device_memory_bytes(device: Device) -> int | None:
     """Return the memory of this machine's smallest device of a kind, from its driver's tool; None where that fails."""
     try:
         rows = device.query("memory.total", timeout_s=5.0)
+        # MiB; the smallest, since each rank needs as much
         return min(int(size) for (size,) in rows) * 2**20
     except ValueError:  # a plan without a verdict is better than none
         return None
@@ -195,6 +197,7 @@ def graph_faults(
 def graph_variables(device: str, tensor_size: int) -> dict[str, str]:
     """Return the variables with which a device's graphs may hold collectives; for `auto` those of any device."""
     variables: dict[str, str] = {}
+    # of `auto` those of all: a variable of software that is not loaded is read by nothing
     for record in candidates(device):
         variables |= record.graph_variables(tensor_size)
     return variables

@@ -36,6 +36,7 @@ def show(text: str) -> None:
         raise SystemExit(READER_LEFT) from None
 
 
+# Python flushes stdout at its end, and would print that BrokenPipeError
 def discard_output() -> None:
     """Discard what stdout still holds, so that the end of the process does not fail to write it."""
     with contextlib.suppress(OSError, ValueError):  # a stand-in of stdout may have no descriptor
@@ -46,6 +47,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text; options of json.loads. Raises ValueError, also where it is nested too deeply."""
     try:
         return json.loads(text, **options)
+    # a text of a few kilobytes can nest that deeply: damaged, or meant to
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -90,6 +92,7 @@ def locked_output(path: Path) -> Iterator[bool]:
     while True:
         with place.open("ab") as file:
             is_held = lock_file(file)
+            # the holder before removed the file between our open and our lock: this lock is of a name that is gone
             if is_held and not _is_current(file, place):
                 continue
             try:
@@ -137,7 +140,9 @@ def replacing(path: Path, *, partial_name: str | None = None) -> Iterator[IO[byt
         with partial.open("wb") as file:
             yield file
             sync_file(file)
+        # the file is on the disk before it gets its name: a power cut leaves the old one or the new
         os.replace(partial, path)
+    # also at Ctrl-C
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -159,6 +164,7 @@ def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> It
         sync_folder(partial)
         old = replaced if replaced is not None and os.path.lexists(place) else None
         if old is not None:
+            # rename(2) replaces no folder that holds files, so the old one is moved away first
             os.rename(place, old)
         try:
             os.rename(partial, place)
@@ -166,6 +172,7 @@ def appearing(place: Path, partial: Path, *, replaced: Path | None = None) -> It
             if old is not None:
                 os.rename(old, place)
             raise
+        # the rename itself must be on the disk before the old folder goes
         sync_folder(place.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -182,6 +189,7 @@ def new_output(place: Path) -> Iterator[Path]:
     with locked_output(place) as is_held:
         if not is_held:
             raise BusyOutput(f"another process is writing {place}; wait for it, or give another folder")
+        # the lock is held, so that none of these is being written
         for left in place.parent.glob(f".{glob.escape(place.name)}.partial-????????"):
             shutil.rmtree(left, ignore_errors=True)
         with appearing(place, place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")) as work:
@@ -218,11 +226,13 @@ class AppendFile:
     def write(self, line: bytes) -> None:
         """Append a line. Raises OSError, as on a full disk."""
         status = os.fstat(self._file)
+        # deleted, or replaced, while it is open: further lines would be lost with it
         if status.st_nlink == 0:
             self._recreate()
             status = os.fstat(self._file)
         end = status.st_size
         if os.write(self._file, line) < len(line):
+            # a full disk takes a part of a line: the file keeps whole ones
             os.ftruncate(self._file, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -259,6 +269,7 @@ class WriteErrors:
             yield
         except OSError as error:
             self._failed[name] += 1
+            # a full disk fails each write of hours
             if self._failed[name] == 1:
                 _warn(f"{name} cannot be written: {error.strerror or error}; training continues")
 

@@ -54,6 +54,7 @@ def modules() -> list[GaudiModule]:
         holders = _holders()
         found = []
         for row in listed:
+            # index: of the device file; module: its place on the node's board, by which ranks choose
             index, number, used, total = map(float, row)
             share = used / total if total else 0.0
             found.append(GaudiModule(int(number), tuple(holders.get(int(index), ())), share))
@@ -84,6 +85,7 @@ def check_modules(ranks: int) -> Iterator[str]:
         yield f"{source} must be numbers of modules, each once, such as 0,1,2,3; correct it"
         return
     here = {module.number: module for module in modules()}
+    # without hl-smi, as in some containers: the ranks themselves report a module that is in use
     if not here:
         return
     needed = [int(word) for word in words[:ranks]]
@@ -213,6 +215,7 @@ def driver_warning(plugin: str) -> str | None:
         driver = opened[0].hlmlGetDriverVersion().decode()
     except Exception:  # as above
         return None
+    # major and minor: builds of one release differ behind these
     releases = [re.match(r"\d+\.\d+", version) for version in (driver, plugin)]
     if None in releases or len({found.group() for found in releases if found}) == 1:
         return None

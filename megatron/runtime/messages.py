@@ -41,6 +41,7 @@ def seal(key: bytes, purpose: bytes, message: dict[str, Any]) -> bytes:
 def unseal(key: bytes, purpose: bytes, content: bytes, largest_bytes: int) -> dict[str, Any]:
     """Return the message that `seal` made with this key and purpose. Raises StrangerError for anything else."""
     mac, body = content[:MAC_BYTES], content[MAC_BYTES:]
+    # compare_digest takes as long for any wrong MAC, so that its time gives away nothing
     if len(body) > largest_bytes or not hmac.compare_digest(mac, hmac.digest(key, purpose + b" " + body, "sha256")):
         raise StrangerError("the other end does not know the secret of this run")
     message: dict[str, Any] = json.loads(body)
@@ -55,6 +56,7 @@ class Connection:
         self.socket, self._secret, self._is_server = connected, secret, is_server
         connected.setblocking(False)
         with contextlib.suppress(OSError):
+            # messages are small, and must not wait for more; a socket that is not of TCP has no such option
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._key = b""
@@ -87,10 +89,12 @@ class Connection:
             nonces = [theirs, self._nonce]
             if self._is_server:
                 nonces.reverse()  # the server's comes first, at both ends
+            # both nonces: what either end has recorded of another connection has another key
             self._key = hmac.digest(self._secret, b"megatron agents" + b"".join(nonces), "sha256")
         messages = []
         while self._key and len(self._received) >= SIZE.size:
             (size,) = SIZE.unpack_from(self._received)
+            # read before the HMAC can be verified: a stranger must not have us wait for gigabytes
             if size > MAC_BYTES + LARGEST_BYTES:
                 raise StrangerError(f"a message of {size} bytes")
             if len(self._received) < SIZE.size + size:
@@ -108,12 +112,14 @@ class Connection:
     def _purpose(self, *, sends: bool) -> bytes:
         sender = b"server" if self._is_server == sends else b"client"
         sent, received = self._counts
+        # who sends, and the message's number: neither can be sent back, repeated or left out
         return b"%b %d" % (sender, sent if sends else received)
 
     def _write(self, content: bytes) -> None:
         left, deadline_s = memoryview(content), time.monotonic() + SEND_TIMEOUT_S
         while left:
             try:
+                # a socket takes what fits into its buffer
                 left = left[self.socket.send(left) :]
             except BlockingIOError:
                 with selectors.DefaultSelector() as selector:
@@ -169,10 +175,12 @@ def find_secret(file: str | None) -> None:
 def _taken_secret(pattern: str) -> str | None:
     """Remove the first file of the home folder with such a name that is complete, and return its text."""
     for path in Path.home().glob(pattern):
+        # ssh is still writing it
         if path.suffix == ".partial":
             continue
         with contextlib.suppress(FileNotFoundError):  # another agent has taken it, of those that share the folder
             secret = path.read_text().strip()
+            # read once: the secret does not stay on the disk
             path.unlink()
             return secret
     return None

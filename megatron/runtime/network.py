@@ -30,6 +30,7 @@ def address_towards(address: str) -> str | None:
         family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(there)  # sends nothing
+            # connect of a datagram socket makes the kernel choose the route, and with it the address
             own: str = probe.getsockname()[0]
     except OSError:
         return None
@@ -52,6 +53,7 @@ def listen_address(host: str) -> str:
     address, as a machine's own name is on Debian and Ubuntu. Raises OSError.
     """
     address = resolve(host)
+    # localhost is meant as it says; a host's own name that leads to 127.0.1.1 is not
     if is_loopback(host) or not is_loopback(address):
         return address
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -87,6 +89,7 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 def store_socket(host: str, port: int) -> socket.socket:
     """Return the listening socket of rank 0: the one that the agent bound, if there is one. Raises OSError."""
+    # the agent bound it before the ranks started, so that no other process can take the port meanwhile
     inherited = os.environ.pop(STORE_SOCKET, None)
     if inherited is None:
         return listening_socket(listen_address(host), port)
@@ -145,9 +148,11 @@ def adopt_mpi_variables() -> None:
     alone. Raises ConfigError if the ranks of several hosts do not know the first one.
     """
     if OPEN_MPI[0] in os.environ:
+        # what the launcher has said of its own output comes first
         os.environ.setdefault(STDOUT, "file")
     if "RANK" in os.environ:
         return
+    # all four: Slurm sets PMI_RANK alone
     names = next((names for names in (OPEN_MPI, HYDRA) if all(name in os.environ for name in names)), None)
     if names is None:
         return

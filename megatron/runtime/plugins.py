@@ -35,8 +35,10 @@ def import_attribute(option: str, name: str) -> Any:
 
 
 def _import(module: str) -> ModuleType:
+    # a module of the path, with relative imports; a file needs no package around it
     if not module.endswith(".py"):
         return importlib.import_module(module)
+    # `file_` keeps it apart from an installed module of the same name
     spec = importlib.util.spec_from_file_location(f"file_{Path(module).stem}", module)
     assert spec is not None
     assert spec.loader is not None

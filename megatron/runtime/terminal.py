@@ -34,5 +34,6 @@ def for_stderr(text: str) -> str:
 
 def _folded_line(line: str, width: int) -> str:
     words = line.lstrip()
+    # items of a list keep their margin, and go on below their text
     margin = line[: len(line) - len(words)]
     return folded(words, width, margin, margin + ("  " if words.startswith("- ") else INDENT))
