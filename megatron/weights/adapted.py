@@ -70,6 +70,7 @@ class AdaptedSource(WeightSource):
     def read(self, at: Slice, kind: str = "weight") -> Tensor:
         """Draws from the seed what neither has. Frozen weights of the base that are counted identify it."""
         values = self._read(at, kind)
+        # as they were read, before any rank quantises or rounds them
         if at.is_counted and at.name in self._frozen:
             self._sums.add(at, values)
         return values
@@ -108,7 +109,9 @@ class AdaptedSource(WeightSource):
         """Quantised weights count as they were read."""
         expected = self._expected()
         folder = None if self.base is None else self.base.folder
+        # `named_as`: a copy of the base elsewhere keeps the name on the hub by which the adapters know it
         identity = BaseIdentity.of_base(folder, ctx.gather_objects(self._sums.totals)).named_as(expected)
+        # from zero again: a tensor that is read a second time would be counted twice
         self._sums = self._new_sums()
         self.record = {**self.record, "identity": identity.to_json()}
         if self.trained is None:

@@ -53,6 +53,7 @@ def weights_of(numbers: Tensor, seed: int) -> Tensor:
     state = (numbers + 1) * -7046029254386353131 + seed
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * factor
+    # odd: products of odd numbers have inverses modulo 2^64, so that no change of one number gives the same sum
     return (state ^ (state >> 31 & (1 << 33) - 1)) | 1
 
 
@@ -68,11 +69,13 @@ def matrix_sums(values: Tensor, rows: Tensor, columns: Tensor, *, rounded: bool 
     of_rows, of_columns = weights_of(rows, ROW_SEED), weights_of(columns, COLUMN_SEED)
     step = max(1, NUMEL_AT_ONCE // max(1, len(columns)))
     for first in range(0, len(rows), step):
+        # contiguous, since float32 is read as int32 in place; a block may be transposed
         block, weights = values[first : first + step].contiguous(), of_rows[first : first + step]
         exact = _block_sum(block, weights, of_columns)
         totals[0] += exact
         for index, precision in enumerate(PRECISIONS[1 : len(totals)], 1):
             held = block.to(precision).float()
+            # as bits: NaN equals itself, and minus zero differs from zero
             if torch.equal(held.view(torch.int32), block.view(torch.int32)):
                 totals[index] += exact  # most models were trained in 16 bits: the same sum, half the time
             else:
@@ -81,6 +84,7 @@ def matrix_sums(values: Tensor, rows: Tensor, columns: Tensor, *, rounded: bool 
 
 
 def _block_sum(block: Tensor, of_rows: Tensor, of_columns: Tensor) -> int:
+    # sum_r R(r) sum_c bits(r, c) C(c): one product for each number, and one for each row
     return int((torch.mv(block.view(torch.int32).long(), of_columns) * of_rows).sum())
 
 
@@ -124,6 +128,7 @@ def _rectangles(at: Slice, values: Tensor) -> Iterator[tuple[tuple[int, int], tu
     for region in regions(shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
         rows, columns = (region.row_start, region.row_stop), (region.column_start, region.column_stop)
         size = (rows[1] - rows[0], columns[1] - columns[0])
+        # as_strided counts from the beginning of the storage
         block = values.as_strided(size, (region.row_stride, 1), values.storage_offset() + region.offset)
         if shard.dim == 1:
             yield rows, columns, block
@@ -205,6 +210,7 @@ class BaseIdentity:
     @staticmethod
     def from_json(content: object, place: Path) -> BaseIdentity | None:
         """Return what `to_json` gave; None: nothing, or of another algorithm. Raises CheckpointError if damaged."""
+        # of another release, perhaps: that the base was not verified is said, but it is not refused
         if not isinstance(content, dict) or content.get("algorithm") != ALGORITHM:
             return None
         try:
@@ -238,6 +244,7 @@ def differing(expected: BaseIdentity, found: BaseIdentity, *, is_whole: bool = F
                 wrong.append(name)
             continue
         exact = found.tensors[name][0]
+        # against each recorded precision: the base may be held in 16 bits here, where the adapters saw 32
         if exact not in sums:
             wrong.append(name)
         elif exact != sums[0]:

@@ -53,6 +53,7 @@ def recognise(path: Path) -> Format:
     if not path.is_dir():
         there = "a file" if path.exists() else "not there"
         raise CheckpointError(foreign_format(path) or f"--load {path} is {there}; give a folder")
+    # apart from config.json, to see whether a folder is two things at once
     held = next((known for known in (NATIVE, DEEPSPEED) if known.holds(path)), None)
     has_config = (path / "config.json").exists()
     if held is not None and has_config:
@@ -230,6 +231,7 @@ def compare_logits(source: WholeModel, result: WholeModel, precision: Precision)
     """
     model = source.config.model
     length = min(16, source.config.training.seq_length)
+    # [2, length] ids of the whole vocabulary, not of its padding
     tokens_BS = torch.randint(0, model.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     expected, actual = _logits(source, tokens_BS, precision), _logits(result, tokens_BS, precision)
     difference, largest = float((actual - expected).abs().max()), float(expected.abs().max())
@@ -276,13 +278,16 @@ def their_logits(side: WholeModel, tokens_BS: Tensor, precision: Precision) -> T
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # eager: the plain formula, as on our side
     model, loaded = getattr(transformers, form_of(side.config.model).class_name).from_pretrained(
         side.source.folder, local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
     missing = [*loaded["missing_keys"], *loaded["mismatched_keys"]]
+    # transformers would draw these at random, with no more than a warning
     if missing:
         raise CheckpointError(f"transformers finds no {missing[0]} in {side.source.folder}; nothing was kept")
     with torch.no_grad():
+        # first float32, then rounded: products are computed in float32 whatever the folder's dtype is
         model = model.eval().float()
         for parameter in model.parameters():  # not the buffers: the rotary frequencies stay float32
             parameter.copy_(parameter.to(DTYPES[precision]))

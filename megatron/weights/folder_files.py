@@ -23,6 +23,7 @@ EXPORT_RECORD = "export.json"
 
 def is_adapter_folder(folder: Path) -> bool:
     """Return True if the folder holds adapters in PEFT's format, and no whole model beside them."""
+    # by weights, not by config.json, which adapters may have beside them too
     has_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
     return os.path.lexists(folder / ADAPTER_CONFIG) and not has_model
 
@@ -49,6 +50,7 @@ def real_path(path: Path) -> Path:
         return path
     snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
     target = path.resolve()
+    # any other link in a folder that others made may point to any file of this machine
     if snapshots is None or target.parent != (snapshots.parent / "blobs").resolve():
         raise CheckpointError(f"{path} is a link; links are not followed, put the file itself there")
     return target
@@ -78,6 +80,7 @@ def json_object(text: bytes, path: Path) -> dict[str, Any]:
             raise ValueError(f"{twice[0]!r} is there twice")
         return dict(pairs)
 
+    # Python reads NaN and Infinity, which JSON does not have
     def finite(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 

@@ -30,6 +30,7 @@ class FolderFormat:
 def _is_huggingface(folder: Path) -> bool:
     if not is_model_folder(folder):
         return False
+    # which of the two is meant cannot be seen
     if holds_checkpoints(folder):
         raise CheckpointError(
             f"{folder} holds config.json (Hugging Face) beside checkpoints of a run; keep one of them"
@@ -40,6 +41,7 @@ def _is_huggingface(folder: Path) -> bool:
 NATIVE = FolderFormat(
     "native",
     "checkpoints of a run",
+    # one checkpoint, or a folder of them
     lambda folder: (folder / MANIFEST).exists() or holds_checkpoints(folder),
 )
 HUGGINGFACE = FolderFormat("huggingface", "a Hugging Face folder", _is_huggingface)

@@ -96,9 +96,11 @@ class ForeignFiles:
         """Return the content of a .pt or .bin file, its tensors mapped, nothing executed."""
         opened, file = self._open(path), real_path(path)
         try:
+            # torch takes Inert for the name in the pickle, and imports nothing
             names: list[Any] = [(Inert, name) for name in ALLOWED]
             with torch.serialization.safe_globals(names), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's about a pickle that this refuses
+                # mapped where it can be: torch maps no file from before its zips
                 return torch.load(str(file), map_location="cpu", weights_only=True, mmap=opened.is_zip)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is not there; {REMEDY}") from None
@@ -127,6 +129,7 @@ class ForeignFiles:
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged ({error}); {REMEDY}") from None
         self._opened[path] = _Opened()
+        # read again by hand, since safe_open gives no offsets: 8 bytes of length, then JSON
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             return content.read(length), 8 + length
@@ -146,9 +149,11 @@ class ForeignFiles:
 
         Returns which of the opened files carried a checksum, and which none.
         """
+        # dealt out from the largest down, so that the shares come out alike
         by_size = sorted(paths, key=lambda path: (-real_path(path).stat().st_size, path))
         for path in by_size[share[0] :: share[1]]:
             self.ensure(path)
+        # the other shares are verified by other ranks, whose fault ends this one too
         self._all_verified = True
         without = sorted(path.name for path, opened in self._opened.items() if not opened.has_checksum)
         number = len(self._opened) - len(without)
@@ -189,6 +194,7 @@ def _compare(path: Path, descriptor: int, entries: Iterable[ZipEntry]) -> None:
             count = os.preadv(descriptor, [buffer[: entry.num_bytes - done]], entry.start + done)
             if not count:
                 raise CheckpointError(f"{path} is damaged: it ends within {entry.name}; {REMEDY}")
+            # ISA-L's, which is zlib's CRC-32 several times as fast
             checksum = isal_zlib.crc32(buffer[:count], checksum)
             done += count
         if checksum != entry.crc32:

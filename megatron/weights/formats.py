@@ -61,6 +61,7 @@ def _open_deepspeed(folder: Path, given: Given) -> WeightSource:
 
 
 def _open_peft(folder: Path, given: Given) -> WeightSource:
+    # a generation has no options of a model: they are those of the base and of the folder
     if given.config is None:
         return PeftSource(folder, _adapted_config(folder, given))
     return PeftSource(folder, given.config)

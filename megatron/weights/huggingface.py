@@ -69,6 +69,7 @@ class MappedTensor:
         """(first row, end row, the view of them) of theirs, CHUNK_BYTES of float32 at a time."""
         view = self.view(ours)
         count = view.shape[0]
+        # rows of the view within CHUNK_BYTES of float32; one at least
         step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
         rows = self.shape[0] // count  # of theirs in a row of the view: all of a head under `num_heads`
         for begin in range(0, count, step):
@@ -126,6 +127,7 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
             f"transformers' {form.class_name} has no place for {name}; keep the model as native or universal"
         )
     theirs = form.modules[ours]
+    # one tensor of theirs holds all pieces of ours, one after the other, or each piece has its own
     pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
     # only matrices within the layers: embeddings are [vocabulary, hidden] everywhere
     transposed = form.transposed and bool(number) and len(shard.shape) == 2
@@ -174,6 +176,7 @@ def export_huggingface(
         content = restored_config(source["config"], config, precision, tokens)
     write_json(folder / "config.json", content)
     generation = _generation_config(source, tokenizer)
+    # _from_model_config: transformers' mark of one that only repeats config.json
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
     # last, since it takes long: what can be refused is refused before
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
@@ -188,6 +191,7 @@ def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tupl
 
     Raises CheckpointError if one is missing, of another shape, or does not fit the dtype.
     """
+    # popped one by one: what is left at the end was never given
     missing = dict(mapped.shards)
     for name, tensor in tensors:
         shard = missing.pop(name, None)

@@ -75,6 +75,7 @@ def _read_rows(
     # read, not mapped: pages of a mapping would count as this process's memory until something else needs them
     rows = torch.empty((end - first, *shape[1:]), dtype=dtype)
     target = bytes_of(rows)
+    # len(target) // rows: the bytes of a row
     position = begin + first * (len(target) // max(1, end - first))
     with path.open("rb", buffering=0) as file:
         file.seek(position)
@@ -211,6 +212,7 @@ class WeightsWriter:
         names = [f"{stem}.safetensors"]
         if len(shards) > 1:
             names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        # O_EXCL: never into a file that is there
         self._files = [os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) for name in names]
         for file, shard in zip(self._files, shards, strict=True):
             self._begin(file, shard, shapes)
@@ -251,6 +253,7 @@ class WeightsWriter:
 
     def __exit__(self, kind: object, *_: object) -> None:
         for file in self._files:
+            # after an error the folder is not kept
             if kind is None:
                 os.fsync(file)
             os.close(file)

@@ -63,6 +63,7 @@ class MappedSource(WeightSource):
         """Reads the rows of theirs that it takes numbers from: of a matrix that ranks cut by columns, all."""
         if at.name not in self.map.parts or kind not in self.kinds:
             raise CheckpointError(f"{self.folder} holds no {kind} of {at.name}: it is of another model")
+        # zeros: padding is in no file, and lies in no region
         target = torch.zeros(at.numel)
         # regions of a tensor cut by columns are of the tensor as it is; those of others, of the tensor as one row
         is_one_row = at.shard.dim != 1
@@ -199,6 +200,7 @@ def _checked_tensors(
     `is_tied`: there may be a copy of the word embedding under lm_head.weight.
     """
     expected = {part.name: part for parts in mapped.parts.values() for part in parts}
+    # all faults in one message: a folder of another model has many of each kind
     tensors, faults = _by_full_name(mapped.form, stored, expected)
     if missing := sorted(set(expected) - set(tensors)):
         faults.append(f"missing: {some(missing)}")
@@ -228,6 +230,7 @@ def _by_full_name(
     for name, tensor in stored.items():
         has_full_name = name == form.output or name.startswith(form.prefix)
         full = name if has_full_name else form.prefix + name
+        # causal masks and the like, which old releases saved among the weights, and are computed
         if re.fullmatch(form.buffers, full):
             continue
         if full in tensors:

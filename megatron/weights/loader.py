@@ -80,6 +80,7 @@ def open_source(load: Load, ctx: ParallelContext) -> WeightSource | None:
 
 def _open_run(load: Load, ctx: ParallelContext) -> Checkpoint | None:
     """Return the checkpoint of the step, or the newest one, with every byte verified. Collective."""
+    # as rank 0 sees it: ranks that see other files would wait in other collectives
     is_one = load.may_be_one and ctx.broadcast_object((load.folder / MANIFEST).exists())
     if is_one and load.step is not None:
         raise CheckpointError(
@@ -185,5 +186,6 @@ def tokenizer_of(config: Config) -> Path | None:
             folders = [path.parent]
     else:
         paths = [Path(folder) for folder in (config.checkpoint.load, config.lora.lora_base) if folder is not None]
+        # checkpoints of a run hold no tokenizer
         folders = [path for path in paths if recognise(path) is not NATIVE]
     return next((folder for folder in folders if tokenizer_files(folder)), None)

@@ -87,6 +87,7 @@ class MergedSource(WeightSource):
 
     format, title = "merged", "merged"
     holds_run = False
+    # each slice would merge its whole tensor again
     reads_slices = False
 
     def __init__(self, adapted: AdaptedSource, config: Config) -> None:
@@ -154,6 +155,7 @@ class MergedSource(WeightSource):
 
         up, down = read("B"), read("A")
         if update.adapter.is_principal:  # what PiSSA took out of the base is in it: its start is subtracted
+            # B A - start B start A = [B, -start B] [A; start A]
             up, down = torch.cat([up, -read("start_B")], dim=1), torch.cat([down, read("start_A")])
         product = Product(up, down, transposed=update.of_embedding)
         first = 0

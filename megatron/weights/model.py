@@ -57,6 +57,7 @@ class WholeModel:
 def whole_model(source: WeightSource) -> WholeModel:
     """Raises CheckpointError unless the source holds the model that its own config describes."""
     base = source.metadata.get("base")
+    # a merged source has this record too, and is whole
     if base is not None and isinstance(source, Checkpoint):
         origin = f"the base model in {base['folder']}" if "folder" in base else "a base model drawn from a seed"
         raise CheckpointError(
@@ -104,6 +105,7 @@ def check_parameters(folder: Path, config: Config, held: Mapping[str, Shard]) ->
 
 def different(held: Mapping[str, Shard], expected: Mapping[str, Shard]) -> str | None:
     """Return the first parameter that only one side has, or that differs in shape; None: there is none."""
+    # sorted, so that every rank names the same parameter
     for name in sorted({*held, *expected}):
         here, there = (side[name].shape if name in side else "not there" for side in (held, expected))
         if here != there:

@@ -76,6 +76,7 @@ def _is_hub_name(name: str) -> bool:
 
 def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
     """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
+    # models--OWNER--NAME/snapshots/COMMIT; a name with -- of its own is refused by the hub
     match = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
     if match is None:
         return None, None
@@ -152,9 +153,11 @@ def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
         options, seq_length = saved
         names = {field.name for field in dataclasses.fields(ModelConfig)}
         try:
+            # without options that this release does not have, which the loading compares; freeze is the run's own
             model = ModelConfig(**{name: value for name, value in options.items() if name in names} | {"freeze": ()})
         except ValidationError as error:
             raise ConfigError([f"{folder} describes no model: {error.errors()[0]['msg']}; load another"]) from None
+        # unset it would be this run's seq_length, which may be another than that of the table
         if model.position_embedding_type == "learned" and model.max_position_embeddings is None:
             model = replace(model, max_position_embeddings=seq_length)
         return str(folder), described(model)

@@ -37,6 +37,7 @@ def check_tokenizer(tokenizer: Path, vocab_size: int) -> list[str]:
     Raises CheckpointError if one is not a file, or the tokenizer has ids beyond the model's.
     """
     names = tokenizer_files(tokenizer)
+    # none is a link out of the folder: all of them are copied
     for path in (tokenizer / name for name in names):
         own_file(path.parent, path.name)
     if "tokenizer.json" in names:
@@ -68,6 +69,7 @@ def special_token_ids(tokenizer: Path) -> dict[str, int]:
         token = names.get(name.removesuffix("_id"))
         if isinstance(token, dict):  # an AddedToken as transformers stores it
             token = token.get("content")
+        # a name that tokenizer.json lacks gives no id, and nothing is exported for it
         if isinstance(token, str) and token in ids:
             special[name] = ids[token]
     return special
@@ -81,10 +83,12 @@ def _token_ids(path: Path) -> dict[str, int]:
         if isinstance(vocabulary, list):  # Unigram: [token, score] in order
             vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
+        # added tokens last: where both have one, the library gives the added token's id
         ids: dict[str, int] = {**vocabulary, **added}
     except (AttributeError, IndexError, KeyError, TypeError):
         raise CheckpointError(f"{path} is not a tokenizer.json of transformers; copy it again") from None
     for token, number in ids.items():
+        # not isinstance, for which True is an integer
         if not isinstance(token, str) or type(number) is not int or not 0 <= number < 2**31:
             raise CheckpointError(f"{path} gives the token {token!r} the id {shown(number)}; copy it again")
     return ids

@@ -68,6 +68,7 @@ def zip_entries(descriptor: int, path: Path) -> list[ZipEntry] | None:
     size = os.fstat(descriptor).st_size
     begins = os.pread(descriptor, 4, 0) == b"PK\3\4"
     end = os.pread(descriptor, _END.size, max(0, size - _END.size))
+    # one of both ends is enough: a zip that was cut short, or whose first bytes changed, is a damaged zip
     if not begins and not end.startswith(b"PK\5\6"):
         return None
     try:
@@ -111,7 +112,9 @@ def _entries(descriptor: int, size: int, end: bytes) -> Iterator[ZipEntry]:
         )
         is_stored = header.method == _STORED and packed == full
         _need(is_stored, "it holds a compressed entry, which torch.save does not write")
+        # entries follow each other, so that no byte lies between them unchecked
         _need(offset == expected_offset, f"its directory has {name!r} at {offset}, not at {expected_offset}")
+        # readers differ in which of two counts
         _need(name not in names, f"it holds its entry {name!r} twice")
         names.add(name)
         start, expected_offset = _local(descriptor, offset, name, header, crc32, full)
@@ -146,6 +149,7 @@ def _directory(descriptor: int, size: int, end: bytes) -> tuple[int, int, int]:
             "the two ends of its directory differ",
         )
         stop, number, num_bytes, start = at, large_number, large_bytes, large_start
+    # with the offsets of the entries, this leaves no byte of the file outside the frame
     _need(start + num_bytes == stop, f"its directory is at {start} with {num_bytes} bytes, not before {stop}")
     return number, start, stop
 

@@ -347,6 +347,7 @@ def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     arguments = client.get("args")
     # Megatron saves an argparse.Namespace, which is read as a record without behaviour
     if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
+        # what JSON can hold: other values, such as enumerations, are records without meaning here
         args = {name: value for name, value in arguments.state.items() if _is_plain(value)}
     progress = _progress(folder).get("progress") or {}
     # our counters first, then Megatron's, then those of DeepSpeed's engine

@@ -331,6 +331,7 @@ class ZeroShards:
         return [tensor.view(self._shapes[name]) for tensor in tensors]
 
     def _joined(self, pieces: Sequence[_FlatSlice], kind: str) -> Tensor:
+        # the checksums of large entries are compared now, before their bytes are used
         for piece in pieces:
             self.files.ensure(piece.path)
         # in the order of the data ranks, which is that of the tensor's elements

@@ -310,6 +310,7 @@ def _megatron_facts(client: Mapping[str, Any], config: Config | None, folder: Pa
 
 def _check_blocks(found: Mapping[tuple[str, str], object], num_layers: int, folder: Path) -> None:
     """Check that every transformer layer has the same parameters, and that both ends are there."""
+    # what one block has, all must have
     expected = {name for block, name in found if block}
     missing = [
         f"layers.{number}.{name}"
