@@ -40,6 +40,7 @@ def command(main: Main) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        # a test's or a notebook's stdout may be of another kind
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's; a path may have any letter
         if argv is None:  # a process of its own, which computes on the CPU; ranks load their device's themselves
@@ -57,6 +58,7 @@ def command(main: Main) -> Callable[..., int]:
             discard_output()
             return READER_LEFT
         except OSError as error:  # such as `> FILE`; run_command has handled those of other files
+            # another error of the output is unexpected, and keeps its traceback
             if error.errno not in NO_SPACE:
                 raise
             discard_output()
@@ -80,9 +82,11 @@ def _raise_at_signals() -> None:
 
     def stop(signum: int, _: FrameType | None) -> None:
         if os.getpid() == process:
+            # a second signal must not stop the removal
             for taken in taken_over:
                 signal.signal(taken, signal.SIG_IGN)
             raise Stopped(signum)
+        # in a fork, such as a worker: the default ends it at once
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 

@@ -1,6 +1,11 @@
-"""Rules by which vLLM serves adapters in PEFT's format: those of its vllm/lora/peft_helper.py and lora_model.py.
+"""Convert the weights of a checkpoint between Hugging Face, this project's native format and DeepSpeed's universal one.
 
-vllm-gaudi is a plug-in of vLLM with the same loaders.
+    python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
+    python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
+    python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
+
+The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it
+is complete and has been compared with the source: tensor by tensor, and by the logits of both.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from megatron.runtime.commands import command_name
 if TYPE_CHECKING:
     from megatron.weights.folder_files import Precision
     from megatron.weights.model import WholeModel
+
+# Rules by which vLLM serves adapters in PEFT's format: those of its vllm/lora/peft_helper.py and lora_model.py.
+# vllm-gaudi is a plug-in of vLLM with the same loaders.
 
 WITH_ADAPTERS = ("llama",)
 """Our families whose class in vLLM has the interface SupportsLoRA; those of Bloom and GPT-2 do not."""
@@ -57,19 +65,13 @@ def served(content: Mapping[str, Any], architecture: str) -> str:
     """Return a line that says how vLLM serves adapters, or what to do where it does not. Arguments of `not_served`."""
     if refused := not_served(content, architecture):
         return f"vLLM does not serve {', '.join(refused)}: for it, merge them with {command_name('merge_adapter')}"
+    # vLLM takes these values alone
     rank = next(limit for limit in MAX_RANKS if limit >= content["r"])
     return f"vLLM serves these adapters with --enable-lora --max-lora-rank {rank}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Convert the weights of a checkpoint between Hugging Face, this project's native format and DeepSpeed's universal one.
-#
-#     python tools/convert_checkpoint.py --load Llama-3.1-8B --save checkpoints/llama31_8b --to native
-#     python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
-#     python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
-#
-# The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it
-# is complete and has been compared with the source: tensor by tensor, and by the logits of both.
+# The command
 
 NAMES = {"hf": "Hugging Face", "peft": "PEFT", "native": "native", "universal": "DeepSpeed universal"}
 DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -81,6 +83,7 @@ VERIFY_LIMIT = 2 * 10**9
 def fraction(text: str) -> float:
     """Return the number. Raises ValueError for what no drift can be compared with."""
     value = float(text)
+    # nan fails the comparison too
     if not 0 <= value < math.inf:
         raise ValueError(text)
     return value
@@ -204,6 +207,7 @@ def verify(source: WholeModel, result: WholeModel, precision: Precision, limit: 
     with progress_bar(source, "verifying") as bar:
         compared = conversion.compare_tensors(source, result, precision, bar.update)
     text = f"{compared} tensors equal"
+    # logits compare two implementations of the model; two formats of ours have the same one
     if not (conversion.is_huggingface(source) or conversion.is_huggingface(result)):
         return text
     if source.num_parameters > limit:
@@ -220,6 +224,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron.weights.folder_files import new_folder
 
     began_s = time.monotonic()
+    # a work folder takes the name at the end, so that nothing half written is ever found there
     with new_folder(Path(arguments.save)) as work:
         if arguments.to == "peft":
             convert_adapters(work, arguments)
@@ -239,10 +244,13 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     precision: Precision = source.config.training.precision
     if arguments.to == "hf" and arguments.dtype:
         precision = DTYPES[arguments.dtype]
+    # native and universal hold master weights
     elif arguments.to != "hf":
         precision = "fp32"
+    # before anything is written
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
     print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
+    # before the result is written, whose own checksums fit damaged weights too
     checked = source.source.verify()
     print(f"checked: {checked}", flush=True)
     write(source, work, arguments)
@@ -250,6 +258,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     if wanted is None:
         wanted = importlib.util.find_spec("transformers") is not None
     if wanted:
+        # DeepSpeed's folder names no model: it is opened by what the source was opened by
         preset = arguments.config if arguments.to == "universal" else None
         architecture = source.config.model.architecture if arguments.to == "hf" else None
         result = conversion.open_model(work, preset, architecture=architecture)
@@ -285,6 +294,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     print(served(content, source.config.model.architecture), flush=True)
     if source.base_name is None:
         print("base_model_name_or_path is null: the base was not loaded from a Hugging Face folder", flush=True)
+    # needs no transformers: tensors are compared alone
     if arguments.verify is not False:
         compared = export.compare_export(work, source, precision)
         print(f"verified: {compared} tensors equal; of the source, {checked}")

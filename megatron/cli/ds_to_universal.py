@@ -36,6 +36,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output_folder", required=True, type=Path, metavar="FOLDER", help="folder to write; must not exist"
     )
     add_source_flags(parser)
+    # scripts that call DeepSpeed's tool set them
     for name in ("extract", "merge"):
         parser.add_argument(
             f"--num_{name}_workers",
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> str:
     checked = checkpoint.verify()
     output = Path(arguments.output_folder)
     write(checkpoint, output)
+    # after the folder is complete: a run that resumes follows the name at once
     point_latest(output.resolve())
     kinds = ", ".join(FILE_OF_KIND[kind] for kind in checkpoint.kinds)
     count = len(checkpoint.parameters)

@@ -18,6 +18,7 @@ FAILED = 1
 
 
 def __getattr__(name: str) -> Callable[[], int]:
+    # importlib and inspect look for names such as __path__ here
     if name.startswith("_"):
         raise AttributeError(name)
     return lambda: _run(name)
@@ -35,10 +36,12 @@ def _run(name: str) -> int:
     end_process_at_interrupt()
     try:
         module = importlib.import_module(module_of(name))
+    # a package that is not installed: its name says enough
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     finally:
+        # from here on a command ends by an exception, so that it removes what it has begun
         raise_at_interrupt()
     status: int = module.main()
     return status
@@ -47,6 +50,7 @@ def _run(name: str) -> int:
 def module_of(name: str) -> str:
     """Return the module of a command."""
     for package in COMMANDS:
+        # looked for, not imported: the module's imports may take seconds
         if importlib.util.find_spec(f"{package}.{name}") is not None:
             return f"{package}.{name}"
     raise AttributeError(f"no command is named {name}")

@@ -30,6 +30,7 @@ from megatron.runtime.terminal import for_stderr
 
 PARTS = ("kernels", "losses", "throughput")
 MODES = ("lazy", "eager")
+# Ctrl-C is `run_command`'s
 STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InterruptedBySignal as stop:
         print(f"stopped by {signal.Signals(stop.number).name}{acceptance.kept()}", file=sys.stderr)
         return shell_status(-stop.number)
+    # a test that ran to its end may have failed checks
     return FAILED if status == DONE and not acceptance.report.passed else status
 
 
@@ -99,6 +101,7 @@ def _faults(options: argparse.Namespace, found: int, folder: Path) -> Iterator[s
     for name, steps in (("steps", options.steps), ("throughput-steps", options.throughput_steps)):
         if steps < 2:
             yield f"--{name} {steps} must be 2 or more, to see a loss after an update"
+    # the files of an earlier test would be appended to
     if folder.exists():
         yield f"--output {folder} exists; name a new folder"
 
@@ -124,12 +127,14 @@ class _Test:
                 group = part()
             except Exception as error:  # whatever it is, the report must name it, and the other parts are run
                 group = Group(name, [Check(name, None, 0.0, f"{type(error).__name__}: {error}")])
+            # a new report after each part: a machine that goes down leaves the last one
             groups, left = [*self.report.groups, group], tuple(self._parts)[number:]
             self.report = AcceptanceReport(self.report.title, groups, left)
             sent = self.report if self._identifies else self.report.anonymous(self._folder)
             try:
                 sent.write(self._file)
             except OSError:
+                # the disk may be full: the results are printed instead
                 print(f"\n{sent.text()}", flush=True)
                 raise
             print(f"{name}: {summary([group])}, {time.monotonic() - began:.0f} s", flush=True)

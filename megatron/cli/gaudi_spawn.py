@@ -89,13 +89,16 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
+        # the script ends the launcher's flags: what follows is its own
         if not word.startswith("-"):
             line.script, line.words = word, rest
             break
+        # --world-size becomes --world_size; the two leading dashes have become underscores before
         name = name.replace("-", "_").replace("__", "--", 1)
         if name not in OWN:
             near = nearest(name, OWN)
             line.faults.append(f"unknown flag {word}; {suggestion(near, 'see --help')}")
+        # a switch: it takes no value
         elif not OWN[name][0]:
             line.given[name] = "1"
         elif equals or rest:
@@ -107,6 +110,7 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
     elif line.name not in SCRIPTS:
         line.faults.append(_unknown_script(line))
     else:
+        # the name chooses what runs, so a file of that name must be the one that is replaced
         line.faults += check_script(line.script)
     return line
 
@@ -125,6 +129,7 @@ def ranks_of(line: SpawnLine) -> Ranks:
     given, ranks = line.given, Ranks(faults=list(line.faults))
     numbers = {name: _whole(name, given[name], ranks) for name in ("--world_size", "--master_port") if name in given}
     ranks.world_size, ranks.master_port = numbers.get("--world_size") or 1, numbers.get("--master_port")
+    # the same rules as in optimum-habana's launcher
     if "--use_mpi" in given and "--use_deepspeed" in given:
         ranks.faults.append("--use_mpi and --use_deepspeed exclude each other; give one of them")
     elif "--use_mpi" in given:
@@ -152,11 +157,13 @@ def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
     """Set the ranks to all slots of the hosts, which must have equally many; a file that is wrong is refused later."""
     try:
         hosts, faults = parse_hostsfile(Path(hostfile).read_text(encoding="utf-8"), hostfile)
+    # find_hosts reads the file again, and says what is wrong
     except (OSError, UnicodeDecodeError):
         return
     if faults or not hosts:
         return
     slots = {host.slots for host in hosts}
+    # ranks are the same number on each node
     if len(slots) > 1:
         ranks.faults.append(
             f"--hostfile {hostfile}: the hosts have {' and '.join(map(str, sorted(slots)))} slots; give each the same "
@@ -175,6 +182,7 @@ def help_text(name: str | None) -> str:
         lines = [f"flags of {name}.py, and what becomes of each (docs/reference/gaudi_spawn_flags.md)", ""]
         for entry in FLAGS[name or ""]:
             default = f" (default: {entry.default})" if entry.default is not None else ""
+            # the texts are Markdown, for the page of flags
             text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
             lines.append(_entry(entry.name, f"{entry.outcome}: {text}{default}", 36))
         return "\n".join(lines) + "\n"
@@ -206,6 +214,7 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
     """Generate on all ranks, which share each layer unless HL_TP, HL_PP or HL_DP divides them."""
     command = read_words("run_generation", GENERATION, line.words)
     _choose_device(command, ranks)
+    # the variables' flags are read only to know which the script's defaults leave alone: GENERATE reads them again
     request = generation_request(
         command.settings,
         command.defaults,
@@ -227,6 +236,7 @@ def _choose_device(command: SpawnCommand, ranks: Ranks) -> None:
         ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
     device = os.environ.get("HL_DEVICE") or detect_device()
     on_cpu = ranks.hostsfile is None and device_fault(device) is None and find_device(device).is_host
+    # published commands have the flag, and run on a CPU with HL_DEVICE=cpu in front
     if on_cpu and command.settings.pop("--use-graphs", None) == "true":
         ranks.notes.append("--use_hpu_graphs has no effect on the CPU, which has no graphs")
     if os.environ.get("HL_DEVICE"):
@@ -235,6 +245,7 @@ def _choose_device(command: SpawnCommand, ranks: Ranks) -> None:
 
 def _layout_flags(ranks: Ranks) -> list[str]:
     options: dict[str, Any] = {"hostsfile": ranks.hostsfile, "master_port": ranks.master_port}
+    # without a layout of the user's all ranks share each layer, as in the script
     is_divided = any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP"))
     if ranks.nodes > 1 or is_divided:
         options |= {"nodes": ranks.nodes, "devices_per_node": ranks.world_size // ranks.nodes}
@@ -246,11 +257,13 @@ def _layout_flags(ranks: Ranks) -> list[str]:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # help counts before and behind the script's name
     line = read_line([word for word in arguments if word not in ("--help", "-h")])
     asks_for_help = {"--help", "-h"} & set(arguments)
     if asks_for_help and (line.name in FLAGS or line.name not in SCRIPTS):
         sys.stdout.write(help_text(line.name))
         return DONE
+    # the merge reads its flags itself, and so prints its own help
     if asks_for_help:
         line.words.append("--help")
     ranks = ranks_of(line)

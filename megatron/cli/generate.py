@@ -24,8 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(command: GenerateCommand, request: LaunchRequest, plan: LaunchPlan) -> Iterator[str]:
     """Describe prompts that these ranks cannot read."""
+    # one person writes, and one copy answers
     if command.prompts.chat and (request.data_parallel_size or 1) > 1:
         yield "--chat uses one copy of the model; leave the data-parallel size out"
+    # ssh brings no standard input to the ranks
     if plan.hosts and command.prompts.input == "-":
         yield "--input - needs its ranks on this machine; write the prompts to a file"
 

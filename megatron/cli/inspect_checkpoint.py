@@ -45,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, saved on any layouts")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args(argv)
+    # exactly one of the two
     if bool(arguments.path) == bool(arguments.diff):
         parser.error("give either PATH or --diff A B")
     if arguments.diff and (arguments.norms or arguments.verify):
@@ -83,6 +84,7 @@ def said(value: Any) -> str:
     """Format a value of the metadata on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {said(each)}" for key, each in value.items())
+    # True is an int too
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value)
@@ -103,6 +105,7 @@ def jsonable(value: Any) -> Any:
         return {key: jsonable(each) for key, each in value.items()}
     if isinstance(value, list):
         return [jsonable(each) for each in value]
+    # json.dumps would write NaN, which other readers of JSON refuse
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -135,6 +138,7 @@ def print_description(found: dict[str, Any]) -> None:
     width = max(map(len, lines))
     for key, value in lines.items():
         text = value if len(value) <= LONGEST else value[:LONGEST] + " ..."
+        # the metadata come from a file, and must not send control characters to the terminal
         print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in text)}")
     print()
     print_parameters(found["parameters"])
@@ -144,6 +148,7 @@ def metadata_lines(metadata: dict[str, Any]) -> dict[str, str]:
     lines = {}
     if run := metadata.get("run"):
         lines["run"] = said(run["id"])
+        # from the parent on: setdefault keeps the first that comes
         for ancestor in reversed(run["ancestors"]):
             lines.setdefault("began at", f"{said(ancestor['folder'])}, of run {said(ancestor['run'])}")
     for key in METADATA:
@@ -157,6 +162,7 @@ def metadata_lines(metadata: dict[str, Any]) -> dict[str, str]:
 
 def print_parameters(parameters: dict[str, Any]) -> None:
     head = ["parameter", "shape", "dtype", "cut"]
+    # with norms a parameter has a line for each kind of tensor
     if not any("norms" in entry for entry in parameters.values()):
         rows = [[*cells_of(name, entry), ", ".join(entry["kinds"])] for name, entry in parameters.items()]
         print_table([*head, "kinds"], rows, set())
@@ -166,6 +172,7 @@ def print_parameters(parameters: dict[str, Any]) -> None:
         cells = cells_of(name, entry)
         for kind, norm in entry["norms"].items():
             rows.append([*cells, kind, f"{norm['l2']:.6g}", f"{norm['max']:.6g}"])
+            # further kinds stand below the same name
             cells = [""] * len(head)
     print_table([*head, "kind", "L2 norm", "largest"], rows, {5, 6})
 
@@ -187,6 +194,7 @@ def inspect(path: str, arguments: argparse.Namespace) -> bool:
 
     checkpoint = opened(path)
     found = inspection.describe(checkpoint)
+    # the description needs the manifest alone, and is printed of a damaged checkpoint too
     damage = verify(checkpoint) if arguments.verify else None
     if arguments.norms:
         with bar(sum(at.num_bytes for at in checkpoint.fragments), "norms") as progress:
@@ -221,6 +229,7 @@ def print_comparison(found: dict[str, Any]) -> None:
     if rows:
         print()
         print_table(["kind", "largest difference", "relative norm", "largest in"], rows, {1, 2})
+    # relative, so that a small tensor with a large fault comes before a large one with rounding
     different = sorted(found["tensors"].items(), key=lambda item: -item[1]["relative_norm"])
     if different:
         print(f"\n{len(different)} tensors differ" + (", by relative norm:" if len(different) > 1 else ":"))
@@ -251,6 +260,7 @@ def diff(arguments: argparse.Namespace) -> bool:
 
     first, second = (opened(path) for path in arguments.diff)
     pairs = inspection.comparable(first, second)
+    # each pair has one shape: the bytes of one side are those of the other
     num_bytes = sum(ITEM_BYTES * math.prod(first.parameters[name].shape) for name, _ in pairs)
     with bar(num_bytes, "diff") as progress:
         found = inspection.compare(first, second, progress.update)

@@ -83,6 +83,7 @@ def command_text(plan: LaunchPlan) -> str:
     lines: list[str] = []
     line = ""
     for word in launch_command(plan):
+        # a flag begins a line, its values follow it
         if word.startswith("--") and line:
             lines.append(line + " \\")
             line = " "
@@ -93,6 +94,7 @@ def command_text(plan: LaunchPlan) -> str:
 def launch_command(plan: LaunchPlan) -> list[str]:
     """Return the words of this launcher that make the plan, without variables."""
     given = {name: value for name, value in plan.options().items() if name not in IN_TRAIN_FLAGS}
+    # the plan has the default resolved; the command leaves it out
     if plan.min_nodes == plan.nodes:
         given["min_nodes"] = None
     command = [*_launcher_words(), *_flag_words(LaunchOptions, given)]
@@ -101,6 +103,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
         rows = {field.name: getattr(data, field.name) for field in dataclasses.fields(RowOptions)}
         command += _flag_words(ChatOptions, {"chats": data.data or data.folder, **rows})
     threads = threads_per_rank(plan.devices_per_node)
+    # what the launcher derives again needs no --env
     derived = rank_variables(plan.config.parallel.device) | {"OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
         if derived.get(name) != value:
@@ -126,16 +129,19 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
     own, train_flags = cut(arguments)
     namespace, rest = build_launch_parser().parse_known_args(own)
     script: Script | None = namespace.variables
+    # else it would count below as a flag of the launcher that is given
     del namespace.variables
     faults: list[str] = []
     options, unread = read_known_flags(LaunchOptions, namespace, faults)
     chats, unread_rows = read_known_flags(ChatOptions, namespace, faults)
     environment = _environment(namespace.env or [], faults)
     unread |= unread_rows | _check_words(rest, {flag(name): name for name in vars(namespace)}, faults)
+    # taken out, so that the parser of training does not refuse them a second time
     train_flags, misplaced = _without_own(train_flags, vars(namespace))
     for name in misplaced:
         remedy = _as_variable(name) if script else "write it before `--`"
         faults.append(f"{flag(name)} is a flag of the launcher, not of megatron.train; {remedy}")
+    # other fields are checked without the value that was given
     unread = (unread | set(misplaced)) & (UNREADABLE | {"device", "config"})
     if script is None:
         request = LaunchRequest(**options.options(), environment=environment, train_flags=train_flags)
@@ -144,6 +150,7 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[LaunchRequest, Script 
         return request, None
     request = from_environment(os.environ, script, train_flags)
     given = [name for name, value in vars(namespace).items() if value is not None]
+    # the variables make the request alone: two sources would need a rule of precedence
     without_effect = [f"{flag(name)} has no effect beside --variables {script}; {_as_variable(name)}" for name in given]
     request.faults += [*faults, *without_effect]
     request.unread |= unread
@@ -165,6 +172,7 @@ def _environment(words: Sequence[str], faults: list[str]) -> dict[str, str]:
 def _add_chats(request: LaunchRequest, given: ChatOptions) -> None:
     """Set the data of a fine-tuning run."""
     chats = given.chats
+    # a folder holds tokens, a file rows
     is_processed = chats is not None and Path(chats).is_dir()
     if chats is None or is_processed:
         for flag_given in _flags_given(given, ("train_on", "too_long", "ignore_columns")):
@@ -199,6 +207,7 @@ def _check_words(rest: list[str], name_of: Mapping[str, str], faults: list[str])
     """Add the faults of words that are no flags of the launcher; return the options that they may stand for."""
     unread: set[str] = set()
     unknown = dict.fromkeys(word.split("=", 1)[0] for word in rest if word.startswith("-"))
+    # the parser of training leaves a flag over that it does not know
     of_training = [word for word in unknown if not build_parser().parse_known_args([word])[1]]
     if of_training:
         faults.append(f"{of_training[0]} is a flag of megatron.train; write all of these after `--`")
@@ -222,6 +231,7 @@ def _without_own(train_flags: list[str], options: Mapping[str, Any]) -> tuple[li
     for word in train_flags:
         if word.startswith("-"):
             name = names.get(word.split("=", 1)[0])
+            # a flag of both parsers, such as --device, stays with training
             is_value = name is not None and bool(build_parser().parse_known_args([word])[1])
             if is_value:
                 misplaced.append(str(name))
@@ -232,6 +242,7 @@ def _without_own(train_flags: list[str], options: Mapping[str, Any]) -> tuple[li
 
 def _as_variable(option: str) -> str:
     """Return the remedy for a flag of the launcher where a script is used."""
+    # names of the request's fields
     target = {"chats": "data", "env": "environment"}.get(option, option)
     variables = [row.name for row in VARIABLES if target in row.targets]
     if not variables:
@@ -265,6 +276,7 @@ def build_launch_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     own, train_flags = cut(arguments)
+    # before anything is validated: help must come for a wrong command too
     topic = help_topic(train_flags)
     if topic is not None:
         scripts = [script for script in ALL if own[:2] == ["--variables", script]]
@@ -283,6 +295,7 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
 
     `names_in` returns which of the user's own names set the options that faults name, or "".
     """
+    # a flag of training's command line, which the launcher answers without ranks
     print_config = "--print-config" in request.train_flags
     request.train_flags = [word for word in request.train_flags if word != "--print-config"]
     try:
@@ -323,12 +336,14 @@ def with_processed_data(plan: LaunchPlan, given: FineTuning) -> LaunchPlan:
     """
     from megatron.launch.instructlab.data_process import process_files  # it imports torch
 
+    # one folder for each file, in the order of the data path
     folders = [Path(prefix).parent for prefix in plan.config.data.prefixes]
     has_pairs = load_task(plan.config).data.content == "pairs"
     found = []
     for samples in process_files(given, folders, plan.config.training.seq_length, has_pairs=has_pairs):
         print(samples.describe())
         found.append(samples)
+    # None: a dataset made by other means, whose vocabulary is not known
     added, vocab_size = [], max(samples.vocab_size or 0 for samples in found)
     if tokenizers := [samples.tokenizer for samples in found if samples.tokenizer is not None]:
         added += ["--tokenizer-model", tokenizers[0]]

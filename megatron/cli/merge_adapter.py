@@ -30,6 +30,7 @@ EXPORT = re.compile(r"samples_\d+")
 
 def weighted(text: str) -> tuple[Path, float]:
     """Return the folder and weight of FOLDER or FOLDER=WEIGHT. Raises ValueError for a weight that is not finite."""
+    # from the right, and never within the name of a folder that is there
     folder, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
         return Path(text), 1.0
@@ -41,10 +42,13 @@ def weighted(text: str) -> tuple[Path, float]:
 
 def newest_export(folder: Path) -> Path:
     """Return the newest export of a run's folder, or of hf_format in it: samples_4096; any other folder itself."""
+    # adapters themselves, or what Merge refuses by name
     if not folder.is_dir() or os.path.lexists(folder / "adapter_config.json"):
         return folder
+    # a run's results folder, or the folder of its exports
     places = [place for place in (folder, folder / "hf_format") if place.is_dir()]
     exports = [path for place in places for path in place.iterdir() if EXPORT.fullmatch(path.name)]
+    # by number: as text samples_900 would come after samples_4096
     return max(exports, key=lambda path: int(path.name.removeprefix("samples_")), default=folder)
 
 
@@ -55,6 +59,7 @@ def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, fl
         for (folder, _), (path, _) in zip(given, found, strict=True)
         if path != folder
     ]
+    # with weights a sum of exports may be meant, such as their mean
     whole = [path for path, weight in found if weight == 1 and EXPORT.fullmatch(path.name)]
     runs = Counter(path.absolute().parent for path in whole)
     return chosen + [
@@ -111,11 +116,13 @@ def run(
     from megatron.weights.peft.adapter_merge import Merge
 
     began_s = time.monotonic()
+    # once, before the work: a run that still trains may write another export meanwhile
     found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
         merge = Merge(base, found, allow_other_base=allow_other_base)
         for note in (*notes_on(adapters, found), *merge.notes):
             print(note, flush=True)
+        # only changed tensors take time: others are copied
         total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
         with progress_bar(total, "merging") as bar:
             copied, left = merge.write(work, bar.update)

@@ -29,6 +29,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(flag, required=True, type=Path, metavar="FOLDER", help=text)
     parser.add_argument(
+        # not TRL's: in our spelling, and in that of its other flags
         "--allow-other-base",
         "--allow_other_base",
         action="store_true",

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_command_line(flags).config  # its faults come with all others below
         num_devices = options.num_devices
         if num_devices is None:
+            # the fewest that the layout runs on
             num_devices = Layout.of(config.parallel).world_size
         if num_devices < 1 or options.devices_per_node < 1:
             raise ConfigError(
@@ -46,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if not config.data.data_path and not config.data.per_split:
             flags += ["--data-path", "DATASET"]  # the plan does not read it
+        # again with all rules, which depend on the number of devices
         config = load_config(flags, num_devices)
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
         return 2
+    # a run of fewer devices than a node has is on a part of one
     per_node = min(num_devices, options.devices_per_node)
     if num_devices % per_node:
         message = f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"

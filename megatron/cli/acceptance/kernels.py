@@ -33,6 +33,7 @@ Results = list[Any]
 
 def difference(actual: Results, expected: Results) -> float:
     """Return the largest of the tensors' differences, each relative to its largest expected number."""
+    # relative to the largest number: one that is almost 0 has no meaningful relative error
     return max(
         float((a.detach().cpu().double() - e.detach().double()).abs().max() / e.detach().abs().max())
         for a, e in zip(actual, expected, strict=True)
@@ -46,6 +47,7 @@ def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], devic
     copies = [x.clone().to(device=device, dtype=dtype).requires_grad_() for x in inputs]
     found = function(*copies)
     outputs = list(found) if isinstance(found, tuple) else [found]
+    # different weights: in a plain sum errors of two places could cancel
     weights = [torch.linspace(-1.0, 1.0, x.numel()).view(x.shape) for x in outputs]
     sum((x.float() * w.to(device)).sum() for x, w in zip(outputs, weights, strict=True)).backward()
     return [*outputs, *(copy.grad for copy in copies)]
@@ -68,6 +70,7 @@ def attention(
 
     inputs = [numbers(B, heads, S, HEAD_SIZE, seed=n) for n, heads in enumerate((HEADS, groups, groups))]
     slopes = alibi_slopes(HEADS) if alibi else None
+    # (B, S): each token's first position of its document, of 100 tokens each
     starts = torch.arange(S).div(100, rounding_mode="floor").mul(100).repeat(B, 1)
     packing = Packing(torch.arange(S) - starts, starts) if packed else None
     on_device = None if packing is None else Packing(packing.positions_BS.to("hpu"), packing.starts_BS.to("hpu"))
@@ -85,6 +88,7 @@ def rotary(dtype: torch.dtype) -> float:
     from megatron.parallel.operators.fused import PLAIN, habana
 
     inputs = [numbers(S, B, heads, HEAD_SIZE, seed=heads) for heads in (HEADS, 2)]
+    # (S, 1, 1, d/2): position x 10000^(-2i/d)
     angles = torch.outer(torch.arange(S), 10000 ** -(torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2)))[:, None, None]
     cos, sin = angles.cos(), angles.sin()
     fused = habana(fused_norm=True).rotate
@@ -123,6 +127,7 @@ def adamw() -> float:
         for step in range(5):
             weight.grad = numbers(HIDDEN, 64, seed=10 + step).to(device=device, dtype=dtype)
             optimizer.step()
+        # of the weight itself a wrong change would be a small part
         changes.append([weight.detach().cpu().double() - start.double()])
     return difference(*changes)
 
@@ -137,6 +142,7 @@ def clip_norm() -> float:
         parameters = [torch.nn.Parameter(torch.zeros(HIDDEN, n, device=device, dtype=dtype)) for n in (1, 8, 64)]
         for n, parameter in enumerate(parameters):
             parameter.grad = numbers(*parameter.shape, seed=n).to(device=device, dtype=dtype)
+        # Habana's is a class, and clips in place as torch's function does
         if device == "hpu":
             norm = FusedClipNorm(parameters, 1.0).clip_norm(parameters)
         else:
@@ -177,6 +183,7 @@ def run_all(file: Path) -> None:
     """Run each comparison, and append what it gave to `file`. An error of one is its result."""
     found = comparisons()
     with file.open("a", encoding="utf-8") as lines:
+        # first all names: of a process that a kernel has ended they say what was left
         lines.write(json.dumps({"names": {name: tolerance for name, (_, tolerance) in found.items()}}) + "\n")
         for name, (function, tolerance) in found.items():
             try:

@@ -1,4 +1,4 @@
-"""Files of JSON objects a line, whose writer may have been killed within one."""
+"""Report of an acceptance test: checks, facts, verdict, and versions of the Gaudi software that belong together."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from megatron.runtime.files import IMPORT_ROOT, replacing
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file; [] if there is none."""
+    # of a writer that was killed the last line may lack its end
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
@@ -148,7 +149,9 @@ def _private_names(output: Path) -> dict[str, str]:
         str(output.absolute()): "OUTPUT",
     }
     names = dict(sorted(folders.items(), key=lambda item: -len(item[0])))
+    # behind the folders, in whose paths they may stand
     names |= {socket.gethostname(): "HOST", _user(): "USER"}
+    # names that identify no one
     public = ("root", "localhost")
     return {name: stands_for for name, stands_for in names.items() if len(name) > 1 and name not in public}
 
@@ -156,6 +159,7 @@ def _private_names(output: Path) -> dict[str, str]:
 def _anonymous_group(group: Group, names: Mapping[str, str]) -> Group:
     def anonymous(text: str) -> str:
         for name, stands_for in names.items():
+            # whole words alone: a short name may be a part of others
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
         return text
 
@@ -202,6 +206,7 @@ def _checks(group: Group) -> list[str]:
         verdict = "passed" if check.passed else "FAILED"
         *first, last = textwrap.wrap(check.name, NAME, break_on_hyphens=False)
         lines += [*first, f"{last:{NAME}}{value:>{VALUE}}{check.tolerance:>{VALUE}.3g}  {verdict}"]
+        # a process that has ended fails many checks by one reason
         is_repeated = check.detail != "" and check.detail == previous
         for line in ["for the same reason"] if is_repeated else check.detail.splitlines():
             lines += _wrap(line, "    ", "      ")
@@ -259,6 +264,7 @@ def release_of(version: str) -> Release | None:
     """
     numbers = version.split(".")[:3]
     exact = next((release for release in RELEASES if release.software == ".".join(numbers)), None)
+    # RELEASES has the newest first
     return exact or next((r for r in RELEASES if r.software.split(".")[:2] == numbers[:2]), None)
 
 
@@ -285,9 +291,11 @@ def check_software(devices: int) -> Group:
     plugin, torch = (group.facts[name] for name in PACKAGES[:2])
     release = release_of(plugin)
     detail = "" if release else f"docs/start/gaudi.md lists no release of habana-torch-plugin {plugin}"
+    # 2.9.0+hpu and 2.10.0a0+git are builds of 2.9.0 and 2.10.0
     if release and torch.split("+")[0].split("a")[0] != release.torch:
         detail = f"Gaudi software {release.software} has torch {release.torch}, and torch {torch} is installed"
     group.checks.append(Check("torch is the one of the Gaudi software (0: yes)", float(bool(detail)), 0.0, detail))
+    # 1.24 of 1.24.1-5b2d8f1
     drivers = {".".join(driver.split("-")[0].split(".")[:2]) for _, driver, _ in found}
     if drivers:
         minor = ".".join(plugin.split(".")[:2])

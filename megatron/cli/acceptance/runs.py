@@ -26,6 +26,7 @@ MODELS = {
     "--untie-embeddings-and-output-weights",
     "bloom": "--architecture bloom --position-embedding-type alibi --embed-layernorm",
 }
+# without dropout, whose random numbers differ from device to device
 TINY = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --vocab-size 512 --seq-length 128 --micro-batch-size 2 "
     "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95"
@@ -80,6 +81,7 @@ class Outcome:
 def environment(mode: str) -> dict[str, str]:
     """Return the variables of a run in 'lazy' or 'eager' mode, or on the 'cpu', which loads nothing of Habana's."""
     if mode == "cpu":
+        # else torch loads Habana's plug-in as it is imported
         return {**os.environ, "PYTHONPATH": python_path(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     return {**os.environ, "PYTHONPATH": python_path(), "PT_HPU_LAZY_MODE": str(int(mode == "lazy"))}
 
@@ -109,6 +111,7 @@ def run_process(command: list[str], variables: Mapping[str, str], log: Path, tim
                 _kill(process)
     if not ended:
         return ""
+    # what a process prints last mostly names its error
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([ended, *"\n".join(lines[-6:])[-900:].splitlines()])
 
@@ -117,6 +120,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants, and wait until they are gone: the next ones need their cards."""
     import psutil
 
+    # listed before: of a process that has ended the children cannot be found
     descendants = psutil.Process(process.pid).children(recursive=True)
     kill_tree(process.pid)
     process.wait()
@@ -131,6 +135,7 @@ def train(folder: Path, flags: list[str], mode: str, devices: int) -> Outcome:
     fault = run_process(command, environment(mode), folder.with_suffix(".log"))
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
     log = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+    # the warning of megatron/ that names the operators
     named = re.findall(r"computed them on the CPU, waiting each time: (.*)", log)
     return Outcome(rows, fault, sorted(set(", ".join(named).split(", ")) - {""}))
 
@@ -156,13 +161,16 @@ def compare_losses(folder: Path, model: str, mode: str, devices: int, steps: int
     """Train a tiny model on the cards and on the CPU from one start, in float32, and compare their losses."""
     layout = CardLayout.of(devices)
     data = folder / "tiny"
+    # once for all models and modes
     if not data.with_suffix(".idx").is_file():
         write_data(data, 512)
+    # a multiple of the microbatch, 2, for every data-parallel rank
     batch = math.lcm(8, 2 * layout.data)
     words = f"{MODELS[model]} {TINY} {SHARED} --global-batch-size {batch} --train-iters {steps}".split()
     words += ["--data-path", str(data)]
     name = f"{model}, {mode} mode"
     group = Group(f"{steps} steps of a tiny {name}, {layout}, against one rank of the CPU")
+    # tuple: functools.cache needs arguments that can be hashed
     reference = train_on_cpu(folder / f"{model}_cpu", tuple(words))
     if reference.fault:
         group.checks.append(Check(f"{model} on the CPU", None, 0.0, reference.fault))
@@ -171,6 +179,7 @@ def compare_losses(folder: Path, model: str, mode: str, devices: int, steps: int
     outcome = train(folder / f"{model}_{mode}", words + layout.flags, mode, devices)
     losses = [row["lm_loss"] for row in outcome.rows]
     names = (f"{name}: first loss, relative difference", f"{name}: every loss, relative difference")
+    # both checks fail, so that the number of checks is that of a whole test
     if outcome.fault or len(losses) != len(expected):
         detail = outcome.fault or f"{len(losses)} losses, {len(expected)} on the CPU"
         bounds = (FIRST_LOSS, LATER_LOSSES)
@@ -207,6 +216,7 @@ def measure_throughput(folder: Path, preset: str, mode: str, devices: int, steps
         group.checks.append(Check(check, None, 1.0, outcome.fault or f"{len(losses)} of {steps} steps"))
         return group
     group.checks.append(Check(check, losses[-1] / losses[0], 1.0))
+    # the second half: the first steps compile their graphs
     settled = outcome.rows[len(outcome.rows) // 2 :]
 
     def median(key: str) -> float:

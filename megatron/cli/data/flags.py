@@ -42,6 +42,7 @@ REFUSED = {
 }
 
 
+# Arguments of `add_argument` by flag; a command adds what is its own, such as a help text (`add_flags`).
 FLAGS: dict[str, dict[str, Any]] = {
     # input
     "--input": {"nargs": "+", "required": True, "metavar": "PATH"},
@@ -277,6 +278,7 @@ def add_text_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse.
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags. Exits with a message, which says what to do about those of Megatron that are refused."""
     arguments, unknown = parser.parse_known_args(argv)
+    # --flag=VALUE is one word
     names = [word.partition("=")[0] for word in unknown]
     reasons = [f"{name} is not supported: {REFUSED[name]}" for name in dict.fromkeys(names) if name in REFUSED]
     if reasons:
@@ -292,6 +294,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     given = vars(arguments)
     for name, least in LEAST.items():
         value = given.get(name)
+        # nan, which `float` reads, fails a comparison in this form
         if value is not None and not value >= least:
             rule = f"be at least {least}" if least else "not be negative"
             parser.error(f"--{name.replace('_', '-')} must {rule}")
@@ -300,6 +303,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"--json-keys {' '.join(keys)} repeats a key; name each once")
     if given.get("document_separator") == "":
         parser.error("--document-separator is empty; leave it out if each file is one document")
+    # samples alone may be looked at, without any output
     if "show" in given and not arguments.show and arguments.output_prefix is None:
         parser.error("--output-prefix is missing; give it, or look at the first samples with --show N")
     if given.get("shard") is not None:
@@ -314,6 +318,7 @@ def _read_shard(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
             "--shard with --max-documents: a shard does not know how many documents come before it; drop one of them"
         )
     try:
+        # here, not by argparse: its type would import the reader for --help
         arguments.shard = InputShard.parse(arguments.shard)
     except ValueError as error:
         parser.error(f"--shard: {error}")

@@ -131,6 +131,7 @@ def print_document(found: dict[str, Any]) -> None:
         if left <= 0:
             break
         print("  " + (" ".join(map(str, sequence[:left])) or "(empty)"))
+        # an empty sequence counts too, so that a document of many of them ends
         left -= max(1, len(sequence))
     if count > SHOWN_IDS or left <= 0:
         print(f"  ... {count:,} in all; --json prints them all")
@@ -164,6 +165,7 @@ def expectation(arguments: argparse.Namespace, tokenizer: Tokenizer | None, note
 
     def integer(name: str) -> int | None:
         value = noted.get(name)
+        # a note comes from a file: True and 1.0 are no ids
         return value if type(value) is int else None
 
     vocab_size = arguments.vocab_size or (tokenizer.vocab_size if tokenizer else integer("vocab_size"))
@@ -172,6 +174,7 @@ def expectation(arguments: argparse.Namespace, tokenizer: Tokenizer | None, note
     eod = tokenizer.eod if tokenizer else integer("eod")
     if arguments.append_eod and eod is None:
         raise DataError("--append-eod: the end-of-document id is unknown; give --tokenizer-type and its files")
+    # by the flag, or as preprocess_data has noted it
     every_document_ends = arguments.append_eod or (eod is not None and notes.get("append_eod") is True)
     return Expected(vocab_size, eod, every_document_ends, tokenizer.identity if tokenizer else None)
 
@@ -182,6 +185,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     checksums = read_checksums(prefix)
     expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
     verified, of_index = None, Findings()
+    # the index alone, which is small beside the tokens
     if not arguments.verify:
         verify_index(data, of_index)
     else:
@@ -228,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if number and not arguments.json:
             print()
         try:
+            # a dataset that is wrong does not keep the next ones from being inspected
             all_well &= inspect(prefix.removesuffix(".idx"), arguments, tokenizer)
         except DataError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -36,7 +36,9 @@ def job_of(kind: type[Job], arguments: argparse.Namespace, **values: Any) -> Job
     given = {**vars(arguments), **values}
     for field in fields(kind):
         flag = FLAG_OF.get(field.name, field.name)
+        # what the command gives as a field comes before the flag of that name
         if field.name not in values and flag in given:
+            # a job is frozen, so a list becomes a tuple
             value = given[flag]
             values[field.name] = tuple(value) if isinstance(value, list) else value
     # samples may be shown without any output
@@ -61,6 +63,7 @@ class ProgressReport:
     def start(self, num_bytes: int | None, counts: Counts) -> None:
         from tqdm import tqdm
 
+        # not 0 after --resume: rates are those of this run alone
         self._started_bytes, self._started_documents = counts.num_bytes, counts.num_documents
         self._started_s = time.monotonic()
         self._set_next_line(counts)
@@ -77,6 +80,7 @@ class ProgressReport:
 
     def _set_next_line(self, counts: Counts) -> None:
         interval = self._log_interval or sys.maxsize
+        # the next multiple, since blocks of documents may pass over one
         self._next_line = counts.num_documents // interval * interval + interval
 
     def show(self, counts: Counts) -> None:
@@ -97,11 +101,13 @@ class ProgressReport:
         self._bar.close()
 
     def _print(self, counts: Counts) -> None:
+        # the first line may come within one tick of the clock
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         num_documents = counts.num_documents - self._started_documents
         megabytes = (counts.num_bytes - self._started_bytes) / 1e6
         ends = f" in {elapsed_s:.1f} s"
         if not self._is_done and self._bar.total is not None:
+            # bytes that are left / bytes a second, in MB
             left_s = (self._bar.total - counts.num_bytes) / 1e6 / max(megabytes / elapsed_s, 1e-9)
             ends = f", {max(0, left_s):.0f} s left"
         print(
@@ -131,6 +137,7 @@ def samples_to_show(job: RowsJob, files: JobInput, count: int) -> tuple[Any, Ite
     """
     from megatron.data.prepare.rows import first_samples
 
+    # bad rows are passed over here, and named by `note` if samples run short
     rows = replace(job, bad_rows="skip").encoder()
     return rows, first_samples(rows, files, count, ProgressReport().note)
 

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"merging {len(inputs)} datasets of {inputs[0].dtype}, in this order:")
     for data in inputs:
         print(f"  {data.prefix}: {data.num_documents:,} documents, {data.num_tokens:,} tokens", flush=True)
+    # the order is printed first, since it decides the result
     merged = merge(inputs, notes, arguments.output_prefix, bar)
     print(
         f"{arguments.output_prefix}.bin, .idx, .sha256: {merged.num_documents:,} documents, "

@@ -57,6 +57,7 @@ def cache_files(dataset: Any) -> set[Path]:
 def prepare(config: Config) -> None:
     """Build each split, and print a row for it. Raises DataError, also where an array could not be stored."""
     folders = {cache_folder(config.data, prefix) for prefix in config.data.prefixes}
+    # before anything is built, so that the table can say which arrays were there
     found_before = {path for folder in folders for path in folder.glob("*.npy")}
     sys.stdout.write(COLUMNS.format("split", "documents", "tokens", "epochs", "samples", "files", "seconds") + "\n")
     train, valid, test = samples_needed(config)
@@ -66,6 +67,7 @@ def prepare(config: Config) -> None:
             config.data,
             seq_length=config.training.seq_length,
             seed=config.training.seed,
+            # one split at a time, so that each has its own row and time
             num_samples=((train, 0, 0), (0, valid, 0), (0, 0, test))[number],
             vocab_size=config.model.vocab_size,
         )[number]
@@ -74,6 +76,7 @@ def prepare(config: Config) -> None:
             continue
         sys.stdout.write(describe(split, dataset, found_before, time.perf_counter() - start) + "\n")
         sys.stdout.flush()
+        # the cache is all that is wanted here
         missing = sorted(path for path in cache_files(dataset) if not path.exists())
         if missing:
             raise DataError(f"{missing[0]} could not be written; free the disk, or pass another --data-cache-path")

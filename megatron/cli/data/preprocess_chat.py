@@ -73,6 +73,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def pieces(sample: Sample, rows: ChatRows) -> Iterator[tuple[str, bool]]:
     """Yield the text in pieces, and for each whether it is trained."""
     start = 0
+    # runs of tokens of one kind: the text of a token alone may be a part of a letter
     for end in range(1, sample.length + 1):
         if end == sample.length or sample.mask[end] != sample.mask[start]:
             yield rows.tokenizer.decode(sample.ids[start:end].tolist()), bool(sample.mask[start])
@@ -99,6 +100,7 @@ def in_colour(sample: Sample, rows: ChatRows, has_colour: bool) -> str:
 
 def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
     rows, samples = jobs.samples_to_show(job, files, count)
+    # NO_COLOR: https://no-color.org, whatever its value
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     legend = f"{TRAINED}trained{PLAIN}" if has_colour else f"{WITHOUT_COLOUR[0]}trained{WITHOUT_COLOUR[1]}"
     print(f"template: {rows.source.origin}; tokens that are {legend}:")

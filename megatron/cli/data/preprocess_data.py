@@ -49,6 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check_keys(parser: argparse.ArgumentParser, keys: Sequence[str]) -> None:
     """Exit with a message for a key that cannot be part of a file's name."""
+    # a column of Parquet may have any name
     wrong = next((key for key in keys if "/" in key), None)
     if wrong is not None:
         parser.error(
@@ -64,6 +65,7 @@ def text_job(arguments: argparse.Namespace) -> TextJob:
     tokenizer = flags.tokenizer_of(arguments)
     if arguments.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this tokenizer has no end-of-document token; name it with --eod-token")
+    # a tokenizer.json may have a post-processor that ends each text itself
     if arguments.append_eod and tokenizer.identity["after"][-1:] == [tokenizer.eod]:
         raise DataError(
             f"--append-eod would end each document twice: the tokenizer's own files end it with id {tokenizer.eod}. "
@@ -92,6 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     job = text_job(arguments)
     files = find_input(job)
+    # after the input is known: the kind of a file is found by its name
     if len(job.keys) > 1 and any(source.kind == "text" for source in files.whole.sources):
         raise DataError(f"--json-keys {' '.join(job.keys)}: text files have no keys; give JSONL, or one key")
     gc.freeze()  # a list of a million files would be searched for garbage again and again, a third of the time

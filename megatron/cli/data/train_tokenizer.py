@@ -18,6 +18,7 @@ from megatron.cli.command import command, run_command
 from megatron.cli.data.flags import add_flags, add_text_flags, check, separator_of
 from megatron.runtime.commands import command_name
 
+# byte-level BPE begins with a symbol for each byte, so that no text has an unknown token
 NUM_BYTE_SYMBOLS = 256
 
 
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     write_tokenizer(files, Path(arguments.output_dir))
     num_entries = len(json.loads(files["vocab.json"]))
     print(f"{arguments.output_dir}: {', '.join(files)} with {num_entries} entries, {END_OF_TEXT} = {num_entries - 1}")
+    # merges end where no pair is as frequent as --min-frequency
     if num_entries < arguments.vocab_size:
         print(
             f"the text supports {num_entries} entries only, not {arguments.vocab_size}: set the model's vocab_size to "
