@@ -110,7 +110,7 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     grad_norm, digits = "-", 1
     if step.grad_norm is not None:
         grad_norm = f"{step.grad_norm:.3f}"
-    # a CPU's are below 1
+    # of a few, as on a CPU, one digit would say little
     if speed.tflops_per_device < 100:
         digits = 3
     efficiency = Column("TFLOP/s", f"{speed.tflops_per_device:.{digits}f}", 7, 7)

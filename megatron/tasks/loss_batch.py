@@ -48,7 +48,7 @@ class LossBatch:
         """
         import torch
 
-        # before the sum: 0 times a value that is not finite would be NaN
+        # not a product with the weights: 0 times a value that is not finite would be NaN
         counted = torch.where(self.weights == 0, 0.0, values)
         return torch.zeros_like(counted).scatter_add(1, self.begins, counted).gather(1, self.begins)
 
