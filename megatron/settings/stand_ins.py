@@ -68,7 +68,6 @@ def stand_ins(name: str) -> list[Any]:
     # with one choice alone, nothing would show that a fault depends on the value
     if len(accepted) > 1:
         return accepted[:MOST]
-    # strict, as the options are: otherwise True would pass for a count
     adapter = TypeAdapter(hint, config=STRICT)
     for candidate in CANDIDATES:
         try:

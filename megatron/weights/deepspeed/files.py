@@ -356,7 +356,7 @@ class ModelFiles:
             for (rank,), path in numbered(folder, MODEL_FILE).items():
                 module = _mapping(self.files.load(path), path, "a model's state").get("module")
                 self._add(rank, path, _mapping(module, path, "'module'"), "")
-        # by the tensors that were found: a rank that lacks one is missed below
+        # by the tensors that were found: a rank that lacks one is reported below
         self.tensor_size = 1 + max((rank for ranks in self._state.values() for rank in ranks), default=0)
         for name, ranks in self._state.items():
             missing = [rank for rank in range(self.tensor_size) if rank not in ranks]
