@@ -339,7 +339,9 @@ def _path() -> str:
 
 
 def _environment() -> dict[str, str]:
-    return dict(os.environ) | {"PATH": _path()}
+    # the interface of ranks of this process's tests, which other hosts cannot reach
+    inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    return inherited | {"PATH": _path()}
 
 
 def _call(*command: str) -> None:

@@ -48,10 +48,10 @@ MOST_FLOORS = 11
 
 # Limits of what `python -m tests.house` prints. Each is the figure of the day, rounded up: lower it where you can.
 LIMITS = {
-    "files below 60 code lines with one importer": 21,
-    "ternaries in 1,000 code lines": 35,
-    "branches in 1,000 code lines": 254,
-    "functions of more than 12 branches": 84,
+    "files below 60 code lines with one importer": 18,
+    "ternaries in 1,000 code lines": 22,
+    "branches in 1,000 code lines": 234,
+    "functions of more than 12 branches": 5,
     "lines of imports, % of the code lines": 10.1,
 }
 MOST_FILES = 18
@@ -59,7 +59,7 @@ CROWDED = {
     "megatron/generation": 19,
 }
 """Rooms with more files than MOST_FILES: split or join."""
-LEAST_COMMENTS = 1.7
+LEAST_COMMENTS = 5.4
 """Own-line comments, % of the code lines: raise it."""
 
 # Where a module of the package is imported by a string: commands by their names, the program that a rank runs.

@@ -6,6 +6,7 @@ that it belongs to.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -88,8 +89,9 @@ class Run:
         """Return True if the checkpoint of `other` after `iteration` steps led to this run's state, or is its own."""
         if other.id == self.id:
             return True
-        # where weights alone were taken, a fallback to that run would bring its optimizer and progress back
-        continued = [one for one in self.ancestors if one.is_continued]
+        # where weights alone were taken, a fallback to that run, or to those before it, would bring its optimizer and
+        # progress back
+        continued = itertools.takewhile(lambda one: one.is_continued, reversed(self.ancestors))
         # what an ancestor saved after the branch belongs to its own further way
         return any(one.run == other.id and iteration <= one.iteration for one in continued)
 

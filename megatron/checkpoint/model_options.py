@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folders import read_metadata
 from megatron.options.config import Config
-from megatron.options.model import ModelConfig, differing
+from megatron.options.model import PARTICULAR, ModelConfig, differing
 
 SHAPED = {
     "architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings",
@@ -55,6 +55,8 @@ def check_known_options(folder: Path, known: Mapping[str, Any], config: Config) 
     settled = SHAPED | known.keys()
     if "num_attention_heads" in known:
         settled |= SHAPED_BY_HEADS
+    # options that few models have are compared where this run uses them: hardly any foreign run states them
+    settled |= set(PARTICULAR) - config.model.particular().keys()
     return [name for name in computed if name not in settled]
 
 

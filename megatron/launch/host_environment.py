@@ -124,9 +124,13 @@ def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def deepspeed_env_lines() -> Iterator[tuple[Path, int, str]]:
-    """Yield path, number and text of each line of the .deepspeed_env files, which DeepSpeed's launcher sends."""
+    """Yield path, number and text of each line of the .deepspeed_env files, which DeepSpeed's launcher sends.
+
+    DS_ENV_FILE is DeepSpeed's variable for another name.
+    """
     # in DeepSpeed's order: of a name in both, the one in the current folder counts
-    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for path in (Path.home() / name, Path(name)):
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace")
             yield from ((path, number, line) for number, line in enumerate(text.splitlines(), start=1))

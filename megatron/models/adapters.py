@@ -260,7 +260,9 @@ def _is_saved(module: Module, lora: LoraConfig) -> bool:
 
 def _adaptable(layers: Mapping[str, LayerDeclaration], modules: Iterable[Module]) -> tuple[list[Module], list[Module]]:
     """Return the linear layers, and with the embedding and the output projection all that can have an adapter."""
-    matrices = [module for module in modules if weight_of(layers, module).dim is not None]
+    # a norm over all heads together is cut over ranks too, and is a vector
+    cut = [module for module in modules if weight_of(layers, module).dim is not None]
+    matrices = [module for module in cut if len(weight_of(layers, module).shape) == 2]
     return [module for module in matrices if not weight_of(layers, module).vocabulary], matrices
 
 

@@ -206,7 +206,7 @@ class Schedule:
         """Steps of `batch_size` until the training ends."""
         if self.training.train_iters is not None:
             return self.training.train_iters - iterations
-        assert self.training.train_samples is not None, "rules.py demands a length"
+        assert self.training.train_samples is not None, "settings/validation.py demands a length"
         # rounded down: of a stream only whole batches are trained
         return (self.training.train_samples - samples) // batch_size
 

@@ -378,7 +378,7 @@ class PackedData(TaskData):
         return len(samples), [rows[cell * per_microbatch : (cell + 1) * per_microbatch] for cell in range(count)]
 
     def packed_sequences(self, lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
-        """Pack sequences of these lengths into few microbatches, equally many for each rank; numbered as in `_step`.
+        """Pack sequences of these lengths into few microbatches, equally many for each rank; numbered as in `step`.
 
         All have the rows of a full microbatch, some of them empty.
         """

@@ -91,7 +91,7 @@ def paired_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the sum of the losses of a microbatch's pairs, and the metrics.
 
-    `logps_A`: those of `answer_logps`. `targets`: those of `PreferenceTask.read`, with the reference's.
+    `logps_A`: those of `answer_logps`. `targets`: those of `PreferenceData.read`, with the reference's.
     """
     labels, rest = split_targets(targets)
     # answers of a pair follow each other, [chosen, rejected, chosen, ...]; an answer may have been cut to nothing
@@ -264,7 +264,7 @@ def unpaired_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the sum of the losses of a microbatch's answers, and the metrics.
 
-    `logps_A`: the sums over the tokens of the answers. `targets`: those of `PreferenceTask.read`, with the reference's
+    `logps_A`: the sums over the tokens of the answers. `targets`: those of `PreferenceData.read`, with the reference's
     and, for KTO, the KL term. Source: Ethayarajh et al. 2024 (arXiv:2402.01306), equation 7; without the KL term
     APO-zero, each term by itself: D'Oosterlinck et al. 2024 (arXiv:2408.06266).
     """

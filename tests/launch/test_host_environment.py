@@ -56,9 +56,12 @@ def test_settings_of_devices_and_networks_are_sent(tmp_path: Path, monkeypatch: 
     assert words["DS_ACCELERATOR"] == "hpu"
 
 
-def test_the_users_own_file_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [None, "cluster_env"])
+def test_the_users_own_file_takes_precedence(name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FI_PROVIDER", "verbs")
-    (tmp_path / ".deepspeed_env").write_text("FI_PROVIDER=tcp\n")
+    if name:
+        monkeypatch.setenv("DS_ENV_FILE", name)
+    (tmp_path / (name or ".deepspeed_env")).write_text("FI_PROVIDER=tcp\n")
     assert "FI_PROVIDER" not in planned(tmp_path).environment
 
 

@@ -167,6 +167,10 @@ def _assembled(mapped: Any, name: str, theirs: dict[str, Tensor]) -> Tensor:
     return full
 
 
+def our_parameters(config: Config) -> dict[str, Tensor]:
+    return dict(named_parameters(SequentialModel(build_layers(config, ParallelContext.single()))))
+
+
 def our_model(config: Config, weights: dict[str, Tensor]) -> SequentialModel:
     model = SequentialModel(build_layers(config, ParallelContext.single()))
     parameters = dict(named_parameters(model))
@@ -230,6 +234,19 @@ def test_noise_on_embeddings_is_as_large_as_transformers(kind: str) -> None:
     model = our_model(dataclasses.replace(config, training=training), weights)
     error = (logits_of(model, tokens, ParallelContext.single()).transpose(0, 1) - expected).abs().max()
     assert error < 1e-4 < 1e-2 < (expected - without).abs().max()
+
+
+@every_family
+def test_all_linear_adapters_are_those_of_peft(kind: str) -> None:
+    """A norm over all heads is cut over ranks as a linear layer is, and has no adapter."""
+    peft = pytest.importorskip("peft")
+    theirs = their_model(kind, ROWS[kind][0])
+    config = our_config(theirs)
+    lora = dataclasses.replace(config.lora, lora_rank=2, lora_target_modules=("all-linear",))
+    ours = our_parameters(dataclasses.replace(config, lora=lora))
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules="all-linear"))
+    expected = sorted(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
+    assert sorted(p.numel() for name, p in ours.items() if "lora_" in name) == expected
 
 
 @st.composite

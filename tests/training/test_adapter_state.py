@@ -237,7 +237,7 @@ def test_a_4_bit_base_is_known_by_what_it_was_made_of(ranks: RankPools, tmp_path
             "lora_rank=2 here, 4 there; lora_alpha=2 here, 16",
         ),
         (SMALL.removeprefix(MODEL).replace("--lora-rank 4", "--lora-rank 8"), "lora_"),
-        (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "lora_A_v_proj and 8 more, which these options do not"),
+        (SMALL.removeprefix(MODEL).replace("v_proj", "k_proj"), "lora_B_v_proj and 7 more, which these options do not"),
         (SMALL.removeprefix(MODEL).replace("v_proj", "v_proj o_proj"), "attention.dense.lora_A is not in it"),
         (f"{SMALL.removeprefix(MODEL)} --lora-base nowhere", "lora_base=nowhere is not there"),
     ],

@@ -310,8 +310,13 @@ def _lora(args: TrainingArgs) -> dict[str, Any]:
 
 def steps_of(args: TrainingArgs, num_samples: int) -> int:
     """Number of optimizer steps; the last one of an epoch may have fewer samples."""
-    of_training = num_samples - int(num_samples * args.validation_split)
+    of_training = num_samples - _num_held_out(args, num_samples)
     return args.num_epochs * -(-of_training // args.effective_batch_size)
+
+
+def _num_held_out(args: TrainingArgs, num_samples: int) -> int:
+    # as data/splits.py cuts them: the bound between the parts is rounded, not each part
+    return num_samples - round(num_samples * (1 - args.validation_split))
 
 
 def _optimizer(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
@@ -356,7 +361,7 @@ def _data(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
         "tokenizer_model": inputs.tokenizer or inputs.model_folder,
     }
     if share > 0:
-        held_out = int((inputs.num_samples or 0) * share)
+        held_out = _num_held_out(args, inputs.num_samples or 0)
         section["eval_iters"] = max(1, -(-held_out // args.effective_batch_size))  # all of them, as InstructLab does
     return section
 

@@ -40,6 +40,7 @@ _NAMES = {
     "kv_channels": ("kv_channels",),
     "norm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
     "rotary_base": ("rope_theta", "rotary_base"),
+    "rotary_percent": ("rotary_percent",),
 }
 """Their names for each of ours; the first that is there counts."""
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}

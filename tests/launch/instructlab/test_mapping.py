@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.api import QuantizeDataType, TorchrunArgs, TrainingArgs
+from megatron.data.splits import rows_of_split
 from megatron.launch.instructlab.arguments import DeepSpeedOptions
 from megatron.launch.instructlab.mapping import RunInputs, build_config, refusals, remarks
 from megatron.options.config import Config
@@ -266,3 +267,10 @@ def test_what_can_be_done_is_not_refused(changed: dict[str, Any]) -> None:
 )
 def test_a_meeting_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
     assert said in faults_of(TorchrunArgs(**given))
+
+
+@pytest.mark.parametrize(("num_samples", "share"), [(17, 0.1), (26, 0.1), (999, 0.25), (1000, 0.3)])
+def test_all_held_out_samples_are_validated(num_samples: int, share: float) -> None:
+    inputs = dataclasses.replace(INPUTS, num_ranks=1, num_samples=num_samples)
+    config = config_of(inputs, validation_split=share, validation_frequency=5, effective_batch_size=1)
+    assert config.data.eval_iters == len(rows_of_split(num_samples, config, 1))
