@@ -340,6 +340,13 @@ def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: 
             f"lora_target_modules={' '.join(lora.lora_target_modules) or 'nothing'} matches no linear layer or "
             f"embedding of the model; use {ALL_LINEAR}, or names among {_short_names(_adaptable(by_name, modules)[1])}"
         )
+    yield from _wrongly_saved(modules, targets, lora)
+    if not wrong:
+        yield from _too_large(targets, by_name, lora)
+
+
+def _wrongly_saved(modules: Sequence[Module], targets: Sequence[Module], lora: LoraConfig) -> Iterator[str]:
+    """Yield the faults of lora_modules_to_save, whose modules are trained whole beside the adapters of `targets`."""
     saveable = [module for module in modules if not module.is_tied_output]
     for name in lora.lora_modules_to_save:
         if not any(module.matches(name) for module in saveable):
@@ -347,18 +354,18 @@ def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: 
             yield f"lora_modules_to_save={name} matches no module of the model; use names among {names}"
     whole = [module for module in modules if _is_saved(module, lora)]
     places = {module.place for module in whole}
-    if missing := [m for m in modules if m.place in places and m not in whole and not m.is_tied_output]:
+    missing = [module for module in saveable if module.place in places and module not in whole]
+    if missing:
         yield (
             f"lora_modules_to_save={_short_names(whole)} leaves out {_short_names(missing)}, fused with it in one "
             "weight, which is trained whole or not at all; name them too"
         )
-    if both := [m for m in targets if m in whole or (m.is_tied_output and m.place in places)]:
+    both = [m for m in targets if m in whole or (m.is_tied_output and m.place in places)]
+    if both:
         yield (
             f"{_short_names(both)} is both in lora_target_modules and in lora_modules_to_save, which trains it whole; "
             "keep it in one of them"
         )
-    if not wrong:
-        yield from _too_large(targets, by_name, lora)
 
 
 def _wrong_patterns(option: str, patterns: Iterable[str], kind: type) -> Iterator[str]:
@@ -402,13 +409,18 @@ def unmatched(layers: Sequence[LayerDeclaration], form: TheirNames | None, lora:
                 f"lora_target_modules={name} matches no linear layer or embedding; the model has "
                 f"{_short_names(adaptable)}"
             )
-    tied = next((module for module in modules if module.is_tied_output), None)
-    if tied is not None and (adapted := [module for module in targets if module.layer == tied.layer]):
-        yield (
-            f"lora_target_modules={_short_names(adapted)}: embedding and output share a weight, but no adapter, as in "
-            "PEFT; to merge the adapter, untie the embeddings of the base first"
-        )
+    yield from _half_tied(modules, targets)
     for option in ("lora_rank_pattern", "lora_alpha_pattern"):
         for pattern in getattr(lora, option):
             if not any(module.matches(pattern.rpartition("=")[0]) for module in targets):
                 yield f"{option}={pattern} matches no adapted module; they are {_short_names(targets)}"
+
+
+def _half_tied(modules: Sequence[Module], targets: Sequence[Module]) -> Iterator[str]:
+    tied = {module.layer for module in modules if module.is_tied_output}
+    adapted = [module for module in targets if module.layer in tied]
+    if adapted:
+        yield (
+            f"lora_target_modules={_short_names(adapted)}: embedding and output share a weight, but no adapter, as in "
+            "PEFT; to merge the adapter, untie the embeddings of the base first"
+        )

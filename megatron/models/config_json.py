@@ -219,6 +219,23 @@ def rotary_only(model: ModelConfig) -> list[str]:
     return wrong + (["embed_layernorm=True (it has False only)"] if model.embed_layernorm else [])
 
 
+def one_kv_head_each(model: ModelConfig) -> list[str]:
+    """Return the options of a form without GQA: key and value heads are as many as query heads."""
+    return [] if model.num_kv_heads == model.num_attention_heads else [f"num_query_groups={model.num_query_groups}"]
+
+
+def heads_of_the_width(model: ModelConfig) -> list[str]:
+    """Return the options of a form without head_dim: its heads make up the width."""
+    is_width = model.head_size * model.num_attention_heads == model.hidden_size
+    return [] if is_width else [f"kv_channels={model.kv_channels}"]
+
+
+def unscaled(model: ModelConfig) -> list[str]:
+    """Return the options of a form that does not scale its rotary positions as Llama 3.1 does."""
+    factor = model.rope_scaling_factor
+    return [] if factor is None else [f"rope_scaling_factor={factor}"]
+
+
 LLAMA_MODULES = {
     "embedding.word": ("embed_tokens",),
     "layers.*.attention_norm": ("layers.*.input_layernorm",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.models.registry import family_of
-from megatron.options.config import Config, ConfigError
+from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.options.flags import divisors
 
 
@@ -75,25 +75,31 @@ def check_model(config: Config) -> Iterator[str]:
             f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 128)}"
         )
-    if model.position_embedding_type == "rope" and model.rotary_percent == 1 and model.head_size % 2:
-        yield (
-            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
-            "kv_channels"
-        )
-    if model.position_embedding_type == "rope" and model.rotary_percent < 1 and model.rotary_size % 2:
-        yield (
-            f"rotary_percent={model.rotary_percent} rotates {model.rotary_size} of the {model.head_size} channels of a "
-            "head, which must be even; change it"
-        )
+    if model.position_embedding_type == "rope":
+        yield from _check_rotary(model)
     if not model.attention_window_pattern or not set(model.attention_window_pattern) <= {0, 1}:
         given = " ".join(map(str, model.attention_window_pattern)) or "nothing"
         yield f"attention_window_pattern={given} must be 1 (a window) or 0 for each layer; correct it, or leave it out"
-    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    if model.rope_scaling_factor and low >= high:
-        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
     positions = model.max_position_embeddings
     if model.position_embedding_type == "learned" and positions and positions < seq_length:
         yield (
             f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
             "shorten it, or enlarge max_position_embeddings"
         )
+
+
+def _check_rotary(model: ModelConfig) -> Iterator[str]:
+    if model.rotary_percent == 1 and model.head_size % 2:
+        yield (
+            f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
+            "kv_channels"
+        )
+    # rotating no channel would leave the model without positions
+    if model.rotary_percent < 1 and (model.rotary_size % 2 or model.rotary_size == 0):
+        yield (
+            f"rotary_percent={model.rotary_percent} rotates {model.rotary_size} of the {model.head_size} channels of a "
+            "head, which must be an even number, 2 or more; change it"
+        )
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.rope_scaling_factor and low >= high:
+        yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"

@@ -77,7 +77,7 @@ class Head:
         return logits if self.cap is None else cap_(logits, self.cap)
 
     def cap_slope(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the soft cap at these capped logits; None: there is no cap."""
+        """Return the derivative of the soft cap at these capped logits; None: without a cap."""
         return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1.0)
 
     def hidden_gradient(self, grad_logits: Tensor, into: Tensor) -> Tensor:

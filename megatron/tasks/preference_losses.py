@@ -288,7 +288,7 @@ def _metrics(rewards_A: Tensor, logps_A: Tensor, is_chosen_A: Tensor, counts: Te
     """
     num_answers, num_chosen = len(logps_A), is_chosen_A.sum().float()
     num_rejected = num_answers - num_chosen
-    # without one kind there is no difference of means, and the step has no weight in the mean over the interval
+    # a step with answers of one kind has no difference of means, so its weight in the mean over the interval is 0
     has_both = (counts > 0).all().float()
     # mean of chosen minus mean of rejected over the step, as a sum that microbatches and ranks add up
     by_kind_A = torch.where(is_chosen_A, 1 / counts[0].clamp(min=1), -1 / counts[1].clamp(min=1))

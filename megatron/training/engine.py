@@ -114,7 +114,7 @@ class Engine(ABC):
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
-        if config.training.skip_train:  # there is no optimizer
+        if config.training.skip_train:  # without an optimizer
             return
         self.state.torch_optimizer.gate = self._gate
         if config.training.fp16:

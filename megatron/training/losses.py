@@ -44,7 +44,7 @@ class SpikeDetector:
         threshold, window, spikes = options.spike_threshold, options.spike_window, []
         watched: list[tuple[str, float, RunningEstimate, Callable[[float], float]]]
         watched = [("loss", loss, progress.loss, float)]
-        if grad_norm > 0.0:  # 0 where every token is masked, of which there is no logarithm
+        if grad_norm > 0.0:  # it is 0 where every token is masked
             # norms are spread over orders of magnitude, so deviations are those of the logarithm
             watched.append(("gradient norm", math.log(grad_norm), progress.log_grad_norm, math.exp))
         for name, value, estimate, shown in watched:

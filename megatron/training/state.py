@@ -63,7 +63,7 @@ class EngineState:
     def __init__(self, module: nn.Module, optimizer: Any, config: Config, ctx: ParallelContext) -> None:
         """`optimizer` is the engine's: DeepSpeed's own, or the bare one."""
         self._module, self._optimizer, self._config, self._ctx = module, optimizer, config, ctx
-        # DeepSpeed's wrappers have ours as `optimizer`; in float32 without ZeRO there is no wrapper
+        # DeepSpeed's wrappers have ours as `optimizer`; in float32 without ZeRO the engine holds ours itself
         self.torch_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
         self.uncounted_gradients = self._uncounted_gradients()

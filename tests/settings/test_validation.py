@@ -176,6 +176,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "rotates 3 of the 12 channels",
         "change it",
     ),
+    "nothing rotated": (
+        "--position-embedding-type rope --kv-channels 12 --rotary-percent 0.05",
+        1,
+        "rotates 0 of the 12 channels",
+        "2 or more; change it",
+    ),
     "rope factors": (
         "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-low-freq-factor 4",
         1,

@@ -184,19 +184,13 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     data = IndexedDataset(prefix)
     checksums = read_checksums(prefix)
     expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
-    verified, of_index = None, Findings()
-    # the index alone, which is small beside the tokens
-    if not arguments.verify:
-        verify_index(data, of_index)
-    else:
+    verified, damage = None, None
+    if arguments.verify:
         total = num_bytes_to_verify(data, checksums)
         with tqdm(total=total, unit="B", unit_scale=True, desc=Path(prefix).name, leave=False, disable=None) as bar:
             verified = verify(data, expected, checksums, bar.update)
-    damage = None
-    for messages in of_index.shown.values():
-        raise DataError(
-            f"{prefix}.idx is damaged: {'; '.join(messages[:SHOWN_DAMAGES])}; copy it again, or see --verify"
-        )
+    else:
+        _check_index(data)
     found: dict[str, Any] = {"prefix": prefix}
     try:
         found = measure(data, checksums)
@@ -215,6 +209,16 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
         if verified:
             print_verification(verified)
     return not (verified and verified["findings"])
+
+
+def _check_index(data: IndexedDataset) -> None:
+    """Raise DataError if the index is damaged. It is small beside the tokens, so it is always checked."""
+    findings = Findings()
+    verify_index(data, findings)
+    for messages in findings.shown.values():
+        raise DataError(
+            f"{data.prefix}.idx is damaged: {'; '.join(messages[:SHOWN_DAMAGES])}; copy it again, or see --verify"
+        )
 
 
 @command

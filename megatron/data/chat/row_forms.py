@@ -208,7 +208,7 @@ class RowReader:
         """Return the conversation of a prompt by the template and an answer, and the columns that were not read."""
         values = {name: _value(row, name) for name in self._fields}
         without, *with_input = self._prompts
-        # Stanford Alpaca's rule: another sentence where there is no input
+        # Stanford Alpaca's rule: the prompt has another sentence for a row without input
         template = with_input[0] if with_input and values["input"].strip() else without
         prompt = ""
         for literal, name, _, _ in string.Formatter().parse(template):

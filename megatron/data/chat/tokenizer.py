@@ -112,7 +112,7 @@ class ChatTokenizer:
         # UTF-8, as byte-level tokenizers count
         sizes = np.fromiter((len(text.encode()) for text in texts), np.int64, len(texts))
         text_ends = np.cumsum(sizes)
-        # offset after the last token of each text; a 0 in front stands for texts before which there is no token
+        # offset after the last token of each text; the 0 in front is that of texts before the first token
         reached = np.concatenate([[0], ends])[np.cumsum(lengths)]
         if not np.array_equal(reached, text_ends):
             return None

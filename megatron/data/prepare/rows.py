@@ -222,7 +222,7 @@ def first_samples(
 ) -> Iterator[S]:
     """Yield the first samples of the input, and note the first bad rows if samples run short.
 
-    The job of the encoder skips bad rows. Raises DataError if there is no sample.
+    The job of the encoder skips bad rows. Raises DataError if the input has none.
     """
     counts = encoder.no_counts()
     left = count

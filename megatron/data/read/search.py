@@ -119,7 +119,7 @@ class _Finder:
         if "**" in parts:
             self._add_matches_below(pattern, parts, parts.index("**"))
             return
-        # of a name without a magic character it is known that there is no such file
+        # the caller has looked for a name without a wildcard already
         matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else []
         if not matches:
             raise _nothing_matches(pattern)

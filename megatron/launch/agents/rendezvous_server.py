@@ -248,7 +248,7 @@ class Server(threading.Thread):
 
     def _note_done(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
-        # a node that others were placed without is no longer counted
+        # a node that the newest round left out is no longer counted
         if node.stage is NodeStage.MEMBER:
             node.stage = NodeStage.DONE
 

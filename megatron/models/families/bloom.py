@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from megatron.models.config_json import heads_of_the_width, one_kv_head_each
 from megatron.models.decoder import EVERY_BIAS, DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
@@ -23,16 +24,6 @@ BLOCK = DecoderBlock(norm="layer_norm", activation="gelu_tanh", biases=EVERY_BIA
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face: Bloom (ALiBi) and GPT-2 (learned positions)
-
-
-def _plain_attention(model: ModelConfig) -> list[str]:
-    """Options that neither form has: fewer key/value heads, heads that do not make up the width."""
-    wrong = []
-    if model.num_kv_heads != model.num_attention_heads:
-        wrong.append(f"num_query_groups={model.num_query_groups}")
-    if model.head_size * model.num_attention_heads != model.hidden_size:
-        wrong.append(f"kv_channels={model.kv_channels}")
-    return wrong
 
 
 def _bloom_options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
@@ -71,7 +62,7 @@ def _bloom_fields(config: Config) -> dict[str, Any]:
 
 def _not_bloom(model: ModelConfig) -> list[str]:
     wrong = [] if model.embed_layernorm else ["embed_layernorm=False (it has True only)"]
-    wrong += _plain_attention(model)
+    wrong += one_kv_head_each(model) + heads_of_the_width(model)
     return wrong + ([] if model.ffn_size == 4 * model.hidden_size else [f"ffn_hidden_size={model.ffn_hidden_size}"])
 
 
@@ -145,7 +136,7 @@ def _not_gpt2(model: ModelConfig) -> list[str]:
     positions = model.position_embedding_type
     wrong = [] if positions == "learned" else [f"position_embedding_type={positions} (it has learned only)"]
     wrong += ["embed_layernorm=True (it has False only)"] if model.embed_layernorm else []
-    return wrong + _plain_attention(model)
+    return wrong + one_kv_head_each(model) + heads_of_the_width(model)
 
 
 GPT2 = HuggingFaceForm(

@@ -8,7 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.models.config_json import partial_rope_options, rotary_only
+from megatron.models.config_json import (
+    heads_of_the_width,
+    one_kv_head_each,
+    partial_rope_options,
+    rotary_only,
+    unscaled,
+)
 from megatron.models.decoder import EVERY_BIAS, DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config, ModelConfig
@@ -58,14 +64,7 @@ def _config_fields(config: Config) -> dict[str, Any]:
 
 
 def _unsupported(model: ModelConfig) -> list[str]:
-    wrong = rotary_only(model)
-    if model.num_kv_heads != model.num_attention_heads:
-        wrong.append(f"num_query_groups={model.num_query_groups}")
-    if model.head_size * model.num_attention_heads != model.hidden_size:
-        wrong.append(f"kv_channels={model.kv_channels}")
-    if model.rope_scaling_factor is not None:
-        wrong.append(f"rope_scaling_factor={model.rope_scaling_factor}")
-    return wrong
+    return rotary_only(model) + one_kv_head_each(model) + heads_of_the_width(model) + unscaled(model)
 
 
 GPT_NEOX = HuggingFaceForm(

@@ -11,10 +11,12 @@ from typing import Any
 from megatron.models.config_json import (
     LLAMA_BUFFERS,
     LLAMA_MODULES,
+    heads_of_the_width,
     partial_rope_options,
     rotary_fields,
     rotary_only,
     rotary_options,
+    unscaled,
 )
 from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
@@ -49,12 +51,7 @@ def _config_fields(config: Config) -> dict[str, Any]:
 
 
 def _unsupported(model: ModelConfig) -> list[str]:
-    wrong = rotary_only(model)
-    if model.head_size * model.num_attention_heads != model.hidden_size:
-        wrong.append(f"kv_channels={model.kv_channels}")
-    if model.rope_scaling_factor is not None:
-        wrong.append(f"rope_scaling_factor={model.rope_scaling_factor}")
-    return wrong
+    return rotary_only(model) + heads_of_the_width(model) + unscaled(model)
 
 
 PHI3 = HuggingFaceForm(
