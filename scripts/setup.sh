@@ -55,6 +55,7 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check -qq)
 rm -f .venv/setup-*
+trap 'echo "setup: pip failed; if an earlier setup was interrupted, remove .venv, and run this again" >&2' ERR
 # torch first: the build of deepspeed imports it
 echo "setup: installing torch"
 "${pip[@]}" install -c constraints.txt torch

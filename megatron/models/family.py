@@ -72,6 +72,8 @@ class HuggingFaceForm:
     """Those of PARTICULAR (options/model.py) that it can."""
     output: str = "lm_head.weight"
     """Name of the output projection's weight in files."""
+    published_code: Mapping[str, str] | None = None
+    """`auto_map` of the published folders, whose code became transformers' class; other code is refused."""
     transposed: bool = False
     """Matrices of the layers are [in, out] (GPT-2's Conv1D)."""
     qkv_by_head: bool = False

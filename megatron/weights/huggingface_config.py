@@ -223,7 +223,8 @@ def config_of(
     """
     name, form = _form_described(theirs, where, architecture)
     fields = _Fields(theirs, where)
-    fields.demand("auto_map", None)  # code of its own: whatever it computes
+    # code of its own, whatever it computes, but for that which became transformers' class; none is run
+    fields.demand("auto_map", None, *([form.published_code] if form.published_code else []))
     fields.demand("quantization_config", None)
     model, seq_length = form.options(fields)
     # keys that every export has, which the form of a family of one's own need not read
@@ -371,6 +372,8 @@ def restored_config(
         fields = _Fields(theirs, "source")
         form.options(fields)
         result = {name: value for name, value in theirs.items() if name not in fields.taken} | ours
+    # the files that it names are not written
+    result.pop("auto_map", None)
     # transformers 4 writes torch_dtype, 5 dtype: where both are, both must say the same
     result.pop("torch_dtype", None)
     spellings = [name for name in ("torch_dtype", "dtype") if name in theirs]

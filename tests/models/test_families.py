@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.generation.generator import generate
 from megatron.generation.loading import load_model
 from megatron.generation.options import GenerationOptions, LoadOptions
@@ -30,7 +31,7 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.weights.huggingface import export_huggingface, name_map
-from megatron.weights.huggingface_config import config_of
+from megatron.weights.huggingface_config import config_of, restored_config
 from megatron.weights.huggingface_source import HuggingFaceSource
 from tests import runs
 from tests.models.noise import our_noise
@@ -247,6 +248,19 @@ def test_all_linear_adapters_are_those_of_peft(kind: str) -> None:
     adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules="all-linear"))
     expected = sorted(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
     assert sorted(p.numel() for name, p in ours.items() if "lora_" in name) == expected
+
+
+def test_published_code_of_a_class_is_passed_over_and_other_code_refused() -> None:
+    theirs = their_model("phi3", ROWS["phi3"][0]).config.to_dict()
+    code = FAMILIES["phi3"].huggingface[""].published_code
+    config = config_of({**theirs, "auto_map": code}, "config.json")
+    assert config == config_of(theirs, "config.json")
+    written = restored_config({**theirs, "auto_map": code}, config, "fp32", ({}, {}))
+    assert "auto_map" not in written, "an export has no such files"
+    with pytest.raises(CheckpointError, match="auto_map="):
+        config_of({**theirs, "auto_map": {"AutoModelForCausalLM": "mine.Phi3ForCausalLM"}}, "config.json")
+    with pytest.raises(CheckpointError, match="auto_map="):
+        config_of({**their_model("mistral", ROWS["mistral"][0]).config.to_dict(), "auto_map": code}, "config.json")
 
 
 @st.composite

@@ -68,6 +68,10 @@ PHI3 = HuggingFaceForm(
     unsupported=_unsupported,
     expresses=frozenset({"attention_window", "rotary_percent"}),
     buffers=LLAMA_BUFFERS,
+    published_code={
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
 )
 
 FAMILY = Family(declare=partial(decoder_layers, block=BLOCK), huggingface={"": PHI3})
