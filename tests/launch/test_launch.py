@@ -460,6 +460,12 @@ def test_a_variable_becomes_its_flags(variable: str, value: str, flags: list[str
             "environment",
             {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1", "FI_PROVIDER": "tcp"},
         ),
+        # what is given beats a default
+        (
+            {"HL_HNIC": "1", "HL_NUM_NODES": "2", "HL_ENV_FLAGS": "HCCL_GAUDI_DIRECT=0,FI_PROVIDER=tcp"},
+            "environment",
+            {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "0", "FI_PROVIDER": "tcp"},
+        ),
         ({"HL_RESULTS_DIR_PREFIX": "/r"}, "results_parent", "/r/out/bloom13b"),
         ({"HL_CONFIG": "tiny_bloom"}, "results_parent", "out/tiny_bloom"),
         ({"HL_CONFIG": "my/run.yaml"}, "results_parent", "out/run"),
@@ -495,6 +501,10 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_ENV_FLAGS": "A=1,B"}, "'B' is not NAME=VALUE"),
         ({"HL_HNIC": "1"}, "HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1"),
         ({"HL_FI_PROVIDER": "verbs"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
+        (
+            {"HL_HNIC": "1", "HL_NUM_NODES": "2", "HL_FI_PROVIDER": "verbs", "HL_ENV_FLAGS": "FI_PROVIDER=tcp"},
+            "HL_FI_PROVIDER=verbs and FI_PROVIDER=tcp in HL_ENV_FLAGS contradict each other",
+        ),
         ({"HL_FI_PROVIDER": "verbs", "HL_HNIC": "false"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
         ({"HL_DATA_DIR_ROOT": "/d"}, "needs HL_DATA_FILE_PREFIX"),
         ({"HL_TOKENIZER_TYPE": "Llama4"}, "HL_TOKENIZER_TYPE='Llama4' must be GPT2BPETokenizer, HFTokenizer"),

@@ -294,23 +294,33 @@ def _launcher(settings: Mapping[str, Any], request: LaunchRequest) -> None:
 
 def _environment(settings: Mapping[str, Any], result: Translation, request: LaunchRequest) -> dict[str, str]:
     """Return the variables for the ranks: those of HL_ENV_FLAGS, and of Gaudi's communication through host cards."""
-    variables, text = {}, settings.get("environment", "")
+    variables = _env_flags(settings.get("environment", ""), request)
+    if settings.get("hnic"):
+        if request.nodes == 1 and "nodes" not in request.unread:
+            request.faults.append("HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1; unset one of them")
+        for name, default in NETWORK.items():
+            flag = variables.setdefault(name, settings.get(name, default))
+            if name in settings and settings[name] != flag:
+                request.faults.append(
+                    f"HL_{name}={settings[name]} and {name}={flag} in HL_ENV_FLAGS contradict each other; leave one out"
+                )
+    # a value of HL_HNIC that cannot be read may have been meant as 1
+    elif "hnic" not in result.unread:
+        for name in NETWORK:
+            if name in settings:
+                request.faults.append(f"HL_{name}={settings[name]} needs HL_HNIC=1; set that, or leave it out")
+    return variables
+
+
+def _env_flags(text: str, request: LaunchRequest) -> dict[str, str]:
+    """Return the variables of HL_ENV_FLAGS."""
+    variables = {}
     for word in text.split(","):
         name, equals, value = word.strip().partition("=")
         if equals and name.isidentifier():
             variables[name] = value
         elif word:
             request.faults.append(f"HL_ENV_FLAGS={text}: {word!r} is not NAME=VALUE; write NAME=VALUE,NAME=VALUE")
-    if settings.get("hnic"):
-        if request.nodes == 1 and "nodes" not in request.unread:
-            request.faults.append("HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1; unset one of them")
-        # of a name in HL_ENV_FLAGS too the HL_* variable counts, or its default
-        variables |= {name: settings.get(name, value) for name, value in NETWORK.items()}
-    # a value of HL_HNIC that cannot be read may have been meant as 1
-    elif "hnic" not in result.unread:
-        for name in NETWORK:
-            if name in settings:
-                request.faults.append(f"HL_{name}={settings[name]} needs HL_HNIC=1; set that, or leave it out")
     return variables
 
 
