@@ -33,7 +33,8 @@ from benchmarks.alternating import alternate, positive, quotients, spread
 from benchmarks.step import workload
 
 if TYPE_CHECKING:
-    from megatron.options.config import Config
+    from megatron.parallel.layout import Layout
+from megatron.options.config import Config
 
 AIM, TOLERANCE = 1.3, 1e-4
 CONTEXT_WORDS, CONTINUATION_WORDS, CHOICES = (8, 200), (1, 12), 4
@@ -123,7 +124,7 @@ def _write_model(folder: Path, config: Config, text: str) -> None:
     device = torch.device("cpu")
     _, modules = build_stage(config, ParallelContext(device=device), device)
     named = dict(named_parameters(modules))
-    initialise(named.items(), config.training.seed, 0, 1)
+    initialise(named.items(), config.training.seed, Layout())
     folder.mkdir()
     # without the padding of the vocabulary
     tensors = ((name, weight.detach().float()[:size] if "embedding" in name else weight.detach().float())

@@ -90,7 +90,7 @@ def bare_loop(config: Any, ctx: Any, task: Any, batch: list[Any]) -> Callable[[]
     from megatron.parallel.shards import initialise, named_parameters, shard_of
 
     model = SequentialModel(build_layers(config, ctx))
-    initialise(named_parameters(model), config.training.seed, 0, 1)
+    initialise(named_parameters(model), config.training.seed, ctx)
     options = config.optimizer
     decayed = [p for p in model.parameters() if len(shard_of(p).shape) > 1]
     others = [p for p in model.parameters() if len(shard_of(p).shape) == 1]

@@ -32,7 +32,8 @@ from benchmarks.alternating import alternate, on_ranks, positive, quotients, spr
 from benchmarks.step import workload
 
 if TYPE_CHECKING:
-    from megatron.options.config import Config
+    from megatron.parallel.layout import Layout
+from megatron.options.config import Config
 
 SECTIONS = ("rate", "flat", "memory", "profile")
 CACHES = ("dynamic", "static")
@@ -109,7 +110,7 @@ def _our_model(config: Config, theirs: Any) -> Any:
     ctx = ParallelContext(device=device)
     layers, modules = build_stage(config, ctx, device)
     if theirs is None:
-        initialise(named_parameters(modules), config.training.seed, 0, 1)
+        initialise(named_parameters(modules), config.training.seed, Layout())
         return InferenceModel(config, ctx, layers, modules)
     names, state = name_map(config), dict(theirs.named_parameters())
     with torch.no_grad():

@@ -378,7 +378,7 @@ def layers(bench: Bench) -> None:
         weights: dict[str, list[Tensor]] = {}
         for flags in choices:
             whole = SequentialModel(build_layers(parse(bench, model, flags), ParallelContext(device=bench.device)))
-            initialise(named_parameters(whole), 1, 0, 1)
+            initialise(named_parameters(whole), 1, ParallelContext())
             two = [m.to(bench.device, bench.dtype) for m in whole.children() if isinstance(m, TransformerLayer)]
             weights[flags] = [weight for layer in two for weight in layer.parameters()]
             forms[flags] = lambda hidden_SBH, two=two: two[1](two[0](hidden_SBH))

@@ -17,8 +17,10 @@ LARGEST = {
     "docs/internals/benchmarks.md": 200,
     "CHANGELOG.md": 80,
 }
-MOST_LINES = 4_500
-"""Of all pages together: what is longer is not read. Shorten a page where another one grows."""
+GENERATED = {"configuration.md", "gaudi_spawn_flags.md", "variables.md"}
+"""Pages that a tool writes: they grow by a line with each flag, and are looked up, not read."""
+MOST_LINES = 3_760
+"""Of all other pages together: what is longer is not read. Shorten a page where another one grows."""
 
 MENTION = re.compile(r"(?<![\w./-])(docs/[\w./-]+\.md)(#[\w-]+)?")
 
@@ -54,7 +56,7 @@ def tracked() -> list[Path]:
 
 
 def test_all_pages_together_can_be_read() -> None:
-    assert sum(map(num_lines, PAGES)) <= MOST_LINES
+    assert sum(num_lines(page) for page in PAGES if page.name not in GENERATED) <= MOST_LINES
 
 
 @pytest.mark.parametrize(("page", "most"), LARGEST.items())

@@ -138,12 +138,10 @@ def _fill(module: torch.nn.Module, source: WeightSource, config: Config, ctx: Pa
     counted_elsewhere = {name for name in names if names.count(name) > 1} if not ctx.is_first_stage else set()
 
     def read(name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        # a parameter without a cut dimension is whole on every rank
-        place = (0, 1) if shard.dim is None else (ctx.tensor_rank, ctx.tensor_size)
         # each number counts once in the sums that identify the base, over all copies and tensor-parallel ranks
-        is_first = ctx.batch_rank == 0 and (shard.dim is not None or ctx.tensor_rank == 0)
+        is_first = ctx.grad_place(shard)[0] == 0 and ctx.counts(shard)
         is_counted = is_first and name.rpartition(".")[0] not in counted_elsewhere
-        return source.read(Slice(name, shard, start, numel, *place, is_counted))
+        return source.read(Slice(name, shard, start, numel, *ctx.cut_of(shard), is_counted))
 
     with torch.no_grad():
         for name, parameter in named_parameters(module):

@@ -17,8 +17,8 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.models.embedding import OutputProjection, WordEmbedding
 from megatron.models.sequential import build_layers, compute_dtype, default_dtype
-from megatron.models.transformer import OutputProjection, WordEmbedding
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits

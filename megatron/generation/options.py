@@ -154,6 +154,10 @@ class LoadOptions:
     pipeline_model_parallel_size: Positive = 1
     """Number of pipeline stages. The number of ranks divided by both is the number of copies of the model, which share
     the work."""
+    expert_model_parallel_size: Positive = 1
+    """Number of the tensor-parallel ranks that hold different experts of each layer."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Number of ranks that share each expert: tensor_model_parallel_size, or 1. Unset: tensor_model_parallel_size."""
     device: types.DeviceName = "auto"
     """Device: hpu, cuda, cpu, or your own as package.module:RECORD. `auto`: the first available of hpu, cuda, cpu."""
     distributed_timeout_minutes: PositiveFloat = 30.0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
+from megatron.models.embedding import unpack
 from megatron.models.kv_cache import (
     BUCKET,
     CachedTokens,
@@ -26,7 +27,6 @@ from megatron.models.kv_cache import (
     bucketed,
     row_bytes,
 )
-from megatron.models.transformer import unpack
 from megatron.parallel.messages import StageMessages
 from megatron.runtime.accelerator import free_memory_bytes
 

@@ -40,6 +40,8 @@ def parallel_options(options: LoadOptions) -> ParallelConfig:
     return ParallelConfig(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         device=options.device,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
     )

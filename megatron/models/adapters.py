@@ -171,7 +171,7 @@ class VocabularyLowRank:
         return sizes.tokens * weight.shape[1] * sizes.number_size
 
     def linear_method(self) -> Any:
-        from megatron.parallel.low_rank_vocabulary import VocabularyAdapters
+        from megatron.parallel.low_rank import VocabularyAdapters
 
         return VocabularyAdapters(self.embedding, self.output, self.dropout, self.use_dora)
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.options.config import Config, ModelConfig
-from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Table
+from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Router, Table
 from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
 
 NormKind = Literal["layer_norm", "rms_norm", "rms_norm_1p"]
@@ -17,11 +17,20 @@ NormKind = Literal["layer_norm", "rms_norm", "rms_norm_1p"]
 EVERY_BIAS = frozenset({"qkv", "dense", "up", "down"})
 
 
-def transformer(name: str, **options: Any) -> BuildModule:
-    """Return what builds the module `name` of models/transformer.py, which is imported when a module is built."""
+class LayerKind(NamedTuple):
+    """Difference between the transformer layers of one model."""
+
+    window: int | None = None
+    """Window of its attention; None: it sees all."""
+    has_experts: bool = False
+    """Experts take the place of one MLP."""
+
+
+def of_embedding(name: str, **options: Any) -> BuildModule:
+    """Return the builder of the module `name` of models/embedding.py, which is imported when a module is built."""
 
     def build(shards: Shards, shared: Any) -> Any:
-        from megatron.models import transformer as modules
+        from megatron.models import embedding as modules
 
         return getattr(modules, name)(shards, shared, **options)
 
@@ -29,7 +38,7 @@ def transformer(name: str, **options: Any) -> BuildModule:
 
 
 def _project_tied(module: Any, stream: Any) -> Any:
-    from megatron.models.transformer import project_tied
+    from megatron.models.embedding import project_tied
 
     return project_tied(module, stream)
 
@@ -91,9 +100,9 @@ class DecoderBlock:
                 shards[f"{name}.weight"] = Shard((size,), dim=0, pieces=(size,), value=start, cost=cost)
         return shards
 
-    def mlp_shards(self, model: ModelConfig) -> dict[str, Shard]:
-        """`up` or the fused [gate; up], and `down`."""
-        f, has_bias = model.ffn_size, "up" in self.biases
+    def mlp_shards(self, model: ModelConfig, ffn_size: int) -> dict[str, Shard]:
+        """`up` or the fused [gate; up], and `down`. `ffn_size`: the width between them."""
+        f, has_bias = ffn_size, "up" in self.biases
         if self.is_gated:
             # the plain forms keep the activated gate too
             activation = Activation(is_gated=True, kept=f if model.kernels == "plain" else 0)
@@ -104,9 +113,24 @@ class DecoderBlock:
         cost = MatrixProduct("mlp", activation)
         return up | row_shards("down", model, f, bias="down" in self.biases, cost=cost)
 
-    def shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
-        """Return the parameters of a layer with this window of attention."""
-        branches = {"attention": self.attention_shards(model, window), "mlp": self.mlp_shards(model)}
+    def expert_shards(self, model: ModelConfig) -> dict[str, Shard]:
+        """`router`, each expert as an MLP, and the `shared` ones as one."""
+        count = model.num_experts
+        assert count is not None
+        weight = Shard((count, model.hidden_size), std=model.init_method_std, used_on="stream", cost=Router())
+        shards = {"router.weight": weight}
+        one = self.mlp_shards(model, model.expert_ffn_size)
+        for expert in range(count):
+            own = {name: _of_expert(shard, expert, count, model.moe_router_topk / count) for name, shard in one.items()}
+            shards |= below(f"experts.{expert}", own)
+        if model.moe_shared_expert_intermediate_size is not None:
+            shards |= below("shared", self.mlp_shards(model, model.moe_shared_expert_intermediate_size))
+        return shards
+
+    def shards(self, model: ModelConfig, kind: LayerKind) -> dict[str, Shard]:
+        """Return the parameters of a layer of this kind."""
+        mlp = self.expert_shards(model) if kind.has_experts else self.mlp_shards(model, model.ffn_size)
+        branches = {"attention": self.attention_shards(model, kind.window), "mlp": mlp}
         shards: dict[str, Shard] = {}
         for name, branch in branches.items():
             if self.norms_inputs:
@@ -134,10 +158,17 @@ class DecoderBlock:
 
         return {
             "norm": modules.NORMS[self.norm],
-            "mlp": partial(modules.MLP, activation=self.activation, is_gated=self.is_gated),
+            "mlp": partial(modules.mlp_or_experts, activation=self.activation, is_gated=self.is_gated),
             "attention": partial(modules.SelfAttention, adds_one=self.norm == "rms_norm_1p"),
             "is_parallel": self.is_parallel,
         }
+
+
+def _of_expert(shard: Shard, expert: int, count: int, share: float) -> Shard:
+    cost = shard.cost
+    if isinstance(cost, MatrixProduct):
+        cost = dataclasses.replace(cost, share=share)
+    return dataclasses.replace(shard, expert=expert, num_experts=count, cost=cost)
 
 
 def norm_shards(model: ModelConfig, kind: NormKind) -> dict[str, Shard]:
@@ -170,6 +201,12 @@ def row_shards(name: str, model: ModelConfig, in_size: int, *, bias: bool, cost:
     return shards
 
 
+def router_terms(model: ModelConfig) -> dict[str, float]:
+    """Coefficients of the loss terms that a layer of experts adds, by name."""
+    terms = {"load_balancing_loss": model.moe_aux_loss_coeff, "router_z_loss": model.moe_z_loss_coeff}
+    return {name: coefficient for name, coefficient in terms.items() if coefficient > 0}
+
+
 def decoder_layers(config: Config, block: DecoderBlock) -> list[LayerDeclaration]:
     """The list of layers: word embedding, its output, the transformer layers, final norm, output projection."""
     model = config.model
@@ -191,20 +228,21 @@ def decoder_layers(config: Config, block: DecoderBlock) -> list[LayerDeclaration
         )
     if model.embed_layernorm:
         embedding |= below("norm", norm_shards(model, "layer_norm"))
-    build_word = transformer("WordEmbedding", scales_noise=block.scales_noise)
+    build_word = of_embedding("WordEmbedding", scales_noise=block.scales_noise)
     word = LayerDeclaration("embedding.word", {"weight": vocabulary}, build_word)
     head = dataclasses.replace(vocabulary, cost=Projection())
-    last = LayerDeclaration("output", {"weight": head}, transformer("OutputProjection"))
+    last = LayerDeclaration("output", {"weight": head}, of_embedding("OutputProjection"))
     if not model.untie_embeddings_and_output_weights:
         last = dataclasses.replace(word, project=_project_tied)
-    windows = [model.window_of(number) for number in range(model.num_layers)]
-    shards = {window: block.shards(model, window) for window in set(windows)}
+    kinds = [LayerKind(model.window_of(number), model.has_experts(number)) for number in range(model.num_layers)]
+    shards = {kind: block.shards(model, kind) for kind in set(kinds)}
+    terms = {kind: router_terms(model) if kind.has_experts else {} for kind in shards}
     return [
         word,
-        LayerDeclaration("embedding", embedding, transformer("EmbeddingOutput"), dropouts=1),
+        LayerDeclaration("embedding", embedding, of_embedding("EmbeddingOutput"), dropouts=1),
         *(
-            LayerDeclaration(f"layers.{number}", shards[window], block.build, dropouts=2)
-            for number, window in enumerate(windows)
+            LayerDeclaration(f"layers.{number}", shards[kind], block.build, dropouts=2, loss_terms=terms[kind])
+            for number, kind in enumerate(kinds)
         ),
         LayerDeclaration("final_norm", block.norm_shards(model), block.build_final_norm, keeps_output=True),
         last,

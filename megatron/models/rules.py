@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from megatron.models.registry import family_of
 from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.options.flags import divisors
+from megatron.parallel.layout import Layout
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:
     """Return a message for every broken rule of a model and its layout, without those of a training."""
-    return [*check_ranks(config, world_size), *check_tensor_parallel(config), *check_family(config)]
+    return [
+        *check_ranks(config, world_size),
+        *check_tensor_parallel(config),
+        *check_expert_ranks(config, world_size),
+        *check_family(config),
+    ]
 
 
 def check_ranks(config: Config, world_size: int) -> Iterator[str]:
@@ -56,6 +62,50 @@ def check_tensor_parallel(config: Config) -> Iterator[str]:
         )
 
 
+def check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel, count = config.parallel, config.model.num_experts
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    if count is None:
+        given = {"expert_model_parallel_size": ep > 1, "expert_tensor_parallel_size": etp is not None}
+        for name in (name for name, is_given in given.items() if is_given):
+            yield f"{name}={getattr(parallel, name)} divides experts, but there are none; set num_experts, or unset it"
+        return
+    if count % ep:
+        yield f"expert_model_parallel_size={ep} does not divide num_experts={count}; use {divisors(count, 64)}"
+    if etp not in (None, 1, tp):
+        yield f"expert_tensor_parallel_size={etp} must be 1 or tensor_model_parallel_size={tp}; use either"
+        return
+    layout = Layout.of(parallel, world_size)
+    ranks = world_size // layout.num_stages // layout.expert_tensor_size
+    if ranks % ep:
+        what = "tensor x data-parallel ranks" if layout.experts_are_whole else "data-parallel ranks"
+        yield f"expert_model_parallel_size={ep} does not divide the {ranks} {what}; use {divisors(ranks, 64)}"
+    yield from _check_expert_widths(config.model, tp, is_cut=layout.expert_tensor_size > 1)
+    optimizer = config.optimizer
+    if layout.divides_experts and (optimizer.zero_stage >= 2 or optimizer.offload_optimizer):
+        reason = "offload_optimizer" if optimizer.offload_optimizer else f"zero_stage={optimizer.zero_stage}"
+        yield (
+            f"{reason} shards all parameters over the data-parallel ranks, but with expert_model_parallel_size={ep} "
+            f"and expert_tensor_parallel_size={layout.expert_tensor_size} these hold different experts; use zero_stage "
+            "0 or 1 without offload, or leave both out"
+        )
+
+
+def _check_expert_widths(model: ModelConfig, tp: int, *, is_cut: bool) -> Iterator[str]:
+    width, shared = model.expert_ffn_size, model.moe_shared_expert_intermediate_size
+    if is_cut and width % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide the experts' width, {width}; use {divisors(width, 64)}, "
+            "or expert_tensor_parallel_size=1"
+        )
+    if shared is not None and shared % tp:
+        yield (
+            f"tensor_model_parallel_size={tp} does not divide moe_shared_expert_intermediate_size={shared}; use "
+            f"{divisors(shared, 64)}"
+        )
+
+
 def check_family(config: Config) -> Iterator[str]:
     try:
         yield from family_of(config).faults(config)
@@ -75,6 +125,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
             f"use {divisors(model.num_attention_heads, 128)}"
         )
+    yield from _check_experts(model)
     if model.position_embedding_type == "rope":
         yield from _check_rotary(model)
     if not model.attention_window_pattern or not set(model.attention_window_pattern) <= {0, 1}:
@@ -86,6 +137,14 @@ def check_model(config: Config) -> Iterator[str]:
             f"seq_length={seq_length} is larger than max_position_embeddings={positions}; "
             "shorten it, or enlarge max_position_embeddings"
         )
+
+
+def _check_experts(model: ModelConfig) -> Iterator[str]:
+    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        yield f"moe_router_topk={model.moe_router_topk} is larger than num_experts={model.num_experts}; lower it"
+    if not model.moe_layer_freq or not set(model.moe_layer_freq) <= {0, 1}:
+        given = " ".join(map(str, model.moe_layer_freq)) or "nothing"
+        yield f"moe_layer_freq={given} must be 1 (experts) or 0 (one MLP) for each layer; correct it, or leave it out"
 
 
 def _check_rotary(model: ModelConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, Positive, PositiveFloat, Probability
+from megatron.options.types import STRICT, NonNegativeFloat, Positive, PositiveFloat, Probability
 from megatron.runtime.device import Device
 
 MIN_FLEX_HEAD_SIZE = 16
@@ -18,7 +18,7 @@ NOT_COMPUTED = frozenset(
     {
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
         "kernels", "use_fast_softmax", "fused_sdpa_recompute", "use_fused_rmsnorm", "freeze",
-        "quantize_base",
+        "quantize_base", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor",
     }
 )  # fmt: skip
 """Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
@@ -29,6 +29,7 @@ PARTICULAR = (
     "attention_window", "attention_window_pattern", "attention_multiplier", "attention_softcap", "rotary_percent",
     "rotary_base_local",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
+    "num_experts",
 )  # fmt: skip
 """Options that few models have: a form of transformers names those that it can express (models/family.py)."""
 
@@ -117,6 +118,33 @@ class ModelConfig:
     HPU only."""
     use_fused_rmsnorm: bool = True
     """Use Habana's FusedRMSNorm on HPU; no effect on other devices."""
+    num_experts: Positive | None = None
+    """Number of experts of a layer: MLPs, of which each token passes through the few that a router chooses. Unset: one
+    MLP for all tokens."""
+    moe_router_topk: Positive = 2
+    """Experts that each token passes through."""
+    moe_ffn_hidden_size: Positive | None = None
+    """Intermediate width of each expert. Unset: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: Positive | None = None
+    """Intermediate width of the shared experts, one MLP beside the others that every token passes through. Unset: none.
+    """
+    moe_layer_freq: tuple[int, ...] = (1,)
+    """Layers with experts: 1 with them, 0 with one MLP of ffn_hidden_size; repeated over all layers."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts from the router's logits."""
+    moe_router_pre_softmax: bool = False
+    """Weigh the chosen experts by their scores among all experts. Otherwise the weights of a token add up to 1."""
+    moe_router_topk_scaling_factor: PositiveFloat = 1.0
+    """Factor of the weights of the chosen experts."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Coefficient of Switch's balancing loss: experts x sum over the experts of (share of the tokens) x (mean score),
+    which is 1 where all are used alike. Shares are those of one microbatch of all data-parallel ranks; the terms of
+    all layers are added. 0: none."""
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Coefficient of the router's z-loss: the mean square of log(sum(exp(logits))). 0: none."""
+    moe_expert_capacity_factor: PositiveFloat | None = None
+    """Largest number of tokens of a sequence that an expert takes in training: this factor times moe_router_topk x
+    tokens / num_experts, rounded up. Those with the lowest scores pass it by. Unset: all tokens are taken."""
     freeze: tuple[str, ...] = ()
     """Names of parameters to exclude from training, or shell patterns such as `embedding.*` or `layers.[0-7].*`."""
     quantize_base: Literal["none", "nf4"] = "none"
@@ -127,6 +155,14 @@ class ModelConfig:
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if the transformer layer of this number has experts in place of one MLP."""
+        return self.num_experts is not None and bool(self.moe_layer_freq[layer % len(self.moe_layer_freq)])
 
     @property
     def num_kv_heads(self) -> int:
@@ -187,8 +223,11 @@ class ModelConfig:
             idle |= {"rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling_factor"}
         if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
             idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
+        if self.num_experts is None:
+            idle |= {field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")}
         # unset and written out are the same model
         resolved = {
+            "moe_ffn_hidden_size": self.expert_ffn_size,
             "ffn_hidden_size": self.ffn_size,
             "num_query_groups": self.num_kv_heads,
             "kv_channels": self.head_size,

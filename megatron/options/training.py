@@ -20,6 +20,11 @@ class ParallelConfig:
     """Number of ranks that share each layer."""
     pipeline_model_parallel_size: Positive = 1
     """Number of pipeline stages."""
+    expert_model_parallel_size: Positive = 1
+    """Number of ranks of a stage that hold different experts of each layer. They are ranks of the tensor and the data
+    axes, whose product it divides; tokens travel to them."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Number of ranks that share each expert: tensor_model_parallel_size, or 1. Unset: tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor-parallel regions."""
     no_pipeline_parallel: bool = False

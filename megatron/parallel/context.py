@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.parallel import plain_data
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import EXPERT_AXES, Cut, Layout
 from megatron.parallel.pass_state import DeferredGradients, PassState
 from megatron.runtime import network
 from megatron.runtime.accelerator import quiet
@@ -101,6 +102,18 @@ def _join_process_group(device: Device, timeout: timedelta) -> None:
             )
 
 
+def _group_along(layout: Layout, coordinate: str) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one in a coordinate of the experts alone. Collective."""
+    import torch.distributed as dist
+
+    # every rank makes all groups, in one order
+    places = (dataclasses.replace(layout, rank=rank) for rank in range(layout.world_size))
+    groups = dict.fromkeys(tuple(place.peers(EXPERT_AXES, coordinate)) for place in places)
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    assert own is not None
+    return own
+
+
 @dataclass(frozen=True)
 class ParallelContext(Layout):
     """The layout with this rank's process groups and device, built once in `main` and passed down.
@@ -113,6 +126,10 @@ class ParallelContext(Layout):
     """The ranks that read different shares of a batch for the same part of the model."""
     grad_group: dist.ProcessGroup | None = None
     """The ranks over which the gradients of this part of the model are summed, and which ZeRO shards."""
+    expert_group: dist.ProcessGroup | None = None
+    """The ranks that hold different experts of this part of the model, and between which tokens travel."""
+    expert_grad_group: dist.ProcessGroup | None = None
+    """The ranks over which the gradients of this rank's experts are summed, and which ZeRO shards."""
     model_group: dist.ProcessGroup | None = None
     """All ranks that together hold one copy of the model."""
     control_group: dist.ProcessGroup | None = None
@@ -157,11 +174,17 @@ class ParallelContext(Layout):
             grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
         # one group for both: they part only where several ranks share a sample (context parallelism)
         data_group = grid.get_data_parallel_group() if layout.grad_size > 1 else None
+        expert_group, expert_grad_group = None, data_group
+        if layout.divides_experts:
+            expert_group = _group_along(layout, "expert_rank")
+            expert_grad_group = _group_along(layout, "expert_grad_rank")
         return cls(
             **vars(layout),
             tensor_group=grid.get_slice_parallel_group() if layout.tensor_size > 1 else None,
             batch_group=data_group,
             grad_group=data_group,
+            expert_group=expert_group,
+            expert_grad_group=expert_grad_group,
             model_group=grid.get_model_parallel_group() if layout.model_size > 1 else None,
             control_group=dist.group.WORLD if record.collectives_are_gloo else dist.new_group(backend="gloo"),
             sequence_parallel=parallel.sequence_parallel and layout.tensor_size > 1,
@@ -170,6 +193,18 @@ class ParallelContext(Layout):
             grid=grid,
             state=PassState(deferred=DeferredGradients() if parallel.schedule == "zero-bubble" else None),
         )
+
+    @functools.cached_property
+    def of_experts(self) -> ParallelContext:
+        """The context of the linear layers of experts, whose callers have brought the tokens to them already."""
+        if not self.experts_are_whole:
+            return dataclasses.replace(self, sequence_parallel=False)
+        # each rank alone has the whole of its experts
+        return ParallelContext(device=self.device, state=self.state)
+
+    def grad_group_of(self, shard: Cut) -> dist.ProcessGroup | None:
+        """The ranks over which the parameter's gradient is summed."""
+        return self.grad_group if shard.expert is None else self.expert_grad_group
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, on every rank. Collective."""

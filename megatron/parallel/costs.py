@@ -56,6 +56,13 @@ class MatrixProduct:
     """Branch of the layer, as `recompute_modules` names it. Products of one branch that read the stream share it."""
     reads: Attention | Activation | None = None
     """Operation that computes the input; None: the norm before the branch."""
+    share: float = 1.0
+    """Share of the tokens that is multiplied: of an expert's, on average."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Scores of the experts for each token, in float32: 2 FLOPs a number and token, and no linear layer to adapt."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Projection:
     """Output projection over the vocabulary, computed together with the loss."""
 
 
-Cost = Norm | MatrixProduct | Table | Projection
+Cost = Norm | MatrixProduct | Router | Table | Projection
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.low_rank_vocabulary import output_weight, vocabulary_adapters
+from megatron.parallel.low_rank import output_weight, vocabulary_adapters
 from megatron.parallel.mappings import (
     copy_to_tensor_region,
     reduce_from_tensor_region,

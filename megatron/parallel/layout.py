@@ -5,6 +5,7 @@ Nothing else in the project divides numbers of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,13 +41,28 @@ class ModelSizes(Protocol):
     def tensor_model_parallel_size(self) -> int: ...
     @property
     def pipeline_model_parallel_size(self) -> int: ...
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+    @property
+    def expert_tensor_parallel_size(self) -> int | None: ...
+
+
+class Cut(Protocol):
+    """The part of a parameter's Shard that says which ranks hold what of it."""
+
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def expert(self) -> int | None: ...
+    @property
+    def num_experts(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the axes and this rank. All other sizes and coordinates follow.
 
-    No option sets the sizes of the context and the expert axes yet.
+    No option sets the size of the context axis yet.
     """
 
     tensor_size: int = 1
@@ -57,8 +73,8 @@ class Layout:
     """Ranks that read different shares of each global batch: the data-parallel size."""
     num_stages: int = 1
     """Stages of the pipeline."""
-    expert_tensor_size: int = 1
-    """Ranks that share each expert."""
+    experts_are_whole: bool = False
+    """Each expert is whole on its ranks, not cut over the tensor-parallel ones."""
     expert_size: int = 1
     """Ranks that hold different experts of a layer."""
     rank: int = 0
@@ -69,13 +85,17 @@ class Layout:
 
         Where the sizes do not divide `world_size`, the layout's own is another one; `check` says so.
         """
+        tensor_size = model.tensor_model_parallel_size
         copy = Layout(
-            tensor_size=model.tensor_model_parallel_size, num_stages=model.pipeline_model_parallel_size, rank=rank
+            tensor_size=tensor_size,
+            num_stages=model.pipeline_model_parallel_size,
+            experts_are_whole=model.expert_tensor_parallel_size == 1 < tensor_size,
+            expert_size=model.expert_model_parallel_size,
+            rank=rank,
         )
         if world_size is None:
             return copy
-        copies = max(1, world_size // copy.model_size)
-        return Layout(tensor_size=copy.tensor_size, num_batch_ranks=copies, num_stages=copy.num_stages, rank=rank)
+        return dataclasses.replace(copy, num_batch_ranks=max(1, world_size // copy.model_size))
 
     def check(self, world_size: int) -> None:
         """Raise LayoutError unless the layout fills the world."""
@@ -98,6 +118,11 @@ class Layout:
     def grad_size(self) -> int:
         """Ranks over which the gradients of one part of the model are summed, and which ZeRO shards."""
         return self.context_size * self.num_batch_ranks
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert."""
+        return 1 if self.experts_are_whole else self.tensor_size
 
     @property
     def expert_grad_size(self) -> int:
@@ -153,6 +178,51 @@ class Layout:
             rank += stride * coordinates.get(name, getattr(self, name))
             stride *= getattr(self, size)
         return rank
+
+    @property
+    def divides_experts(self) -> bool:
+        """Experts lie over the ranks otherwise than the rest of the model, and so have gradient groups of their own."""
+        return self.expert_size > 1 or self.experts_are_whole
+
+    def holds(self, shard: Cut) -> bool:
+        """Return True if this rank's stage, where it has the layer of the parameter, holds it on this rank."""
+        if shard.expert is None:
+            return True
+        # neighbours on one rank, so that what travels to a rank is one stretch
+        return shard.expert // (shard.num_experts // self.expert_size) == self.expert_rank
+
+    def cut_of(self, shard: Cut) -> tuple[int, int]:
+        """Return rank and size on the axis that cuts the parameter; (0, 1) where every rank holds the whole."""
+        if shard.dim is None:
+            return 0, 1
+        if shard.expert is not None:
+            return self.expert_tensor_rank, self.expert_tensor_size
+        return self.tensor_rank, self.tensor_size
+
+    def counts(self, shard: Cut) -> bool:
+        """Return True if this rank's numbers of the parameter are no copies of another tensor-parallel rank's.
+
+        Copies of experts on such ranks are those of the ranks over which their gradients are summed.
+        """
+        if shard.expert is not None and self.divides_experts:
+            return True
+        return shard.dim is not None or self.tensor_rank == 0
+
+    def grad_place(self, shard: Cut) -> tuple[int, int]:
+        """Return rank and size among the ranks over which the parameter's gradient is summed."""
+        if shard.expert is not None:
+            return self.expert_grad_rank, self.expert_grad_size
+        return self.grad_rank, self.grad_size
+
+    def peers(self, axes: dict[str, str], name: str) -> list[int]:
+        """Return the ranks that differ from this one in this coordinate alone, itself included, in their order."""
+        stride = 1
+        for axis, size_name in axes.items():
+            if axis == name:
+                break
+            stride *= getattr(self, size_name)
+        first = self.rank - stride * self._coordinate(axes, name)
+        return [first + stride * index for index in range(getattr(self, axes[name]))]
 
     def ranks_of(self, stage: int) -> list[int]:
         """Return all ranks that hold the layers of a stage."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron.parallel.costs import Cost, PassSizes, Projection
-from megatron.parallel.layout import LayoutError
+from megatron.parallel.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,8 @@ class Shard:
     `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
     its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
     to its own heads or channels, so that its gradient is always summed.
+    `expert` is the index of one of `num_experts`: the ranks of the expert axis hold different ones, and those of the
+    expert-tensor axis share it along `dim`.
     `cost`, required of every matrix that a family declares: the operation with it, from which FLOPs and memory follow.
     """
 
@@ -64,6 +66,8 @@ class Shard:
     quantized: bool = False
     added: bool = False
     used_on: Literal["stream", "heads"] | None = None
+    expert: int | None = None
+    num_experts: int = 0
     cost: Cost | None = None
 
     def __post_init__(self) -> None:
@@ -258,7 +262,8 @@ class LayerDeclaration:
         """Build the module, its parameters allocated and uninitialised."""
         module = self.build(Shards(self), shared)
         # a parameter that nothing computes with; quantised weights and adapters are held in forms of their own
-        needed = {name for name, shard in self.shards.items() if not (shard.quantized or shard.added)}
+        held = {name: shard for name, shard in self.shards.items() if shared.ctx.holds(shard)}
+        needed = {name for name, shard in held.items() if not (shard.quantized or shard.added)}
         left_out = {self.full_name(name) for name in needed} - {name for name, _ in named_parameters(module)}
         if left_out:
             raise LayoutError(
@@ -341,13 +346,14 @@ def alias(parameter: Tensor) -> Tensor:
     return view
 
 
-def initialise(named: Iterable[tuple[str, Tensor]], seed: int, rank: int, size: int) -> None:
+def initialise(named: Iterable[tuple[str, Tensor]], seed: int, layout: Layout) -> None:
     """Fill each parameter with its start, by name. Deterministic, and the same model on every layout."""
     import torch
 
     with torch.no_grad():
         for name, parameter in named:
-            parameter.copy_(shard_of(parameter).initial(name, seed, rank, size))
+            shard = shard_of(parameter)
+            parameter.copy_(shard.initial(name, seed, *layout.cut_of(shard)))
 
 
 def numel(shards: Iterable[Shard]) -> int:

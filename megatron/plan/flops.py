@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron.models.registry import family_of
 from megatron.options.config import Config
-from megatron.parallel.costs import Attention, MatrixProduct
+from megatron.parallel.costs import Attention, MatrixProduct, Router
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
 
 
@@ -108,7 +108,7 @@ def _attention(products: Sequence[Shard], seq_length: int) -> int:
 def _multiplies(shard: Shard, layer: LayerDeclaration) -> bool:
     if shard.vocabulary and not shard.added:
         return layer.projects
-    return isinstance(shard.cost, MatrixProduct)
+    return isinstance(shard.cost, MatrixProduct | Router)
 
 
 def _is_of_mlp(shard: Shard) -> bool:
@@ -116,5 +116,9 @@ def _is_of_mlp(shard: Shard) -> bool:
 
 
 def _products(matrices: Sequence[Shard]) -> int:
-    """FLOPs of the products with these matrices for one token: an addition and a multiplication a number."""
-    return sum(2 * math.prod(matrix.shape) for matrix in matrices)
+    """FLOPs of the products with these matrices for one token: an addition and a multiplication a number.
+
+    Of an expert's, those of the share of tokens that pass through it.
+    """
+    shares = (matrix.cost.share if isinstance(matrix.cost, MatrixProduct) else 1.0 for matrix in matrices)
+    return round(sum(2 * math.prod(matrix.shape) * share for matrix, share in zip(matrices, shares, strict=True)))

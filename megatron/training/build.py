@@ -21,6 +21,7 @@ from megatron.runtime.devices import device_of
 from megatron.tasks.task import Task
 from megatron.training.deepspeed import releases
 from megatron.training.deepspeed.config import deepspeed_config
+from megatron.training.deepspeed.experts import announce_experts
 from megatron.training.deepspeed.lean_optimizers import lean
 from megatron.training.deepspeed.pipeline_engine import PipelineEngine, pipeline_module
 from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
@@ -55,6 +56,7 @@ def build_engine(
         model.requires_grad_(False)  # so that no pass keeps what a backward pass needs
     else:
         add_placeholder(model, ctx)
+    announce_experts(model, ctx)
     # the optimizer's states come after it: the memory log has a record of each
     after_model()
     with quiet():
@@ -117,9 +119,9 @@ def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) ->
             # written on the first data-parallel rank, which sends it to the others before it is cut up again
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if ctx.grad_rank == 0:
-                    initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+                    initialise([(name, parameter)], config.training.seed, ctx)
         else:
-            initialise([(name, parameter)], config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+            initialise([(name, parameter)], config.training.seed, ctx)
     # no parameters, so `named_parameters` does not have them
     for _, weight in quantized_weights(model):
         weight.initialise(config.training.seed)

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from megatron.options.config import Config, ConfigError
 from megatron.options.optimizer import OptimizerConfig, OptimizerName
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.layout import Layout
 from megatron.parallel.phase_clock import OPTIMIZER
 from megatron.parallel.shards import Shard, shard_of
 from megatron.runtime.devices import device_of
+from megatron.training.deepspeed.experts import EXPERT_GROUP
 from megatron.training.deepspeed.reduction import GradientBuffers
 from megatron.training.update_gate import UpdateGate
 
@@ -34,20 +36,30 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> G
     In float32 without ZeRO, DeepSpeed leaves it bare: then it finds the norm, and clips by it, itself.
     """
     options = config.optimizer
-    inner = BUILDERS[options.optimizer](parameter_groups(model, config), options, ctx)
+    inner = BUILDERS[options.optimizer](parameter_groups(model, config, ctx), options, ctx)
     if config.effective_zero_stage == 0:
         return BareOptimizer(inner, ctx, options.clip_grad)
     return GatedOptimizer(inner)
 
 
-def parameter_groups(model: nn.Module, config: Config) -> Groups:
+def parameter_groups(model: nn.Module, config: Config, layout: Layout) -> Groups:
     """Return the trained parameters in groups: matrices, which decay, and biases and norms, which do not.
+
+    Experts that lie over the ranks otherwise than the rest of the model are in groups of their own.
 
     With LoRA+ the adapters' B and magnitudes, and the embedding's adapter have learning rates of their own, as in PEFT.
     The weight decay of a group is the schedule's times its `wd_mult`, its learning rate times `lr_mult`.
     """
-    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not layout.divides_experts:
+        return _groups_of(trained, config)
+    shared = [parameter for parameter in trained if shard_of(parameter).expert is None]
+    experts = [parameter for parameter in trained if shard_of(parameter).expert is not None]
+    return _groups_of(shared, config) + [{**group, **EXPERT_GROUP} for group in _groups_of(experts, config)]
+
+
+def _groups_of(trained: Sequence[nn.Parameter], config: Config) -> Groups:
+    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
     # in the order of the model, equal on all ranks: ZeRO cuts each group into flat partitions by it
     by_rate: dict[float, list[nn.Parameter]] = {1.0: []}
     kept: list[nn.Parameter] = []
@@ -222,7 +234,7 @@ class BareOptimizer(GatedOptimizer):
             # a tied weight's gradient is summed over its stages, so that of one stage is the whole
             if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
                 continue
-            if self._ctx.tensor_rank == 0 or shard_of(parameter).dim is not None:
+            if self._ctx.counts(shard_of(parameter)):
                 counted.append(parameter.grad)
             else:
                 uncounted.append(parameter.grad)

@@ -260,7 +260,7 @@ def fingerprint_of(engine: Engine) -> str:
     pieces = [piece for piece in engine.state.owned() if piece.is_saved_here]
     sums = BaseSums(own_parts({piece.name: piece.shard for piece in pieces}), rounded=False)
     for piece in pieces:
-        place = engine.state.place(piece.shard)
+        place = engine.ctx.cut_of(piece.shard)
         sums.add(Slice(piece.name, piece.shard, piece.start, piece.weight.numel(), *place), piece.weight)
     known: Any = joined(engine.ctx.gather_objects(sums.totals))
     if engine.base is not None:

@@ -82,7 +82,7 @@ class EngineState:
             kinds = {"weight": owned.weight}
             if with_optimizer:
                 kinds |= owned.moments
-            rank, size = self.place(owned.shard)
+            rank, size = self._ctx.cut_of(owned.shard)
             for kind, tensor in kinds.items():
                 flat = tensor.detach().view(-1)
                 fragments.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
@@ -104,13 +104,13 @@ class EngineState:
         stretches = self._config.optimizer.zero_stage == 3
         held: dict[Copy, Tensor] = {}
         for name, parameter in named_parameters(self._module):
-            tensor_rank, _ = self.place(shard_of(parameter))
+            tensor_rank, _ = self._ctx.cut_of(shard_of(parameter))
             if stretches:
                 held[Copy(name, tensor_rank, self._ctx.grad_rank)] = parameter.ds_tensor  # type: ignore[attr-defined]
             else:
                 held[Copy(name, tensor_rank, 0)] = parameter
         for name, weight in quantized_weights(self._module):
-            held[Copy(name, self.place(weight.shard)[0], 0)] = weight.packed
+            held[Copy(name, self._ctx.cut_of(weight.shard)[0], 0)] = weight.packed
         return held
 
     # Restoring
@@ -185,7 +185,7 @@ class EngineState:
         self, checkpoint: WeightSource, slices: Mapping[str, OwnedSlice], *, with_frozen: bool
     ) -> None:
         def read(name: str, shard: Shard, start: int, numel: int, is_counted: bool = False) -> Tensor:
-            return checkpoint.read(Slice(name, shard, start, numel, *self.place(shard), is_counted))
+            return checkpoint.read(Slice(name, shard, start, numel, *self._ctx.cut_of(shard), is_counted))
 
         for index, (name, parameter) in enumerate(named_parameters(self._module)):
             shard = shard_of(parameter)
@@ -197,12 +197,12 @@ class EngineState:
                 self._set_frozen(parameter, partial(read, name, shard, is_counted=is_counted))
         if with_frozen:
             for name, weight in quantized_weights(self._module):
-                is_first = self._ctx.grad_rank == 0 and (weight.shard.dim is not None or self._ctx.tensor_rank == 0)
+                is_first = self._ctx.grad_place(weight.shard)[0] == 0 and self._ctx.counts(weight.shard)
                 weight.fill(partial(read, name, weight.shard, is_counted=is_first))
 
     def _restore_moment(self, checkpoint: WeightSource, owned: OwnedSlice, kind: str) -> None:
         target = owned.moments[kind]
-        at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self.place(owned.shard))
+        at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self._ctx.cut_of(owned.shard))
         target.copy_(checkpoint.read(at, kind))
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -270,10 +270,6 @@ class EngineState:
 
     # Ownership
 
-    def place(self, shard: Shard) -> tuple[int, int]:
-        """Return tensor-parallel rank and size of a local tensor; (0, 1) where every rank holds the whole."""
-        return (0, 1) if shard.dim is None else (self._ctx.tensor_rank, self._ctx.tensor_size)
-
     def owned(self, *, with_frozen: bool = True) -> Iterator[OwnedSlice]:
         """Yield the slices that this rank's optimizer updates, and those of frozen parameters that it may save: with
         adapters not of the base."""
@@ -300,14 +296,14 @@ class EngineState:
 
     def _is_saved_here(self, index: int, parameter: Tensor) -> bool:
         """Return True if no other rank saves what this one owns of a parameter, the `index`-th of the module."""
-        ctx = self._ctx
-        is_first = ctx.tensor_rank == 0 or shard_of(parameter).dim is not None
+        shard = shard_of(parameter)
+        grad_rank, grad_size = self._ctx.grad_place(shard)
         is_whole = not hasattr(parameter, "ds_id") and (
             not parameter.requires_grad or self._config.effective_zero_stage == 0
         )
         # what all data-parallel ranks hold whole is written by them in turns
-        is_turn = not is_whole or index % ctx.grad_size == ctx.grad_rank
-        return is_first and is_turn and not getattr(parameter, "ds_pipe_replicated", False)
+        is_turn = not is_whole or index % grad_size == grad_rank
+        return self._ctx.counts(shard) and is_turn and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
         state = self.torch_optimizer.state.get(tensor, {})

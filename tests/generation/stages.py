@@ -16,7 +16,7 @@ from megatron.generation.model import InferenceModel, training_model
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
-from megatron.models.transformer import unpack
+from megatron.models.embedding import unpack
 from megatron.parallel.context import ParallelContext
 from tests.training import layouts
 

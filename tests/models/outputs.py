@@ -59,7 +59,7 @@ def build_model(config: Config, ctx: ParallelContext, weights: Mapping[str, Arra
     model = SequentialModel(build_layers(config, ctx))
     parameters = dict(named_parameters(model))
     if weights is None:
-        initialise(parameters.items(), config.training.seed, ctx.tensor_rank, ctx.tensor_size)
+        initialise(parameters.items(), config.training.seed, ctx)
         return model
     assert set(weights) == set(parameters)
     with torch.no_grad():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.models import transformer
+from megatron.models import embedding
+from megatron.models.embedding import add_noise
 from megatron.models.positions import Packing
-from megatron.models.transformer import add_noise
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rng import derive_seed
 from tests.models.noise import expected_noise, our_noise
@@ -32,7 +32,7 @@ def noise_of(tokens: Tensor, packing: Packing | None, size: int, ctx: ParallelCo
 @pytest.mark.parametrize("chunk", [8, 2**22])
 def test_noise_of_packed_sequences_is_that_of_each_alone(chunk: int) -> None:
     tokens, positions, starts = packed_inputs(tokens_of(2, 24))
-    with patch.object(transformer, "CHUNK_NUMBERS", chunk):
+    with patch.object(embedding, "CHUNK_NUMBERS", chunk):
         found = noise_of(tokens, Packing(positions, starts), 16, ParallelContext.single())
     for sample, lengths in enumerate(LENGTHS):
         ends = np.cumsum(lengths)

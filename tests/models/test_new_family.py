@@ -81,7 +81,7 @@ class ToyBlock(DecoderBlock):
             attention[f"{name}.weight"] = Shard((model.head_size,), value=1.0, used_on="heads", cost=cost)
         return attention
 
-    def mlp_shards(self, model: ModelConfig) -> dict[str, Shard]:
+    def mlp_shards(self, model: ModelConfig, ffn_size: int) -> dict[str, Shard]:
         mlp: dict[str, Shard] = {}
         for name in ("gate", "up"):
             mlp |= column_shards(name, model, (model.ffn_size,), bias=False, cost=MatrixProduct("mlp"))

@@ -40,15 +40,25 @@ def test_ranks_are_those_of_nested_loops(tensor: int, context: int, data: int, s
     assert (layout.grad_size, layout.model_size) == (data * context, tensor * context * stages)
 
 
-@pytest.mark.parametrize(("expert_tensor", "expert"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 2)])
-def test_experts_divide_the_same_ranks(expert_tensor: int, expert: int) -> None:
+@pytest.mark.parametrize(("is_whole", "expert"), [(True, 1), (True, 4), (False, 2), (False, 4), (True, 8)])
+def test_experts_divide_the_same_ranks(is_whole: bool, expert: int) -> None:
     layout = Layout(tensor_size=2, context_size=2, num_batch_ranks=4, num_stages=2)
-    layout = dataclasses.replace(layout, expert_tensor_size=expert_tensor, expert_size=expert)
+    layout = dataclasses.replace(layout, experts_are_whole=is_whole, expert_size=expert)
+    expert_tensor = 1 if is_whole else 2
     every = [tuple(getattr(each, name) for name in EXPERT_AXES) for each in ranks_of(layout)]
     sizes = [getattr(layout, size) for size in EXPERT_AXES.values()]
     assert sorted(every) == list(itertools.product(*map(range, sizes)))
     assert layout.expert_grad_size * expert_tensor * expert == 16
     assert [each.expert_tensor_rank for each in ranks_of(layout)][:expert_tensor] == list(range(expert_tensor))
+    for each in ranks_of(layout):
+        for name in EXPERT_AXES:
+            others = {other: getattr(each, other) for other in EXPERT_AXES if other != name}
+            expected = [
+                rank
+                for rank, other in enumerate(ranks_of(layout))
+                if all(getattr(other, axis) == value for axis, value in others.items())
+            ]
+            assert each.peers(EXPERT_AXES, name) == expected
 
 
 def test_ranks_are_numbered_as_deepspeed_numbers_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import (
     LayerDeclaration,
+    Layout,
     LayoutError,
     Shard,
     Shards,
@@ -117,7 +120,7 @@ def test_parameters_carry_their_description() -> None:
     assert parameter.tensor_model_parallel is True  # type: ignore[attr-defined]
     assert allocate("x", Shard((4,)), ctx).tensor_model_parallel is False  # type: ignore[attr-defined]
     assert not allocate("x", Shard((4,), trained=False), ctx).requires_grad
-    initialise([("x", parameter)], 1, 0, 2)
+    initialise([("x", parameter)], 1, Layout(tensor_size=2))
     assert (parameter == 2.0).all()
     view = alias(parameter)
     assert view is not parameter
@@ -148,6 +151,9 @@ def test_a_replicated_parameter_must_say_where_it_is_used() -> None:
         LayerDeclaration("layers.3", {"c": MATRIX, "q_norm.weight": Shard((8,))}, build=torch.nn.Module)
 
 
+SHARED = SimpleNamespace(ctx=ParallelContext.single())
+
+
 def test_a_module_allocates_the_declared_parameters_no_fewer_and_no_more() -> None:
     def build(shards: Shards, shared: None) -> torch.nn.Module:
         module = torch.nn.Module()
@@ -155,8 +161,8 @@ def test_a_module_allocates_the_declared_parameters_no_fewer_and_no_more() -> No
         return module
 
     weight = Shard((2,), used_on="stream")
-    assert LayerDeclaration("norm", {"weight": weight}, build).module(None).weight.shape == (2,)
+    assert LayerDeclaration("norm", {"weight": weight}, build).module(SHARED).weight.shape == (2,)
     with pytest.raises(LayoutError, match=r"norm\.bias is declared but not allocated; allocate it from the Shards of"):
-        LayerDeclaration("norm", {"weight": weight, "bias": weight}, build).module(None)
+        LayerDeclaration("norm", {"weight": weight, "bias": weight}, build).module(SHARED)
     with pytest.raises(LayoutError, match=r"norm\.weight is allocated but not declared; declare it in the family, or"):
-        LayerDeclaration("norm", {"bias": weight}, build).module(None)
+        LayerDeclaration("norm", {"bias": weight}, build).module(SHARED)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.data.chat.dataset import ChatDataset
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.models.transformer import WordEmbedding, unpack
+from megatron.models.embedding import WordEmbedding, unpack
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rng import derive_seed

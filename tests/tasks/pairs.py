@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint.lineage import Run
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.models.transformer import unpack
+from megatron.models.embedding import unpack
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.decoder import DecoderBlock, below, decoder_layers
+from megatron.models.decoder import DecoderBlock, LayerKind, below, decoder_layers
 from megatron.models.family import Family
 from megatron.models.transformer import TransformerLayer
 from megatron.options.config import ModelConfig
@@ -60,10 +60,10 @@ class RoutedLayer(TransformerLayer):
 
 
 class RoutedBlock(DecoderBlock):
-    def shards(self, model: ModelConfig, window: int | None) -> dict[str, Shard]:
+    def shards(self, model: ModelConfig, kind: LayerKind) -> dict[str, Shard]:
         cost = MatrixProduct("mlp")
         router = {"weight": Shard((ROUTES, model.hidden_size), std=2.0, used_on="stream", cost=cost)}
-        return super().shards(model, window) | below("router", router)
+        return super().shards(model, kind) | below("router", router)
 
     def build(self, shards: Shards, shared: Any) -> RoutedLayer:
         return RoutedLayer(shards, shared, **self.parts())

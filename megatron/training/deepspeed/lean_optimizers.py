@@ -27,6 +27,7 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
 from megatron.parallel.phase_clock import WAIT
+from megatron.parallel.shards import shard_of
 from megatron.plan.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
 from megatron.training.optimizer import clip_divisor
@@ -93,7 +94,7 @@ def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
         buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
         _update_through(optimizer, buffers)
         _reduce_through(engine, buffers, buffers.finish)
-    elif ctx.grad_size > 1:
+    elif max(ctx.grad_size, ctx.expert_grad_size) > 1:
         groups = _bare_groups(optimizer, ctx)
         buffers = optimizer.buffers = GradientBuffers(engine.module, groups, _options(engine, config, ctx), ctx)
 
@@ -113,7 +114,8 @@ def _bare_groups(optimizer: Any, ctx: ParallelContext) -> list[Group]:
         # [0, n1, n1 + n2, ...]: the last is the length of all
         *starts, numel = itertools.accumulate((p.numel() for p in parameters), initial=0)
         # rounded up, so that the shards of all ranks are equally long
-        flat = torch.zeros(-(-numel // ctx.grad_size) * ctx.grad_size, dtype=parameters[0].dtype, device=ctx.device)
+        _, size = ctx.grad_place(shard_of(parameters[0]))
+        flat = torch.zeros(-(-numel // size) * size, dtype=parameters[0].dtype, device=ctx.device)
         groups.append((flat, list(zip(parameters, starts, strict=True))))
     return groups
 

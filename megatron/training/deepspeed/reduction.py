@@ -84,8 +84,12 @@ class _Bucket:
     sums: Tensor
     """[numel] in the buffer."""
     slots: list[_Slot]
+    group: dist.ProcessGroup | None
+    """The ranks that sum."""
     owner: int | None
-    """The data-parallel rank that needs the sums; None: all."""
+    """The one of them that needs the sums; None: all."""
+    is_needed: bool
+    """This rank needs the sums."""
     own: list[Tensor]
     """The stretches that hold this rank's gradients until they are summed: not those of tied weights."""
     waits_for: int = 0
@@ -110,20 +114,23 @@ class GradientBuffers:
     ) -> None:
         """`groups`: flat buffers, each with its parameters and the index of their first number.
 
-        The length of a buffer is a multiple of the number of data-parallel ranks; equal stretches are their shards.
+        The gradients of a buffer are summed over the same ranks. Its length is a multiple of their number; equal
+        stretches are their shards.
         """
         self._options, self._ctx = options, ctx
         self.flats = [flat for flat, _ in groups]
-        self.shards = [flat.chunk(ctx.grad_size)[ctx.grad_rank] for flat in self.flats]
+        places = [ctx.grad_place(shard_of(starts[0][0])) for _, starts in groups]
+        self.shards = [flat.chunk(size)[rank] for flat, (rank, size) in zip(self.flats, places, strict=True)]
         """This rank's shard of each buffer."""
         by_group = _slots_of(module, groups)
         self._slots = [slot for slots in by_group for slot in slots]
+        self._alone = [flat for flat, (_, size) in zip(self.flats, places, strict=True) if size == 1]
         self.counted, self.uncounted = self._parts(by_group)
         """Gradients in this rank's shards that the norm of the whole model counts here, and those that another
         tensor-parallel rank's copies count. Sums after `finish`."""
         self._buckets: list[_Bucket] = []
-        if ctx.grad_size > 1:
-            for flat, slots in zip(self.flats, by_group, strict=True):
+        for flat, slots, (_, size) in zip(self.flats, by_group, places, strict=True):
+            if size > 1:
                 self._buckets += self._cut(flat, slots)
         # a bucket is complete with the gradient of the parameter that the forward pass uses first
         self._buckets.sort(key=lambda bucket: min(slot.order for slot in bucket.slots), reverse=True)
@@ -229,10 +236,13 @@ class GradientBuffers:
             with self._ctx.state.clock.phase(WAIT):
                 wait_for([bucket.work])
             # a `reduce` gives its sums to the owner alone
-            if bucket.sent is not None and bucket.owner in (None, self._ctx.grad_rank):
+            if bucket.sent is not None and bucket.is_needed:
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
-        if self._buckets and self._options.scale_after != 1.0:
+        if self._alone and self._options.scale_before != 1.0:
+            # what no other rank adds to was in no bucket
+            torch._foreach_mul_(self._alone, self._options.scale_before)
+        if self._options.scale_after != 1.0:
             summed = self.shards if self._options.is_sharded else self.flats
             torch._foreach_mul_(summed, self._options.scale_after)
 
@@ -250,7 +260,7 @@ class GradientBuffers:
             self._next += 1
 
     def _start(self, bucket: _Bucket) -> None:
-        options, group = self._options, self._ctx.grad_group
+        options, group = self._options, bucket.group
         assert group is not None
         for slot in bucket.slots:
             slot.is_reducing = True
@@ -288,7 +298,7 @@ class GradientBuffers:
                 if start >= stop or getattr(slot.parameter, "ds_pipe_replicated", False):
                     continue
                 own = flat.narrow(0, start, stop - start)
-                if self._ctx.tensor_rank == 0 or shard_of(slot.parameter).dim is not None:
+                if self._ctx.counts(shard_of(slot.parameter)):
                     counted.append(own)
                 else:
                     uncounted.append(own)
@@ -307,18 +317,22 @@ class GradientBuffers:
     def _buckets_of(self, flat: Tensor, slots: list[_Slot]) -> Iterator[_Bucket]:
         """Yield the bucket of neighbouring slots, the last of them first, cut where a shard ends."""
         start, stop = slots[-1].start, slots[0].stop
+        shard = shard_of(slots[0].parameter)
+        rank, size = self._ctx.grad_place(shard)
         width = flat.numel()
         if self._options.is_sharded:
             # a shard: no bucket lies in two
-            width //= self._ctx.grad_size
+            width //= size
         for owner in range(start // width, -(-stop // width)):
             low, high = max(start, owner * width), min(stop, (owner + 1) * width)
             inside = [slot for slot in slots if slot.start < high and slot.stop > low]
             bucket = _Bucket(
                 flat.narrow(0, low, high - low),
                 inside,
+                self._ctx.grad_group_of(shard),
                 owner if self._options.is_sharded else None,
-                list(_untied(flat, inside, low, high)),
+                is_needed=not self._options.is_sharded or owner == rank,
+                own=list(_untied(flat, inside, low, high)),
             )
             for slot in inside:
                 slot.buckets.append(bucket)

@@ -1,0 +1,220 @@
+"""A mixture of experts in place of a layer's MLP: a router, its experts, and those that all tokens share.
+
+Shapes: [rows, B, H] is the residual stream; E experts, of which each token passes through K.
+Sources: Shazeer et al. 2017 (arXiv:1701.06538); the balancing loss and the capacity of Fedus et al. 2021
+(arXiv:2101.03961); the z-loss of Zoph et al. 2022 (arXiv:2202.08906); shared experts of Dai et al. 2024
+(arXiv:2401.06066).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.models.attention import Shared
+from megatron.models.kv_cache import CachedTokens
+from megatron.models.mlp import MLP, activation_of, discard_output
+from megatron.models.positions import Packing
+from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
+from megatron.parallel.phase_clock import WAIT
+from megatron.parallel.shards import Shards
+
+
+class Routing(NamedTuple):
+    """Choices of a router for the tokens of a residual stream."""
+
+    logits_SBE: Tensor
+    """float32."""
+    scores_SBE: Tensor
+    """Between 0 and 1."""
+    experts_SBK: Tensor
+    """int64, the highest score first."""
+    weights_SBK: Tensor
+    """Factors of the outputs of the experts, float32."""
+
+
+class TokenRouter(nn.Module):
+    """The experts of each token, and their weights. It computes in float32: a rounded score picks another expert."""
+
+    def __init__(self, shards: Shards, shared: Shared) -> None:
+        super().__init__()
+        model = shared.config.model
+        self.topk, self.scaling = model.moe_router_topk, model.moe_router_topk_scaling_factor
+        self.is_sigmoid = model.moe_router_score_function == "sigmoid"
+        self.keeps_scores = model.moe_router_pre_softmax
+        self.weight = shards.allocate("weight", shared.ctx)
+
+    def forward(self, hidden: Tensor) -> Routing:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
+        weights, experts = scores.topk(self.topk, dim=-1)
+        if not self.keeps_scores:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.scaling != 1.0:
+            weights = weights * self.scaling
+        return Routing(logits, scores, experts, weights)
+
+
+class Expert(nn.Module):
+    """An MLP whose caller brings the tokens to it, and adds up its parts over tensor-parallel ranks."""
+
+    def __init__(self, shards: Shards, shared: Shared, *, activation: str) -> None:
+        super().__init__()
+        is_gated = bool(shards.below("gate_up"))
+        self._up = "gate_up" if is_gated else "up"
+        self.activation = activation_of(activation, shared, is_gated=is_gated)
+        self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
+        ctx = shared.ctx.of_experts
+        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), ctx))
+        self.down = RowParallelLinear(shards.below("down"), ctx)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[n, H] -> [n, H], this rank's part of the sum. n may be 0: the gradients are zeros then."""
+        inside = self._product(getattr(self, self._up), tokens)
+        # an empty output has no memory by which it could be recognised
+        if self.discards_activation and self.training and len(tokens):
+            return discard_output(self.activation, self._down, inside)  # type: ignore[no-any-return]
+        return self._down(self.activation(inside))
+
+    def _down(self, inside: Tensor) -> Tensor:
+        return self._product(self.down, inside)
+
+    @staticmethod
+    def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
+        output = layer.method.product(layer, x)
+        return output if layer.bias is None else output + layer.bias
+
+
+class Experts(nn.Module):
+    """Router, experts and shared experts, [rows, B, H] -> [rows, B, H].
+
+    The tokens of one rank's rows are sorted by expert. With experts over the ranks of the expert group, they travel
+    there and back. Experts are cut over the tensor-parallel ranks as an MLP is, or are whole on each; then each of
+    these ranks sends its own share of the tokens.
+    """
+
+    def __init__(self, shards: Shards, shared: Shared, *, activation: str) -> None:
+        super().__init__()
+        model = shared.config.model
+        self.ctx, self.num_experts = shared.ctx, model.num_experts or 0
+        self.topk, self.capacity = model.moe_router_topk, model.moe_expert_capacity_factor
+        self.balances, self.has_z_loss = model.moe_aux_loss_coeff > 0, model.moe_z_loss_coeff > 0
+        self.router = TokenRouter(shards.below("router"), shared)
+        views = [shards.below(f"experts.{number}") for number in range(self.num_experts)]
+        # whichever rank holds it
+        self.is_trained = any(shard.trained for view in views for shard in view.values())
+        held = {
+            str(number): Expert(view, shared, activation=activation)
+            for number, view in enumerate(views)
+            if all(map(shared.ctx.holds, view.values()))
+        }
+        self.experts = nn.ModuleDict(held)
+        self.shared: MLP | None = None
+        if shards.below("shared"):
+            is_gated = bool(shards.below("shared.gate_up"))
+            self.shared = MLP(shards.below("shared"), shared, activation=activation, is_gated=is_gated)
+
+    def forward(self, hidden: Tensor, packing: Packing | CachedTokens | None = None) -> Tensor:
+        routing = self.router(hidden)
+        in_training = self.training and not isinstance(packing, CachedTokens)
+        is_token_SB = packing.weights_SB(len(hidden), self.ctx) if isinstance(packing, Packing) else None
+        kept = None
+        if in_training and self.capacity is not None:
+            kept = self._kept(routing, is_token_SB)
+        output = self._routed(hidden, routing, kept)
+        if self.shared is not None:
+            output = output + self.shared(hidden)
+        if not in_training:
+            return output
+        return self._with_terms(output, routing, kept, is_token_SB)
+
+    def _routed(self, hidden: Tensor, routing: Routing, kept_SBK: Tensor | None) -> Tensor:
+        """Return the weighed sum of the outputs of each token's experts."""
+        ctx, experts, weights = self.ctx, routing.experts_SBK, routing.weights_SBK
+        if not ctx.experts_are_whole:
+            hidden, weights = enter_tensor_region(hidden, ctx), enter_tensor_region(weights, ctx)
+            if ctx.sequence_parallel:
+                experts = all_gather_rows(experts, ctx)
+                kept_SBK = None if kept_SBK is None else all_gather_rows(kept_SBK, ctx)
+            output = self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK)
+            return leave_tensor_region(output.view(hidden.shape), ctx)
+        if ctx.sequence_parallel:
+            return self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK).view(hidden.shape)
+        # all tensor-parallel ranks hold the same tokens: each takes its share
+        tokens = hidden.flatten(0, 1)
+        experts, weights = own_tokens(experts.flatten(0, 1), ctx), own_tokens(weights.flatten(0, 1), ctx)
+        if kept_SBK is not None:
+            kept_SBK = own_tokens(kept_SBK.flatten(0, 1), ctx)
+        output = self._dispatched(own_tokens(tokens, ctx), experts, weights, kept_SBK)
+        return all_tokens(output, len(tokens), ctx).view(hidden.shape)
+
+    def _dispatched(self, tokens_NH: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+        experts_NK, weights_NK = experts.reshape(-1, self.topk), weights.reshape(-1, self.topk)
+        kept_NK = None if kept is None else kept.reshape(-1, self.topk)
+        dispatch = Dispatch.of(experts_NK, self.num_experts, self.ctx, kept_NK)
+        sorted_tokens = dispatch.to_experts(tokens_NH).split(dispatch.sizes)
+        # those without a token too: each parameter has a gradient then, on every rank and in every microbatch
+        outputs = [expert(own) for expert, own in zip(self.experts.values(), sorted_tokens, strict=True)]
+        return dispatch.from_experts(torch.cat(outputs), weights_NK, is_trained=self.is_trained)
+
+    @torch.no_grad()
+    def _kept(self, routing: Routing, is_token_SB: Tensor | None) -> Tensor:
+        """Return True for the choices that their expert has room for, [rows, B, K].
+
+        Tokens compete within their sequence of the batch, so that a layout decides nothing.
+        """
+        ctx = self.ctx
+        chosen = torch.zeros_like(routing.scores_SBE).scatter_(-1, routing.experts_SBK, 1.0)
+        if is_token_SB is not None:
+            chosen = chosen * is_token_SB.unsqueeze(-1)
+        # the score of what was not chosen is below all others
+        competing_SBE = torch.where(chosen > 0, routing.scores_SBE, -1.0)
+        if ctx.sequence_parallel:
+            competing_SBE = all_gather_rows(competing_SBE, ctx)
+        length = len(competing_SBE)
+        room = min(length, math.ceil((self.capacity or 0.0) * self.topk * length / self.num_experts))
+        best = competing_SBE.topk(room, dim=0).indices
+        has_room_SBE = torch.zeros_like(competing_SBE, dtype=torch.bool).scatter_(0, best, True)
+        if ctx.sequence_parallel:
+            has_room_SBE = has_room_SBE.chunk(ctx.tensor_size)[ctx.tensor_rank]
+        return (has_room_SBE & (chosen > 0)).gather(-1, routing.experts_SBK)
+
+    def _with_terms(
+        self, output: Tensor, routing: Routing, kept_SBK: Tensor | None, is_token_SB: Tensor | None
+    ) -> Tensor:
+        """Return `output`, whose gradient is joined by that of the router's losses."""
+        terms = self.ctx.state.terms
+        losses: dict[str, Tensor] = {}
+        if self.balances:
+            shares = self._shares(routing.experts_SBK, is_token_SB)
+            # E sum_e share_e score_te: its mean over the tokens is E sum_e (share of e) x (mean score of e)
+            scores = routing.scores_SBE
+            scores = scores / scores.sum(-1, keepdim=True)
+            losses["load_balancing_loss"] = self.num_experts * (scores * shares.to(scores.dtype)).sum(-1)
+        if self.has_z_loss:
+            losses["router_z_loss"] = routing.logits_SBE.logsumexp(-1).square()
+        return terms.add(output, losses, weights=is_token_SB)
+
+    @torch.no_grad()
+    def _shares(self, experts_SBK: Tensor, is_token_SB: Tensor | None) -> Tensor:
+        """Return each expert's share of the choices of all ranks in this microbatch, [E]. Collective."""
+        ctx = self.ctx
+        weights = torch.ones(experts_SBK.shape, dtype=torch.float32, device=experts_SBK.device)
+        if is_token_SB is not None:
+            weights = weights * is_token_SB.unsqueeze(-1)
+        counts = torch.zeros(self.num_experts, dtype=torch.float32, device=experts_SBK.device)
+        counts.scatter_add_(0, experts_SBK.flatten(), weights.flatten())
+        with ctx.state.clock.phase(WAIT):
+            if ctx.sequence_parallel:
+                dist.all_reduce(counts, group=ctx.tensor_group)
+            if ctx.batch_group is not None:
+                dist.all_reduce(counts, group=ctx.batch_group)
+        return counts / counts.sum().clamp(min=1.0)

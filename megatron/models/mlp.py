@@ -1,0 +1,96 @@
+"""The MLP of a transformer layer, and outputs that the backward pass computes again instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.models.attention import Shared
+from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.shards import Shards
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def activation_of(name: str, shared: Shared, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function between the projections of an MLP. Gated, it halves the channels."""
+    if not is_gated:
+        return ACTIVATIONS[name]
+    kernels: Mapping[str, Callable[[Tensor], Tensor]]
+    kernels = {"silu": shared.kernels.swiglu, "gelu_tanh": shared.kernels.geglu}
+    return kernels[name]
+
+
+class MLP(nn.Module):
+    """`up` (or the fused [gate; up]), activation, down."""
+
+    def __init__(self, shards: Shards, shared: Shared, *, activation: str, is_gated: bool = False) -> None:
+        super().__init__()
+        self._up = "gate_up" if is_gated else "up"
+        self.activation = activation_of(activation, shared, is_gated=is_gated)
+        self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
+        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), shared.ctx))
+        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inside = getattr(self, self._up)(hidden)
+        if self.discards_activation and self.training:
+            return discard_output(self.activation, self.down, inside)
+        return self.down(self.activation(inside))
+
+
+# torch.compile cannot trace the hooks; what is inside `function` and `reader` it still compiles
+@torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+def discard_output(function: Callable[[Tensor], Tensor], reader: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return reader(function(x)), where the backward pass of `reader` computes function(x) again instead of keeping it.
+
+    For a cheap `function` in front of a matrix product, such as a norm or an activation: torch.utils.checkpoint around
+    both would multiply again too. `function` must not draw random numbers.
+    """
+    output = function(x)
+    again = _Again(function, x.detach(), output)
+    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        return reader(output)
+
+
+class _Again:
+    """Stands for a discarded output among the tensors that a backward pass keeps."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:
+        self._function, self._x = function, x
+        self._place = output.untyped_storage().data_ptr()
+        self._layout = output.size(), output.stride()
+        self._num_kept = self._num_left = 0
+        self._output: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != self._place:
+            return tensor
+        self._num_kept += 1
+        return self, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        _, size, stride, offset = packed
+        if self._output is None:
+            with torch.no_grad():
+                output = self._function(self._x)
+            if (output.size(), output.stride()) != self._layout:  # what is kept are views of the first one's memory
+                output = output.new_empty_strided(*self._layout).copy_(output)
+            self._output = output
+            self._num_left = self._num_kept
+        self._num_left -= 1
+        found = self._output.as_strided(size, stride, offset)
+        if self._num_left == 0:
+            self._output = None
+        return found

@@ -1,0 +1,208 @@
+"""Ways of tokens to their experts and back: sorted by expert, sent to the ranks that hold these, and joined again.
+
+Shapes: N tokens of this rank, K experts that each passes through, H channels, n = N x K less what is dropped.
+All sums over a token's experts are in one order, so equal layouts give equal results.
+Source: the dropless dispatch of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); expert parallelism of GShard (Lepikhin
+et al. 2020, arXiv:2006.16668).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import COMPUTED
+from megatron.parallel.mappings import all_gather_rows
+from megatron.parallel.phase_clock import WAIT
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Ways of the tokens of one pass through a layer of experts."""
+
+    ctx: ParallelContext
+    num_choices: int
+    """N x K."""
+    order_n: Tensor
+    """Choices [token][k] sorted by expert, without those that are dropped."""
+    num_experts: int
+    """Experts of this rank."""
+    sent: list[int]
+    """Tokens to each rank of the expert group."""
+    received: list[int]
+    """Tokens from each rank for each expert of this one, [source][expert]."""
+
+    @classmethod
+    def of(cls, experts_NK: Tensor, num_experts: int, ctx: ParallelContext, kept_NK: Tensor | None = None) -> Dispatch:
+        """Return the ways to the chosen experts. Collective in the expert group.
+
+        `kept_NK`: False for choices that are dropped. Waits for the device, as sizes of messages are the host's.
+        """
+        choices = experts_NK.flatten()
+        if kept_NK is not None:
+            # behind all experts
+            choices = choices.where(kept_NK.flatten(), num_experts)
+        counts = choices.new_zeros(num_experts + 1).scatter_add_(0, choices, torch.ones_like(choices))[:num_experts]
+        arriving = counts
+        if ctx.expert_size > 1:
+            arriving = torch.empty_like(counts)
+            with ctx.state.clock.phase(WAIT):
+                dist.all_to_all_single(arriving, counts, group=ctx.expert_group)
+        sizes: list[list[int]] = torch.stack([counts, arriving]).tolist()
+        per_rank = num_experts // ctx.expert_size
+        sent = [sum(sizes[0][first : first + per_rank]) for first in range(0, num_experts, per_rank)]
+        order = choices.argsort(stable=True)[: sum(sent)]
+        return cls(ctx, choices.numel(), order, per_rank, sent, sizes[1])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens for each expert of this rank."""
+        return [sum(self.received[index :: self.num_experts]) for index in range(self.num_experts)]
+
+    def to_experts(self, tokens_NH: Tensor) -> Tensor:
+        """Return the tokens for this rank's experts, those of one expert after the other. Collective."""
+        topk = self.num_choices // tokens_NH.shape[0]
+        tokens = _Sort.apply(tokens_NH, self.order_n, topk)
+        if self.ctx.expert_size == 1:
+            return tokens  # type: ignore[no-any-return]
+        from_ranks = [sum(self.received[at : at + self.num_experts]) for at in self._starts()]
+        tokens = _AllToAll.apply(tokens, self.sent, from_ranks, self.ctx)
+        return _reordered(tokens, self.received, len(self.sent), self.num_experts)
+
+    def from_experts(self, outputs: Tensor, weights_NK: Tensor, *, is_trained: bool) -> Tensor:
+        """Return the sum of each token's outputs, weighed: [N, H]. Collective.
+
+        `is_trained`: a parameter of some expert is, on whichever rank.
+        """
+        num_tokens, topk = weights_NK.shape
+        if self.ctx.expert_size > 1:
+            by_expert = [self.received[at + expert] for expert in range(self.num_experts) for at in self._starts()]
+            outputs = _reordered(outputs, by_expert, self.num_experts, len(self.sent))
+            if is_trained and torch.is_grad_enabled() and not outputs.requires_grad:
+                # the backward pass sends too: all ranks must have one, those whose own experts are frozen as well
+                outputs = outputs.detach().requires_grad_()
+            from_ranks = [sum(self.received[at : at + self.num_experts]) for at in self._starts()]
+            outputs = _AllToAll.apply(outputs, from_ranks, self.sent, self.ctx)
+        weighed = outputs * weights_NK.flatten()[self.order_n].unsqueeze(1)
+        spread = _Unsort.apply(weighed.to(outputs.dtype), self.order_n, self.num_choices)
+        return spread.view(num_tokens, topk, -1).sum(1)  # type: ignore[no-any-return]
+
+    def _starts(self) -> range:
+        """Indices in `received` at which the counts of each rank begin."""
+        return range(0, len(self.received), self.num_experts)
+
+
+def _reordered(tokens: Tensor, sizes: list[int], num_rows: int, num_columns: int) -> Tensor:
+    """Return stretches of tokens that lie row by row, column by column."""
+    if 1 in (num_rows, num_columns):
+        return tokens
+    stretches = tokens.split(sizes)
+    return torch.cat([stretches[row * num_columns + at] for at in range(num_columns) for row in range(num_rows)])
+
+
+def _spread(sorted_nH: Tensor, order_n: Tensor, num_choices: int) -> Tensor:
+    """Put each row at its number of `order_n`; what is dropped is 0: [num_choices, H]."""
+    allocate = torch.empty if len(order_n) == num_choices else torch.zeros
+    spread = allocate((num_choices, sorted_nH.shape[1]), dtype=sorted_nH.dtype, device=sorted_nH.device)
+    return spread.index_copy_(0, order_n, sorted_nH)
+
+
+# torch's own gradient of an index adds up in whatever order the device finishes
+class _Sort(torch.autograd.Function):
+    """[N, H] -> [n, H]: token i stands at its choices i x K ... i x K + K - 1."""
+
+    @staticmethod
+    def forward(function: Any, tokens_NH: Tensor, order_n: Tensor, topk: int) -> Tensor:
+        function.save_for_backward(order_n)
+        function.shape = tokens_NH.shape[0], topk
+        return tokens_NH.index_select(0, order_n // topk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (order_n,), (num_tokens, topk) = function.saved_tensors, function.shape
+        return _spread(grad, order_n, num_tokens * topk).view(num_tokens, topk, -1).sum(1), None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """[n, H] -> [N x K, H]"""
+
+    @staticmethod
+    def forward(function: Any, sorted_nH: Tensor, order_n: Tensor, num_choices: int) -> Tensor:
+        function.save_for_backward(order_n)
+        return _spread(sorted_nH, order_n, num_choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (order_n,) = function.saved_tensors
+        return grad.index_select(0, order_n), None, None
+
+
+def _exchanged(tokens: Tensor, sent: list[int], received: list[int], ctx: ParallelContext) -> Tensor:
+    # what is not finite would be on other ranks next
+    ctx.state.checks.whole(tokens, COMPUTED)
+    arrived = tokens.new_empty((sum(received), tokens.shape[1]))
+    with ctx.state.clock.phase(WAIT):
+        dist.all_to_all_single(arrived, tokens.contiguous(), received, sent, group=ctx.expert_group)
+    return arrived
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, tokens: Tensor, sent: list[int], received: list[int], ctx: ParallelContext) -> Tensor:
+        function.arguments = received, sent, ctx
+        return _exchanged(tokens, sent, received, ctx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        return _exchanged(grad, *function.arguments), None, None, None
+
+
+class _OwnTokens(torch.autograd.Function):
+    """This tensor-parallel rank's share of tokens that all of them hold; backward gathers."""
+
+    @staticmethod
+    def forward(function: Any, tokens: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return tokens.chunk(ctx.tensor_size)[ctx.tensor_rank].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        return all_gather_rows(grad, function.ctx), None
+
+
+class _AllTokens(torch.autograd.Function):
+    """The tokens of all tensor-parallel ranks; backward keeps this rank's share of a gradient that all of them hold."""
+
+    @staticmethod
+    def forward(function: Any, tokens: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return all_gather_rows(tokens, ctx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        ctx = function.ctx
+        return grad.chunk(ctx.tensor_size)[ctx.tensor_rank], None
+
+
+def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    """[N, ...] that all tensor-parallel ranks hold -> this rank's share, [N/tp, ...], rounded up with zeros."""
+    missing = -len(tokens) % ctx.tensor_size
+    if missing:
+        tokens = torch.cat([tokens, tokens.new_zeros((missing, *tokens.shape[1:]))])
+    return _OwnTokens.apply(tokens, ctx)  # type: ignore[no-any-return]
+
+
+def all_tokens(tokens: Tensor, num_tokens: int, ctx: ParallelContext) -> Tensor:
+    """The shares of `own_tokens` -> [num_tokens, ...] on all tensor-parallel ranks."""
+    return _AllTokens.apply(tokens, ctx)[:num_tokens]  # type: ignore[no-any-return]
