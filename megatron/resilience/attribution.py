@@ -10,24 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from megatron.parallel.finite_checks import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    LOSS,
-    LOSS_FUNCTION,
-    LOSS_GRADIENT,
-    LOSS_INPUT,
-    RECEIVED,
-    TIED,
-)
+from megatron.parallel import finite_checks as checks
+from megatron.parallel.finite_checks import BACKWARD, FORWARD, FirstBad
 from megatron.resilience.rank_record import RankRecord
+from megatron.runtime.terminal import first_of
 
 DEVICE, LINK, DATA, WEIGHTS, UNKNOWN = "device", "link", "data", "weights", "not known"
 """Kinds of origins. `device`: of a rank's own computation or memory; `weights`: all copies of a weight are bad."""
 FUNCTION = "loss function"
 """Kind of an origin: the user's own, of which the device, a link and the data are innocent."""
+PRIORITY = (LINK, DEVICE, FUNCTION, DATA, UNKNOWN)
+"""The first of several kinds at once is reported: a fault of hardware is rarer than bad data, and says more."""
 SHOWN = 4
+
+LOSS_FUNCTION_FAULTS = {
+    checks.LOSS_FUNCTION: "{loss} is not finite, the log-probabilities that it was given are",
+    checks.LOSS_GRADIENT: "the gradient of {loss} is not finite, its losses are",
+}
+"""Fault of a user's loss function, by the check that failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,9 @@ class FaultOrigin:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.names}: {self.kind}: {self.what}" if self.names else self.what
+        if not self.names:
+            return self.what
+        return f"{self.names}: {self.kind}: {self.what}"
 
 
 def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
@@ -49,58 +51,63 @@ def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
     damaged = [record for record in records if record.bad_weights]
     if damaged:
         return _bad_weights(damaged, records)
+    bad = [(record, record.first) for record in records if record.first is not None]
     places = {(r.place.stage, r.place.replica, r.place.tensor_rank): r for r in records}
-    bad = [record for record in records if record.first is not None]
-    origins = [record for record in bad if not _follows(record, records, places, num_stages)]
+    origins = [(record, first) for record, first in bad if not _follows(record, first, bad, places, num_stages)]
     if not origins:
         return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
-    kinds = {record.place.rank: _kind(record) for record in origins}
-    # a device's fault is rarer than bad data, and says more
-    order = (LINK, DEVICE, FUNCTION, DATA, UNKNOWN)
-    kind, what = min(kinds.values(), key=lambda found: order.index(found[0]))
-    return _named(kind, [record for record in origins if kinds[record.place.rank] == (kind, what)], what)
+    kinds = {record.place.rank: _kind(record, first) for record, first in origins}
+    kind, what = min(kinds.values(), key=lambda each: PRIORITY.index(each[0]))
+    return _named(kind, [record for record, _ in origins if kinds[record.place.rank] == (kind, what)], what)
+
+
+BadRecord = tuple[RankRecord, FirstBad]
+"""Record of a rank with its first check that failed."""
 
 
 def _follows(
     record: RankRecord,
-    records: Sequence[RankRecord],
+    first: FirstBad,
+    bad: Sequence[BadRecord],
     places: Mapping[tuple[int, int, int], RankRecord],
     num_stages: int,
 ) -> bool:
     """Return True if another rank was bad before, and this one got it from there."""
-    first = record.first
-    assert first is not None
     own = record.place
-    peers = [other for other in records if (other.place.stage, other.place.replica) == (own.stage, own.replica)]
-    if any(other.first is not None and other.first.order < first.order for other in peers):
+    # tensor-parallel ranks make the same checks in the same order, so their numbers can be compared
+    orders_of_peers = [
+        theirs.order for other, theirs in bad if (other.place.stage, other.place.replica) == (own.stage, own.replica)
+    ]
+    if min(orders_of_peers) < first.order:
         return True
-    if first.kind == GRADIENT:
-        return any(other.first is not None and other.first.kind == TIED for other in records)
-    if first.kind == RECEIVED:
-        step = -1 if first.place.direction == FORWARD else 1
-        sender = places.get(((own.stage + step) % num_stages, own.replica, own.tensor_rank))
-        if sender is None:
-            return True
-        # what was damaged in forward comes back to its sender in backward
-        earlier = (FORWARD,) if first.place.direction == FORWARD else (FORWARD, BACKWARD)
-        return sender.first is not None and sender.first.place.direction in earlier
-    return False
+    if first.kind == checks.GRADIENT:
+        # before this check the gradients of tied weights were summed over their stages
+        return any(theirs.kind == checks.TIED for _, theirs in bad)
+    if first.kind != checks.RECEIVED:
+        return False
+    step, earlier = 1, [FORWARD, BACKWARD]
+    if first.place.direction == FORWARD:
+        # what was damaged in forward comes back to its sender in backward, but not the other way round
+        step, earlier = -1, [FORWARD]
+    sender = places.get(((own.stage + step) % num_stages, own.replica, own.tensor_rank))
+    if sender is None:
+        return True
+    return sender.first is not None and sender.first.place.direction in earlier
 
 
-def _kind(record: RankRecord) -> tuple[str, str]:
-    first = record.first
-    assert first is not None
+def _kind(record: RankRecord, first: FirstBad) -> tuple[str, str]:
+    """Return the kind of an origin, and what is said of it."""
     direction = first.place.direction
-    if first.kind == RECEIVED:
-        came, stage = ("activations", "previous") if direction == FORWARD else ("gradients", "next")
+    if first.kind == checks.RECEIVED:
+        came, stage = "gradients", "next"
+        if direction == FORWARD:
+            came, stage = "activations", "previous"
         return LINK, f"the {came} that came from the {stage} stage are not finite, those that it sent were"
-    if first.kind == LOSS_FUNCTION:
-        return FUNCTION, f"{record.loss} is not finite, the log-probabilities that it was given are"
-    if first.kind == LOSS_GRADIENT:
-        return FUNCTION, f"the gradient of {record.loss} is not finite, its losses are"
-    if first.kind in (GRADIENT, TIED) or direction == BACKWARD:
+    if first.kind in LOSS_FUNCTION_FAULTS:
+        return FUNCTION, LOSS_FUNCTION_FAULTS[first.kind].format(loss=record.loss)
+    if first.kind in (checks.GRADIENT, checks.TIED) or direction == BACKWARD:
         return DEVICE, "its own gradients are not finite, its losses are"
-    if first.kind in (LOSS, LOSS_INPUT):
+    if first.kind in (checks.LOSS, checks.LOSS_INPUT):
         return DATA, "its loss is not finite, what it received was"
     return UNKNOWN, "its forward pass was the first that was not finite: its device or its data"
 
@@ -110,12 +117,12 @@ def _bad_weights(damaged: Sequence[RankRecord], records: Sequence[RankRecord]) -
     place = damaged[0].place
     copies = [r for r in records if (r.place.stage, r.place.tensor_rank) == (place.stage, place.tensor_rank)]
     holders = [record for record in damaged if name in record.bad_weights]
+    # a device damages its own copy alone; one that every rank holds was summed, saved or loaded so
     if len(copies) > 1 and all(record in holders for record in copies):
         return _named(WEIGHTS, holders, f"{name} is not finite on all its ranks, since an earlier step or a load")
     return _named(DEVICE, holders, f"its weights are not finite ({', '.join(damaged[0].bad_weights)})")
 
 
 def _named(kind: str, records: Sequence[RankRecord], what: str) -> FaultOrigin:
-    names = [record.place.name for record in records[:SHOWN]]
-    more = f" and {len(records) - SHOWN} more" if len(records) > SHOWN else ""
-    return FaultOrigin(kind, tuple(record.place.rank for record in records), ", ".join(names) + more, what)
+    names = first_of([record.place.name for record in records], SHOWN)
+    return FaultOrigin(kind, tuple(record.place.rank for record in records), names, what)

@@ -57,9 +57,11 @@ def exit_status(error: Exception) -> int:
         return error.status
     if isinstance(error, TrainingAborted):
         return ABORTED
-    if isinstance(error, SaveError) or is_passing(error):
-        return FAILED
-    return REFUSED if isinstance(error, USER_FAULTS) else FAILED
+    # after a failed save a restart goes on from the last checkpoint, and the disk may have room by then
+    may_pass = isinstance(error, SaveError) or is_passing(error)
+    if isinstance(error, USER_FAULTS) and not may_pass:
+        return REFUSED
+    return FAILED
 
 
 def is_passing(error: BaseException) -> bool:
@@ -91,20 +93,16 @@ def raise_on_all_ranks(ctx: ParallelContext, action: Callable[[], T]) -> T:
 
     Ranks whose action succeeded raise OtherRankFailed, which names the first that failed.
     """
-    result, fault = None, None
     try:
         result = action()
     except Exception as error:
-        fault = error
-    mine = None
-    if fault is not None:
-        mine = f"rank {ctx.rank} on {socket.gethostname()} failed: {fault}", exit_status(fault)
-    gathered = ctx.gather_objects(mine)
-    if fault is not None:
-        raise fault
-    if faults := [one for one in gathered if one is not None]:
+        # the others wait in the same collective, so this rank enters it too before it raises
+        ctx.gather_objects((f"rank {ctx.rank} on {socket.gethostname()} failed: {error}", exit_status(error)))
+        raise
+    faults = [fault for fault in ctx.gather_objects(None) if fault is not None]
+    if faults:
         raise OtherRankFailed(*faults[0])
-    return result  # type: ignore[return-value]
+    return result
 
 
 # messages of gloo's transport and of NCCL's and HCCL's watchdogs, whose errors have no type of their own

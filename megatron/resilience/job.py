@@ -22,13 +22,18 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 def began_s() -> float:
     """Return when the job began, by time.monotonic()."""
     began = os.environ.get(BEGAN)
-    return time.monotonic() - process_age_s() if began is None else float(began)
+    if began is None:
+        return time.monotonic() - process_age_s()
+    return float(began)
 
 
 def identity() -> str | None:
     """Return a name that no other job has; None without an agent."""
     began = os.environ.get(BEGAN)
-    return None if began is None else f"{socket.gethostname()} {began}"
+    if began is None:
+        return None
+    # monotonic clocks count from a host's own start: two hosts may have the same number
+    return f"{socket.gethostname()} {began}"
 
 
 def is_launched() -> bool:

@@ -32,36 +32,39 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
         main(arguments)
         sys.stdout.flush()
     except ConfigError as error:  # equal on every rank
-        print_error(str(error) if _is_first() else "")
+        _print_once(str(error))
         return REFUSED
     except BrokenPipeError:
         discard_output()
         return READER_LEFT
     except KeyboardInterrupt:
-        print_error("interrupted" if _is_first() else "")
+        _print_once("interrupted")
         return INTERRUPTED
     except Exception as error:
-        from megatron.resilience.errors import USER_FAULTS, OtherRankFailed, exit_status, is_lost_peer, message_of
+        from megatron.resilience import errors
 
-        if isinstance(error, USER_FAULTS):
-            is_own = isinstance(error, OSError) and not isinstance(error, OtherRankFailed)
-            print_error(message_of(error) if _is_first() or is_own else "")
-        elif is_lost_peer(error):
-            print_error("another rank has ended, and this one with it" if _is_first() else "")
+        if isinstance(error, OSError) and not isinstance(error, errors.OtherRankFailed):
+            print_error(errors.message_of(error))  # the disk of one node may fail alone
+        elif isinstance(error, errors.USER_FAULTS):
+            _print_once(errors.message_of(error))
+        elif errors.is_lost_peer(error):
+            _print_once("another rank has ended, and this one with it")
         else:
             print_error(traceback.format_exc().rstrip())
-        return exit_status(error)
+        return errors.exit_status(error)
     return DONE
 
 
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _print_once(text: str) -> None:
+    """Print what every rank has to say alike, by the first one."""
+    if os.environ.get("RANK", "0") == "0":
+        print_error(text)
 
 
 def print_error(text: str) -> None:
     """Print on stderr. On a full disk nothing is printed, and the exit status remains."""
-    with contextlib.suppress(OSError):
-        if text:
+    if text:
+        with contextlib.suppress(OSError):
             print(for_stderr(text), file=sys.stderr, flush=True)
 
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from megatron.runtime.terminal import first_of
+
 SHOWN = 8
 """Number of ranks that a verdict names one by one."""
 
@@ -46,7 +48,9 @@ class Report:
 
     @property
     def at(self) -> str:
-        return f"in step {self.step}, {self.phase}" if self.step else f"before the first step, {self.phase}"
+        if self.step == 0:
+            return f"before the first step, {self.phase}"
+        return f"in step {self.step}, {self.phase}"
 
 
 LastSign = tuple[Report | str, float]
@@ -71,16 +75,19 @@ def verdict(
     others = [report for report in reports if report.state not in (FAILED, LOST)]
     links = _link_lines(answers, silent)
     hanging: list[Report] = []
-    description = ""
+    description, ended = "", "ran on"
     if call == STUCK:
         hanging, description = _hanging(others, is_link_broken=bool(links))
+        ended = "came no further"
     causes = [*links, *_silent_lines(answers, silent, endings)]
     causes += [_failed(report) for report in reports if report.state == FAILED]
     causes += [_hangs(report, description) for report in hanging]
-    lines = _first(causes) if causes else _faults(lost)
+    lines = _first(causes)
+    if not causes:
+        lines = _faults(lost)
     lines += _grouped(lost, "lost touch with another rank", world_size)
     bystanders = [report for report in others if report not in hanging]
-    lines += _bystander_lines(bystanders, "came no further" if call == STUCK else "ran on", world_size)
+    lines += _bystander_lines(bystanders, ended, world_size)
     if stragglers:
         lines.append(f"slower than expected {stragglers}")
     return "\n".join(f"  {line}" for line in lines)
@@ -141,7 +148,9 @@ def _hangs(report: Report, description: str) -> str:
 
 
 def _earlier(report: Report) -> str:
-    return f"; {report.remark}" if report.remark else ""
+    if not report.remark:
+        return ""
+    return f"; {report.remark}"
 
 
 def _unreached_hosts(answers: Mapping[int, Report], silent: Mapping[int, LastSign]) -> dict[str, list[int]]:
@@ -176,12 +185,14 @@ def _unreached_line(
 ) -> str:
     witnesses = sorted({report.host for report in answers.values() if host in report.unreachable})
     last, ago_s = min((silent[rank] for rank in ranks), key=lambda sign: sign[1])
-    heard = "" if isinstance(last, str) else f"; last heard of {ago_s:.1f} s ago, {last.at}"
     are = "is" if len(ranks) == 1 else "are"
-    return (
-        f"host {host} is not reached from {_shortened(witnesses)}: it is down, or its link is; "
-        f"{_numbered(ranks, 0)} on it {are} silent{heard}"
+    line = (
+        f"host {host} is not reached from {first_of(witnesses, SHOWN)}: it is down, or its link is; "
+        f"{_numbered(ranks, 0)} on it {are} silent"
     )
+    if isinstance(last, Report):
+        line += f"; last heard of {ago_s:.1f} s ago, {last.at}"
+    return line
 
 
 def _hanging(reports: Sequence[Report], *, is_link_broken: bool) -> tuple[list[Report], str]:
@@ -206,9 +217,5 @@ def _hanging(reports: Sequence[Report], *, is_link_broken: bool) -> tuple[list[R
 def _numbered(ranks: Sequence[int], world_size: int) -> str:
     if len(ranks) == world_size > 1:
         return "all ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {_shortened([str(rank) for rank in ranks])}"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {first_of([str(rank) for rank in ranks], SHOWN)}"

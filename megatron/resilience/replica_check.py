@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.resilience.errors import TrainingAborted
 from megatron.runtime.devices import device_of
+from megatron.runtime.terminal import first_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -54,8 +55,10 @@ class ReplicaCheck:
             return
         # largest and smallest checksum of every copy, in one reduction over all ranks, whichever of them each holds
         mine = torch.full((2, len(self._copies)), ABSENT)
-        if places := [index for index, copy in enumerate(self._copies) if copy in self._held]:
+        places = [index for index, copy in enumerate(self._copies) if copy in self._held]
+        if places:
             sums = torch.stack([checksum(self._held[self._copies[index]]) for index in places]).cpu()
+            # the largest complement is the complement of the smallest: one reduction gives both ends
             mine[0, places], mine[1, places] = sums, ~sums
         own = mine[0].clone()
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ctx.control_group)
@@ -67,13 +70,15 @@ class ReplicaCheck:
         for place, index in enumerate(differing):
             theirs = {rank: sums[place] for rank, (_, sums) in enumerate(everyones) if sums[place] != ABSENT}
             for odd, holder, verdict in odd_ones(theirs):
-                difference = self._difference(self._copies[index], odd, holder) if len(faults) < SHOWN else ""
+                difference = ""
+                if len(faults) < SHOWN:  # whole tensors travel for it
+                    difference = self._difference(self._copies[index], odd, holder)
                 faults.append(f"{self._copies[index].name} on rank {odd} ({everyones[odd][0]}) {verdict}{difference}")
-        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise TrainingAborted(
-            f"the ranks' copies are not equal after iteration {iteration}: {'; '.join(faults[:SHOWN])}{more}. Nothing "
-            "was saved since they were last equal. The cause is a device that computes wrongly, or code that does "
-            "not sum a gradient over the ranks; resume from the last checkpoint, without that host if it happens again"
+            f"the ranks' copies are not equal after iteration {iteration}: {first_of(faults, SHOWN, separator='; ')}. "
+            "Nothing was saved since they were last equal. The cause is a device that computes wrongly, or code that "
+            "does not sum a gradient over the ranks; resume from the last checkpoint, without that host if it happens "
+            "again"
         )
 
     def _difference(self, copy: Copy, odd: int, holder: int) -> str:

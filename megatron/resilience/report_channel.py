@@ -46,12 +46,18 @@ class Channel:
         self._datagrams = Datagrams(address, ctx.rank)
         gathered = ctx.gather_objects((socket.gethostname(), *self._datagrams.place))
         self.hosts = [host for host, _, _ in gathered]
+        # the address of each host's first rank
         places = {host: (address, port) for host, address, port in reversed(gathered)}
         own = places.pop(self.hosts[ctx.rank])
-        self._places = places if own == tuple(gathered[ctx.rank][1:]) or ctx.rank == ctx.world_size - 1 else {}
-        self._probe: HostProbe | None = None
         self.is_one_host = not places
+        is_first_of_host = own == tuple(gathered[ctx.rank][1:])
+        self._places: Mapping[str, tuple[str, int]] = {}
+        """Hosts that this rank tries to reach: one rank a host does, and the last, which may print the verdict."""
+        if is_first_of_host or ctx.rank == ctx.world_size - 1:
+            self._places = places
+        self._probe: HostProbe | None = None
         self._collectors = {rank: tuple(gathered[rank][1:]) for rank in (0, ctx.world_size - 1)}
+        # drawn for each start: a datagram of an earlier one does not pass for one of this
         drawn = ctx.broadcast_object(secrets.token_hex(32))
         self._datagrams.key = hmac.digest(os.environ.get(SECRET, "").encode(), drawn.encode(), "sha256")
         self._rank, self._world_size = ctx.rank, ctx.world_size
@@ -123,7 +129,9 @@ class Channel:
     @property
     def unreachable(self) -> list[str]:
         """Hosts that this one does not reach since a rank has called; found by one rank a host, and the last."""
-        return self._probe.unreachable() if self._probe is not None else []
+        if self._probe is None:
+            return []
+        return self._probe.unreachable()
 
     def end(self) -> None:
         """Inform all ranks that the verdict is printed: none needs to wait for it."""
@@ -180,8 +188,9 @@ class HostProbe:
                     if _has_ended(attempt):
                         attempts.remove(attempt)
                         self._note(host, attempt, attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-            is_over = time.monotonic() - self._began_s >= PATIENCE_S
-            return sorted(self._attempts)[:HOSTS_SHOWN] if is_over else []
+            if time.monotonic() - self._began_s < PATIENCE_S:
+                return []
+            return sorted(self._attempts)[:HOSTS_SHOWN]
 
     def _note(self, host: str, attempt: socket.socket, fault: int) -> None:
         """Keep an attempt that goes on, and no host that has answered."""
@@ -190,6 +199,7 @@ class HostProbe:
             return
         attempt.close()
         if fault in ANSWERS:
+            # one answer is enough of a host
             for other in self._attempts.pop(host, []):
                 other.close()
 
@@ -204,6 +214,7 @@ class HostProbe:
 def _has_ended(attempt: socket.socket) -> bool:
     if attempt.fileno() < 0:  # another one has been answered
         return False
+    # not select.select, which refuses descriptors above 1023
     poll = select.poll()
     poll.register(attempt, select.POLLOUT)
     return bool(poll.poll(0))

@@ -80,8 +80,9 @@ class Signals:
         if self._watcher is None:
             return
         for signum, handler in self._previous.items():
-            # None: a handler that C code installed, which Python cannot restore
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+            if handler is None:  # C code installed it, and Python cannot restore it
+                handler = signal.SIG_DFL
+            signal.signal(signum, handler)
         signal.set_wakeup_fd(self._previous_fd)
         os.write(self._write_fd, b"\0")  # no signal has this number
         self._watcher.join()
@@ -209,7 +210,9 @@ class Shutdown:
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins
         self._limit_s = 60 * (self._limit_mins or 0.0)
-        self._began_s = 0.0 if self._limit_mins is None else job.began_s()
+        self._began_s = 0.0
+        if self._limit_mins is not None:
+            self._began_s = job.began_s()
         self._own_signals = Signals() if signals is None else None
         self._signals = signals or self._own_signals
 
@@ -259,7 +262,9 @@ class Shutdown:
         """Return the reason that a rank saw, as text. Collective of an error, which its rank alone knows."""
         if code == ERROR:
             return f"rank {rank}: {self._ctx.gather_objects(self.find_error())[rank]}"
-        where = "before the first iteration" if progress is None else f"iteration={progress.iteration}"
+        where = "before the first iteration"
+        if progress is not None:
+            where = f"iteration={progress.iteration}"
         if code == KILL_SWITCH:  # the words of Habana's scripts, which users search logs for
             return f"Detected kill switch at {self._kill_switch_path}, {where}. Exiting"
         if progress is not None:

@@ -98,7 +98,9 @@ class Watchdog:
         """Begin a phase of a step (0: before the first)."""
         now_s = time.monotonic()
         self._beat_s = now_s
-        is_new, self._phase = step > self._phase[1], (name, step, now_s)
+        is_new = step > self._phase[1]
+        # one assignment: the other thread reads all three at once
+        self._phase = (name, step, now_s)
         if is_new and self._agent is not None:  # which has to know it also of a rank that is killed
             self._agent.send(step=step)
 
@@ -205,6 +207,7 @@ class Watchdog:
         self._may_pass, self._repeats_another = is_passing(error), isinstance(error, OtherRankFailed)
         if self._thread is not None and self._is_stuck():
             time.sleep(GIVE_UP_S + TIMER_SLACK_S)  # the thread ends the process
+        # the fault first, and the state at once: the other thread may report in between
         self._fault, self._state = _reason(error, lost=lost), LOST if lost else FAILED
         report = self._report()
         if self._thread is not None:
@@ -243,8 +246,10 @@ class Watchdog:
         self.beat()
         if heard:
             return PeerLostError("")
-        where = f"; tracebacks: {self._folder}" if self._folder is not None else ""
-        return PeerLostError(f"{report.name} lost touch with another rank {report.at}: {self._fault}{where}")
+        story = f"{report.name} lost touch with another rank {report.at}: {self._fault}"
+        if self._folder is not None:
+            story += f"; tracebacks: {self._folder}"
+        return PeerLostError(story)
 
     # The thread
 
@@ -266,7 +271,9 @@ class Watchdog:
             self._stuck_s = self._next_look_s = now_s
             self._become_stuck(is_over)
         if now_s >= self._next_look_s:
-            self._next_look_s = now_s + (0.1 if self._state != RUNNING else self._look_s)
+            self._next_look_s = now_s + self._look_s
+            if self._state != RUNNING:  # until the verdict, reports are sent often: datagrams may get lost
+                self._next_look_s = now_s + 0.1
             self._set_timer()  # first: it would end a healthy run in which what follows fails
             self._send(self._report())
         self._print_verdict()
@@ -274,7 +281,10 @@ class Watchdog:
             if not self._has_verdict.is_set():
                 self._print(f"watchdog: {self._own_story()}")
             os._exit(HUNG)
-        self._listen(min(self._next_look_s, now_s + 0.1 if self._called else self._deadline_s()) - now_s)
+        until_s = self._deadline_s()
+        if self._called:
+            until_s = now_s + 0.1
+        self._listen(min(self._next_look_s, until_s) - now_s)
 
     def _send(self, report: Report) -> None:
         """Send a report to the other ranks and to the agent."""
@@ -294,8 +304,11 @@ class Watchdog:
             self._channel.send(self._report())
 
     def _deadline_s(self) -> float:
-        phase, helped = self._phase, self._helped
-        last_s = max(self._beat_s, helped[1]) if helped[0] is phase else self._beat_s
+        last_s = self._beat_s
+        helped_phase, helped_s = self._helped
+        # the very tuple: a later phase of the same name is another one
+        if helped_phase is self._phase:
+            last_s = max(last_s, helped_s)
         return last_s + self._allowed_s
 
     def _set_timer(self) -> None:
@@ -310,7 +323,8 @@ class Watchdog:
         self._state, self._fault = STUCK, ""
         report = self._report()
         self._send(report)
-        text = f"{report.name} {'stuck' if by_itself else 'ended with the others'} {report.at}, {report.where}\n"
+        how = "stuck" if by_itself else "ended with the others"
+        text = f"{report.name} {how} {report.at}, {report.where}\n"
         try:
             if file := self._open():
                 file.write(f"{text}no sign of progress for {report.since_s:.1f} s\n")
@@ -361,7 +375,9 @@ class Watchdog:
     def _own_story(self) -> str:
         report = self._report()
         story = f"no progress for {self._allowed_s:g} s: {report.name} {report.at}, {report.where}"
-        return f"{story}; neither rank 0 nor the last rank answers" if self._world_size > 1 else story
+        if self._world_size > 1:
+            story += "; neither rank 0 nor the last rank answers"
+        return story
 
     def _print(self, text: str) -> None:
         # not print(): the main thread may be stuck in it and hold its lock
@@ -372,7 +388,9 @@ class Watchdog:
         name, step, _ = self._phase
         where, waits = _innermost(self._main)
         since_s = round(time.monotonic() - self._deadline_s() + self._allowed_s, 1)
-        unreachable = self._channel.unreachable if self._channel is not None else []
+        unreachable: list[str] = []
+        if self._channel is not None:
+            unreachable = self._channel.unreachable
         return Report(
             *(self.rank, self._host, os.getpid(), name, step, since_s, self._state, self._fault, where[-200:], waits),
             unreachable,
@@ -429,7 +447,8 @@ def _innermost(main: int | None) -> tuple[str, bool]:
     while ours is not None and _is_standard(ours.f_code.co_filename):
         ours = ours.f_back
     shown = ours or frame
-    # a backward pass on an accelerator runs in threads of its own
-    inner = [frame, *frames.values()] if f"autograd{os.sep}graph.py" in frame.f_code.co_filename else [frame]
+    inner = [frame]
+    if f"autograd{os.sep}graph.py" in frame.f_code.co_filename:
+        inner += frames.values()  # a backward pass on an accelerator runs in threads of its own
     waits = any(_is_collective(each.f_code) for each in inner)
     return f"in {shown.f_code.co_name} ({shown.f_code.co_filename}:{shown.f_lineno})", waits

@@ -1,12 +1,23 @@
-"""Text for a terminal: lines of its width, which break between words alone."""
+"""Text for a terminal: lists that stay short, and lines of its width, which break between words alone."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 
 INDENT = "    "
+
+
+def first_of(texts: Sequence[str], most: int, *, separator: str = ", ", noun: str = "more") -> str:
+    """Return the first texts of a list as one, and how many were left out: 'a, b and 7 more'."""
+    shown = separator.join(texts[:most])
+    left_out = len(texts) - most
+    if left_out <= 0:
+        return shown
+    # a semicolon stays before the last part, a comma does not
+    return f"{shown}{separator.rstrip(', ')} and {left_out} {noun}"
 
 
 def folded(text: str, width: int, first: str = "", further: str = INDENT) -> str:
