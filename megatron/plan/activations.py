@@ -48,7 +48,10 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     S B H (10 + 24/t) bytes on CUDA, for t tensor-parallel ranks, or S B H 34/t with sequence parallelism.
     """
     sizes = MicrobatchSizes(config)
-    memory = _other_layer(layer, sizes) if layer.number is None else _TransformerLayer(layer, sizes).memory()
+    if layer.number is None:
+        memory = _other_layer(layer, sizes)
+    else:
+        memory = _TransformerLayer(layer, sizes).memory()
     converted = max((_converted_weight(linear.weight, sizes) for linear in _linears(layer)), default=0)
     backward = memory.backward + converted
     # of the other trained parameters the largest has its gradient at the layer's peak, at worst
@@ -162,8 +165,8 @@ def _of_methods(layer: LayerDeclaration, sizes: MicrobatchSizes) -> int:
     )
     kept = 0
     for prefix, method in layer.methods.items():
-        weight = layer.shards[f"{prefix}.weight" if prefix else "weight"]
-        kept += method.kept_bytes(weight, pass_sizes)
+        name = f"{prefix}.weight".removeprefix(".")  # an embedding is a layer by itself, without a prefix
+        kept += method.kept_bytes(layer.shards[name], pass_sizes)
     return kept
 
 
@@ -250,7 +253,8 @@ class _TransformerLayer:
         for linear in self._linears:
             if linear.attention and not linear.keeps_input:
                 core = AttentionCore(linear.attention, self._sizes)
-                kept -= core.output_bytes if core.is_blockwise else 0
+                if core.is_blockwise:
+                    kept -= core.output_bytes
         return kept
 
     # Needed for a moment of the backward pass
@@ -278,9 +282,11 @@ class _TransformerLayer:
         # before and after the softmax, in float32
         gradients += 2 * 4 * sum(core.scores for core in self._cores if core.stores_scores)
         blockwise = sizes.stream_bytes + sum(core.blockwise_backward_bytes for core in self._cores)
-        # where the weights' gradients are deferred, the MLP's inputs and the gradients of its outputs wait for them
-        freed = 0 if sizes.config.parallel.schedule == "zero-bubble" else self._inside_mlp
-        return max(gradients, blockwise) - freed
+        peak = max(gradients, blockwise)
+        if sizes.config.parallel.schedule == "zero-bubble":
+            # the MLP's inputs and the gradients of its outputs wait for the weights' deferred gradients
+            return peak
+        return peak - self._inside_mlp
 
     def _weight_gradients(self, recomputed: int) -> Iterator[GradientMoment]:
         """Yield the moment of each trained weight's gradient, with what is recomputed and still there."""
@@ -294,11 +300,14 @@ class _TransformerLayer:
     def _beside_gradient(self, linear: _Linear) -> int:
         """Gradients of activations beside that of the weight, less what is freed of the MLP by then."""
         stream = self._sizes.stream_bytes
-        if linear.cost.part == "attention":
-            return self._attention_backward if linear.is_column else 2 * stream - self._inside_mlp
-        if linear.is_column:
+        # in the order of the backward pass: MLP, then attention, of each the output projection first
+        if linear.cost.part == "mlp" and not linear.is_column:
+            return stream + self._sizes.cut_bytes(linear.inputs)
+        if linear.cost.part == "mlp":
             return 2 * stream + self._inner_gradients - self._inside_mlp
-        return stream + self._sizes.cut_bytes(linear.inputs)
+        if not linear.is_column:
+            return 2 * stream - self._inside_mlp
+        return self._attention_backward
 
 
 # Other layers, and norms
@@ -315,10 +324,11 @@ def _other_layer(layer: LayerDeclaration, sizes: MicrobatchSizes) -> LayerMemory
         kept += sizes.stream_bytes
     if any(_is_unfused(norm, sizes) for norm in norms):
         # float32 gradients and products, by number of the stream
+        work = 8
         if sizes.pointwise == "plain":
             work = 20
-        else:
-            work = 12 if sizes.is_16_bit else 8
+        elif sizes.is_16_bit:
+            work = 12
         backward += sizes.own_tokens * sizes.config.model.hidden_size * work
     return LayerMemory(kept, backward)
 
@@ -360,7 +370,9 @@ def _head_norm(norm: Norm, sizes: MicrobatchSizes) -> int:
     The core keeps the output in place of that, unless it rotates it.
     """
     channels = norm.channels // sizes.tensor_size
-    channel_bytes = 0 if sizes.config.model.position_embedding_type == "rope" else sizes.number_bytes
+    channel_bytes = 0
+    if sizes.config.model.position_embedding_type != "rope":
+        channel_bytes += sizes.number_bytes
     if _is_plain(norm, sizes):
         # the normalised input in float32, and of 16 bits the input too
         channel_bytes += 8 if sizes.is_16_bit else 4
@@ -369,5 +381,7 @@ def _head_norm(norm: Norm, sizes: MicrobatchSizes) -> int:
 
 def _kept_input(layer: LayerDeclaration, sizes: MicrobatchSizes) -> int:
     """The layer's input among what its first norm keeps, if that keeps the tensor itself."""
-    keeps_float32_copy = any(_is_plain(norm, sizes) for norm in _norms(layer)[:1]) and sizes.is_16_bit
-    return 0 if keeps_float32_copy else sizes.stream_bytes
+    first = _norms(layer)[:1]
+    if sizes.is_16_bit and any(_is_plain(norm, sizes) for norm in first):
+        return 0  # it keeps a float32 copy
+    return sizes.stream_bytes

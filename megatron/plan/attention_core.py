@@ -39,7 +39,8 @@ class AttentionCore:
 
     @property
     def key_channels(self) -> int:
-        """Channels of k, or of v; with fewer key/value heads than ranks, each rank gathers one whole head of both."""
+        """Channels of k, or of v."""
+        # with fewer key/value heads than ranks, each rank gathers one whole head of both
         own = self.declared.num_kv_heads * self.declared.head_size // self.sizes.tensor_size
         return max(own, self.declared.head_size)
 
@@ -98,17 +99,18 @@ class AttentionCore:
 
     @property
     def _input_channels(self) -> int:
-        """Channels of q, k and v as the kernel keeps them.
-
-        v is a view of the fused projection, all of which it keeps; q and k are too, unless they are rotated.
-        """
+        """Channels of q, k and v as the kernel keeps them."""
+        # v is a view of the fused projection, all of which it keeps; q and k are too, unless they are rotated
         query, key = self.query_channels, self.key_channels
         fused = query + 2 * key
         is_rotated = self.sizes.config.model.position_embedding_type == "rope"
         if key < query and _repeats_heads(self.sizes.config):
-            # k and v are copied for each query head of their group
-            return (query if is_rotated else fused) + 2 * query
-        return fused + query + key if is_rotated else fused
+            # k and v are copied for each query head; q is a view of the fused projection unless it is rotated
+            own_query = query if is_rotated else fused
+            return own_query + 2 * query
+        if is_rotated:
+            return fused + query + key
+        return fused
 
     @property
     def _unfused_on_host_bytes(self) -> int:
@@ -116,25 +118,23 @@ class AttentionCore:
         sizes, query, key = self.sizes, self.query_channels, self.key_channels
         score_bytes = 3 * FLOAT32  # probabilities, dropout mask, and their product
         scaled_bytes = 2 * FLOAT32 * query  # q and k, each times the root of the scale
-        # v is a copy in float32, or a view that keeps the whole fused projection
-        value_bytes = FLOAT32 * query if sizes.is_16_bit else FLOAT32 * (query + 2 * key)
+        if sizes.is_16_bit:
+            value_bytes = FLOAT32 * query  # v is a copy in float32
+        else:
+            value_bytes = FLOAT32 * (query + 2 * key)  # v is a view, which keeps the whole fused projection
         return self.scores * score_bytes + sizes.tokens * (scaled_bytes + value_bytes) + self.output_bytes
 
     @property
     def blockwise_backward_bytes(self) -> int:
-        """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given.
-
-        Of 16-bit numbers it holds the keys and values, and the sums of their gradients, in float32, and of a block of
-        scores the probabilities, their gradient before and after the softmax, and that rounded.
-        """
+        """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given."""
         sizes = self.sizes
         if not self.is_blockwise:
             return 0
         key_bytes = 2 * FLOAT32  # sums of the gradients of k and v
-        score_bytes = 3 * FLOAT32
+        score_bytes = 3 * FLOAT32  # of a block: probabilities, and their gradient before and after the softmax
         if sizes.is_16_bit:
-            key_bytes += 2 * FLOAT32
-            score_bytes += sizes.number_bytes
+            key_bytes += 2 * FLOAT32  # k and v themselves
+            score_bytes += sizes.number_bytes  # the gradient rounded
         token_bytes = self.query_channels * sizes.number_bytes + self.key_channels * key_bytes
         return sizes.tokens * (token_bytes + self.heads * ATTENTION_QUERIES * score_bytes)
 
@@ -152,7 +152,9 @@ def attention_mask_bytes(sizes: MicrobatchSizes) -> int:
         number_bytes = FLOAT32 if sizes.widens_products else sizes.number_bytes
         heads = model.num_attention_heads // sizes.tensor_size
         return rows * heads * square * number_bytes
-    return rows * square if is_packed or _masks_windows(sizes) else 0
+    if is_packed or _masks_windows(sizes):
+        return rows * square
+    return 0
 
 
 def _masks_windows(sizes: MicrobatchSizes) -> bool:
@@ -166,10 +168,8 @@ def _masks_windows(sizes: MicrobatchSizes) -> bool:
 
 
 def stores_attention_scores(config: Config) -> bool:
-    """Return True if the attention keeps its S x S probabilities for the backward pass.
-
-    The fused kernels keep none. torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA.
-    """
+    """Return True if the attention keeps its S x S probabilities for the backward pass."""
+    # the fused kernels keep none; torch has none on the CPU with dropout, nor on HPU without Habana's FusedSDPA
     device = planned_device(config.parallel.device)
     if device.is_host:
         return config.model.attention_dropout > 0
@@ -190,6 +190,7 @@ def is_blockwise(config: Config, core: Attention) -> bool:
     if data.packs_documents:  # document by document, of lengths that the plan does not know
         return False
     is_cut = core.window is not None and core.window < data.row_length
+    # torch's kernel has no soft cap, and computes the whole square of a window
     if core.is_capped or (is_cut and data.row_length >= BLOCKWISE_LENGTHS.start):
         return not MicrobatchSizes(config).widens_products
     return data.row_length in BLOCKWISE_LENGTHS and _attends_blockwise(training.precision)

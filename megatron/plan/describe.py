@@ -73,7 +73,9 @@ def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
     if not config.uses_pipeline:
         text += ", sequential engine"
     yield "layout", text
-    products = f", products in fp8 ({config.fp8.fp8_format})" if config.fp8.uses_fp8 else ""
+    products = ""
+    if config.fp8.uses_fp8:
+        products = f", products in fp8 ({config.fp8.fp8_format})"
     yield "precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"
     if training.precision in planned_device(parallel.device).widened():
         yield "", WIDENED.format(training.precision)
@@ -103,7 +105,9 @@ def _step_rows(config: Config, num_devices: int) -> Iterator[Row]:
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" + ("" if number == 1 else plural)
+    if number == 1:
+        plural = ""
+    return f"{number} {noun}{plural}"
 
 
 def _frozen_text(config: Config) -> list[str]:
@@ -118,7 +122,9 @@ def _frozen_text(config: Config) -> list[str]:
 
 
 def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    if number >= 100:
+        return f"{number:,.0f}"  # .3g would round it, or write an exponent
+    return f"{number:.3g}"
 
 
 def _zero_text(config: Config) -> str:
@@ -160,10 +166,12 @@ def _bubble_text(config: Config, data_parallel_size: int) -> str:
 
 def _schedule_text(config: Config) -> str:
     v = config.parallel.num_virtual_stages_per_pipeline_rank
-    name = config.parallel.schedule.replace("1f1b", "1F1B")
+    text = config.parallel.schedule.replace("1f1b", "1F1B")
     if config.parallel.pipeline_model_parallel_size == 1:
-        return f"{name}, one stage"
-    return f"{name}, {v} chunks a stage" if v > 1 else name
+        text += ", one stage"
+    elif v > 1:
+        text += f", {v} chunks a stage"
+    return text
 
 
 def _bubble_formula(config: Config, m: int) -> str:
@@ -173,7 +181,9 @@ def _bubble_formula(config: Config, m: int) -> str:
     if waits_like_1f1b(config):
         return f"(p - 1) / (m + p - 1) {sizes}"
     if config.parallel.schedule == "zero-bubble":
-        return f"zero-bubble {sizes}" if m < p else f"(p - 1) / (3 m + p - 1) {sizes}"
+        if m < p:
+            return f"zero-bubble {sizes}"
+        return f"(p - 1) / (3 m + p - 1) {sizes}"
     if m % p:
         return f"interleaved {sizes}, v={v}; least if p divides m"
     return f"(p - 1) / (v m + p - 1) {sizes}, v={v}"
@@ -187,26 +197,25 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
     heads = ["weights", "grads", "master", "optim", "activ", "temp", "total"]
     if has_host:
         heads.append("host")
-    lines = [_table_line("stage", heads, "cost" if is_cut else None, "holds")]
+    rows = [["stage", *(f"{head:>7}" for head in heads), "cost", "holds"]]
     for number, (stage, share) in enumerate(zip(stages, _shares_by_stage(config, len(stages)), strict=True)):
-        sizes = [getattr(stage.memory, field.name) for field in fields(StageMemory)] + [stage.memory.total]
-        if has_host:
-            sizes.append(stage.host_bytes)
         mark = "*" if stage is worst and is_cut else " "
-        cost = f"{share:>4.0%}" if is_cut else None
-        lines.append(
-            _table_line(f"{number:>4}{mark}", [_gib(size) for size in sizes], cost, _holds_text(layers, stage))
-        )
+        cells = _size_cells(stage, with_host=has_host)
+        rows.append([f"{number:>4}{mark}", *cells, f"{share:>4.0%}", _holds_text(layers, stage)])
+    if not is_cut:
+        for row in rows:
+            del row[-2]  # the only stage computes all
+    lines = [" ".join(row) for row in rows]
     if is_cut:
         lines.append("   * the stage that needs most; cost: share of a microbatch's FLOPs")
     return lines
 
 
-def _table_line(stage: str, cells: Sequence[str], cost: str | None, holds: str) -> str:
-    columns = [stage, *(f"{cell:>7}" for cell in cells)]
-    if cost is not None:
-        columns.append(cost)
-    return " ".join([*columns, holds])
+def _size_cells(stage: Stage, *, with_host: bool) -> list[str]:
+    sizes = [getattr(stage.memory, field.name) for field in fields(StageMemory)] + [stage.memory.total]
+    if with_host:
+        sizes.append(stage.host_bytes)
+    return [f"{_gib(size):>7}" for size in sizes]
 
 
 def _shares_by_stage(config: Config, num_stages: int) -> list[float]:
@@ -234,8 +243,9 @@ def _fit_lines(
     if not proposals:
         most = num_devices * MOST_DEVICES
         return [*lines, f"  nothing fits on up to {most} devices by layout, recomputation and ZeRO"]
-    number = proposals[0].num_devices
-    more = "" if number == num_devices else f" on {number} devices, as none does on fewer"
+    number, more = proposals[0].num_devices, ""
+    if number != num_devices:
+        more = f" on {number} devices, as none does on fewer"
     lines.append(f"  nearest layouts that fit{more}, by estimated cost:")
     for proposal in proposals:
         lines += _proposal_lines(proposal)

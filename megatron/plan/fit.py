@@ -78,21 +78,23 @@ def for_device(config: Config) -> Config:
 
 
 def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
-    """Return the memory of a rank's device: as the config names it, or that of this machine; None if it is unknown.
-
-    On the CPU the ranks of a node share its memory.
-    """
+    """Return the memory of a rank's device: as the config names it, or that of this machine; None if it is unknown."""
     given, device = config.parallel.device_memory, planned_device(config.parallel.device)
     given_gib = None if given is None else parse_memory_gib(given)
     if given_gib is not None:
-        known = known_chip(given)
-        return Capacity("device" if known is None else known[1].title, int(given_gib * GIB))
-    if device.is_host:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        shared = "" if ranks_per_node == 1 else f" / {ranks_per_node} ranks"
-        return Capacity(f"this machine{shared}", whole // ranks_per_node)
+        title, known = "device", known_chip(given)
+        if known is not None:
+            title = known[1].title
+        return Capacity(title, int(given_gib * GIB))
+    if device.is_host:  # whose memory the ranks of a node share
+        whole, title = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        if ranks_per_node > 1:
+            title += f" / {ranks_per_node} ranks"
+        return Capacity(title, whole // ranks_per_node)
     size = device_memory_bytes(device)
-    return None if size is None else Capacity(f"this machine's {device.name}", size)
+    if size is None:
+        return None
+    return Capacity(f"this machine's {device.name}", size)
 
 
 def needed_bytes(config: Config, stage: Stage) -> int:
@@ -111,8 +113,10 @@ def largest_rank(config: Config, num_devices: int) -> int:
 def fit_text(room: Capacity, size_bytes: int) -> str:
     """Return '61.2 of 79.2 GiB (H100 80 GB), 77 %: fits'."""
     share = size_bytes / room.size_bytes
-    verdict = "fits" if room.is_enough_for(size_bytes) else "does not fit"
-    if verdict != "fits" and share <= 1:
+    verdict = "does not fit"
+    if room.is_enough_for(size_bytes):
+        verdict = "fits"
+    elif share <= 1:
         verdict = f"too tight, as allocators and kernels need some {RESERVE:.0%} more"
     sizes = f"{size_bytes / GIB:,.1f} of {room.size_bytes / GIB:,.1f} GiB ({room.title})"
     return f"{verdict}: {sizes}, {share:,.0%}"
@@ -251,19 +255,19 @@ def _changed(config: Config, values: dict[str, Any]) -> _Candidate:
 
 
 def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
-    """Estimate the time of a step relative to that without any of these means; good for an order alone.
-
-    Counted exactly are the bubble of the pipeline and the forward pass that full recomputation repeats; the rest stands
-    for communication.
-    """
+    """Estimate the time of a step relative to that without any of these means; good for an order alone."""
+    # exact are the bubble of the pipeline and the forward pass that full recomputation repeats; the rest stands for
+    # communication
     parallel, optimizer = config.parallel, config.optimizer
     layout = Layout.of(parallel, num_devices)
     microbatches = num_microbatches(config.training, layout.num_batch_ranks)
     cost = 1 / (1 - schedule_bubble(config, microbatches))
     # 4 units of work in place of 3: forward, forward again, and two for backward
     cost *= {"none": 1.0, "selective": 1.03, "full": 4 / 3}[config.training.recompute_granularity]
-    across_nodes = 1.0 if layout.tensor_size > devices_per_node else 0.0
-    cost *= 1 + 0.05 * math.log2(layout.tensor_size) + across_nodes
+    communication = 0.05 * math.log2(layout.tensor_size)
+    if layout.tensor_size > devices_per_node:  # each layer's all-reduces cross nodes
+        communication += 1.0
+    cost *= 1 + communication
     cost *= {3: 1.15, 2: 1.05}.get(optimizer.zero_stage, 1.0)
     if optimizer.offload_optimizer:
         cost *= 2.0

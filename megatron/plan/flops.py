@@ -67,10 +67,7 @@ def flops_per_token(config: Config) -> float:
 
 
 def layer_flops(config: Config) -> list[LayerFlops]:
-    """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed.
-
-    Nothing is recomputed of the output projection and the loss.
-    """
+    """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed."""
     layers = declared_layers(config)
     is_trained = itertools.accumulate(_is_trained(layer) for layer in layers)  # this layer, or one before it
     return [_flops(layer, config, propagates=count > 0) for layer, count in zip(layers, is_trained, strict=True)]
@@ -86,9 +83,10 @@ def _flops(layer: LayerDeclaration, config: Config, *, propagates: bool) -> Laye
     attention = _attention(products, config.training.seq_length)
     forward = _products(products) + attention
     of_weights = _products([shard for shard in products if shard.trained])
-    if not propagates:
+    if not propagates:  # no layer before it needs a gradient, so the backward pass ends here
         return LayerFlops(forward, of_weights, 0)
     recomputed = 0
+    # nothing is recomputed of the output projection and the loss
     if layer.number is not None and config.training.recompute_granularity == "full":
         recomputed = forward
     if "core_attn" in config.training.recomputed_modules:

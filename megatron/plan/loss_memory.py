@@ -34,11 +34,11 @@ def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
     loss = _Loss(output, MicrobatchSizes(config))
     held = loss.gathered + loss.logits
     if loss.is_one_chunk:
-        # the gradient of the weight is rounded to the dtype of the weight once it is complete
-        rounded = loss.weight_gradient if loss.sum_number_bytes != loss.sizes.number_bytes else 0
-        return LossMemory(
-            held + loss.cap_slope + loss.softmax_block, held + loss.sums + max(loss.gradient_work, rounded)
-        )
+        work = loss.gradient_work
+        if loss.sum_number_bytes != loss.sizes.number_bytes:
+            # the gradient of the weight is rounded to the dtype of the weight once it is complete
+            work = max(work, loss.weight_gradient)
+        return LossMemory(held + loss.cap_slope + loss.softmax_block, held + loss.sums + work)
     forward = loss.sums + held + loss.cap_slope + max(loss.softmax_block, loss.gradient_work)
     # both gradients are scaled: that of the hidden states in float32 before it is rounded
     scaled = loss.hidden_gradient
@@ -102,15 +102,20 @@ class _Loss:
         return method is not None and method.scales_weight
 
     @property
-    def _adds_in_place(self) -> bool:
-        """The gradient of the weight is added to the optimizer's own sum, and takes no memory."""
-        is_trained = any(shard.vocabulary and shard.trained for shard in self.output.shards.values())
-        return is_trained and not self.scales_weight and adds_to_optimizers_sum(self.sizes.config)
+    def _is_trained(self) -> bool:
+        return any(shard.vocabulary and shard.trained for shard in self.output.shards.values())
 
     @property
-    def _has_own_gradient(self) -> bool:
-        is_trained = any(shard.vocabulary and shard.trained for shard in self.output.shards.values())
-        return self.scales_weight or (is_trained and not adds_to_optimizers_sum(self.sizes.config))
+    def _adds_in_place(self) -> bool:
+        """The gradient of the weight is added to the optimizer's own sum, and takes no memory."""
+        return self._is_trained and not self.scales_weight and adds_to_optimizers_sum(self.sizes.config)
+
+    @property
+    def _gradient_numbers(self) -> int:
+        """Numbers of the weight's gradient that the loss holds itself; 0: it is frozen, or added in place."""
+        if self.scales_weight or (self._is_trained and not self._adds_in_place):
+            return self.weight_numbers
+        return 0
 
     @property
     def sum_number_bytes(self) -> int:
@@ -129,31 +134,36 @@ class _Loss:
     @property
     def weight_gradient(self) -> int:
         """The weight's gradient as autograd gets it."""
-        return self.weight_numbers * self.sizes.number_bytes if self._has_own_gradient else 0
+        return self._gradient_numbers * self.sizes.number_bytes
 
     @property
     def sums(self) -> int:
         """Both gradients as they are computed."""
-        own_sum = self.weight_numbers * self.sum_number_bytes if self._has_own_gradient else 0
-        return self.hidden_gradient + own_sum
+        return self.hidden_gradient + self._gradient_numbers * self.sum_number_bytes
 
     # Inputs and logits
 
     @property
     def scaled_weight(self) -> int:
         """The weight before and after its rows are scaled."""
-        return 2 * self.weight_numbers * self.sizes.number_bytes if self.scales_weight else 0
+        if not self.scales_weight:
+            return 0
+        return 2 * self.weight_numbers * self.sizes.number_bytes
 
     @property
     def gathered(self) -> int:
         """Inputs made for the loss: the scaled weight, and under sequence parallelism all ranks' hidden states."""
-        hidden = self.hidden_gradient if self.sizes.config.parallel.sequence_parallel else 0
-        return self.scaled_weight + hidden
+        gathered = self.scaled_weight
+        if self.sizes.config.parallel.sequence_parallel:
+            gathered += self.hidden_gradient
+        return gathered
 
     @property
     def cap_slope(self) -> int:
         """[C, V] of the soft cap's derivative, until the gradient of the logits is there."""
-        return self.logits if self.sizes.config.model.logits_softcap is not None else 0
+        if self.sizes.config.model.logits_softcap is None:
+            return 0
+        return self.logits
 
     @property
     def logits(self) -> int:
@@ -167,7 +177,8 @@ class _Loss:
         if not self.sizes.device.is_host:
             return 0
         block_tokens = min(self.chunk, max(1, BLOCK_LOGITS // self.rows))
-        block = block_tokens * self.rows * (2 * FLOAT32 if self.sizes.is_16_bit else FLOAT32)
+        copies = 2 if self.sizes.is_16_bit else 1
+        block = block_tokens * self.rows * copies * FLOAT32
         if self.sizes.widens_products:
             block = max(block, block_bytes(self.chunk, self.hidden_size, self.rows))
         return block

@@ -119,17 +119,22 @@ class _Step:
     def _message_bytes(self) -> int:
         """Bytes of what is received from and sent to other stages: tensors as large as the residual stream."""
         sizes = MicrobatchSizes(self.config)
-        num_tensors = 0
-        if self.config.uses_own_schedule:
-            num_tensors = self.in_flight + 2  # outputs until their gradients come, and one gradient each way
-        else:
-            if self.stage > 0:
-                num_tensors += max(2, self.in_flight)  # received, beside the copy that the first layer is given
-            if not self.is_last_stage:
-                num_tensors += self.in_flight + 1  # sent, and the gradient received for it
-            elif self.config.uses_pipeline and self.schedule.num_microbatches > 1:
-                num_tensors += 1  # DeepSpeed holds the previous microbatch's output
+        # its own schedules: outputs until their gradients come, and one gradient each way
+        num_tensors = self.in_flight + 2
+        if not self.config.uses_own_schedule:
+            num_tensors = self._messages_of_deepspeed()
         return attention_mask_bytes(sizes) + num_tensors * sizes.stream_bytes
+
+    def _messages_of_deepspeed(self) -> int:
+        """Tensors that DeepSpeed's pipeline engine holds for messages."""
+        num_tensors = 0
+        if self.stage > 0:
+            num_tensors += max(2, self.in_flight)  # received, beside the copy that the first layer is given
+        if not self.is_last_stage:
+            num_tensors += self.in_flight + 1  # sent, and the gradient received for it
+        elif self.config.uses_pipeline and self.schedule.num_microbatches > 1:
+            num_tensors += 1  # the previous microbatch's output
+        return num_tensors
 
     @property
     def whole_gradients(self) -> dict[str, int]:
@@ -143,16 +148,18 @@ class _Step:
     def moments(self) -> Iterator[Moment]:
         """Yield each moment at which the total may be largest."""
         state = self.state
+        # an evaluation keeps nothing for a backward pass: a layer's activations are freed by the next one's
         if self.config.training.skip_train:
             yield "forward", self.at(0, 0, max(layer.memory.kept for layer in self.layers))
             return
         yield from _BackwardPass(self, is_first=True).moments()
+        # what autograd makes for a later microbatch is added to the gradients that are there
         if self.schedule.num_microbatches > 1:
             yield from _BackwardPass(self, is_first=False).moments()
         gradients = state.gradients + state.step_gradients + state.later_gradients
         if state.keeps_gradients:
             gradients += sum(self.whole_gradients.values())
-        if not state.bucket:
+        if not state.bucket:  # or each bucket is reduced when it is full, within the backward pass
             yield "reduction", self.at(gradients, 0, state.at_reduction)
         yield "update", self.at(gradients, 0, state.at_update)
 
@@ -183,17 +190,19 @@ class _BackwardPass:
         """Layers whose parameters have a gradient that stays: the next microbatch's is added to it."""
         if not is_first:
             self._gradients += state.step_gradients + state.later_gradients
-        if not is_first and state.keeps_gradients:
-            self._gradients += sum(step.whole_gradients.values())
-            self._with_gradient.update(step.whole_gradients)
+            if state.keeps_gradients:
+                self._gradients += sum(step.whole_gradients.values())
+                self._with_gradient.update(step.whole_gradients)
         self._bucketed = 0
         """Numbers of gradients in the bucket."""
         self._waiting = 0
         """Bytes of a tied weight's first gradient, which autograd holds until it can add the second."""
         self._loss_adds_gradient = step.is_last_stage and adds_to_optimizers_sum(step.config)
-        *others, last = [layer.name for layer in step.layers]
-        self._tied_name = last if last in others and not self._loss_adds_gradient else None
+        self._tied_name: str | None = None
         """Name of the last layer, where an earlier one has the same weight and autograd adds the gradients of both."""
+        *others, last = [layer.name for layer in step.layers]
+        if last in others and not self._loss_adds_gradient:
+            self._tied_name = last
 
     def moments(self) -> Iterator[Moment]:
         step, state = self._step, self._state
@@ -218,11 +227,13 @@ class _BackwardPass:
     def _weight_gradients(self, layer: _Layer) -> int:
         """Return the most bytes at the moments at which the gradient of one of the layer's weights is there."""
         state, number_bytes = self._state, self._step.number_bytes
-        # a gradient that is added to another is alive beside it for a moment, also in the dtype of the sum
         added_bytes = 0
         if not state.keeps_gradients or layer.name in self._with_gradient:
-            added_bytes = number_bytes if state.keeps_gradients or state.bucket else number_bytes + BYTES["fp32"]
-        if self._loss_adds_gradient and layer is self._step.layers[-1]:
+            # it is added to another, and alive beside it for a moment
+            added_bytes = number_bytes
+            if not (state.keeps_gradients or state.bucket):
+                added_bytes += BYTES["fp32"]  # also in the dtype of the sum
+        if self._loss_adds_gradient and layer is self._step.layers[-1]:  # and autograd gets none
             added_bytes = 0
         most = max(moment.beside + added_bytes * moment.numbers for moment in layer.memory.products)
         if self._waiting and layer.name == self._tied_name:  # the sum of both uses too
@@ -233,7 +244,10 @@ class _BackwardPass:
         """Count what is alive once the layer's backward pass has ended."""
         self._activations -= layer.memory.kept
         if layer.name == self._tied_name:
-            self._waiting = 0 if self._waiting else layer.gradient
+            if self._waiting:
+                self._waiting = 0  # this is the second use, and the sum is made
+            else:
+                self._waiting = layer.gradient
         if self._state.keeps_gradients and not self._waiting and layer.name not in self._with_gradient:
             self._with_gradient.add(layer.name)
             self._gradients += layer.gradient

@@ -55,7 +55,8 @@ class MicrobatchSizes:
 
     @property
     def mask_number_bytes(self) -> int:
-        """Bytes of a number of a dropout's mask, which torch's CPU kernel keeps as a factor, not as a truth value."""
+        """Bytes of a number of a dropout's mask."""
+        # torch's CPU kernel keeps a factor, not a truth value
         return self.number_bytes if self.device.is_host else 1
 
     @property
@@ -84,8 +85,10 @@ class MicrobatchSizes:
         form, model = self.device.pointwise, self.config.model
         if model.kernels == "plain":
             return "plain"
+        if form == "habana" and not model.use_fused_rmsnorm:
+            return "plain"
         if form == "habana":
-            return "habana" if model.use_fused_rmsnorm else "plain"
+            return "habana"
         if form == "eager" and model.kernels == "auto" and not self.config.training.torch_compile:
             return "eager"
         return "compiled"

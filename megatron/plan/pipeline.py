@@ -27,8 +27,9 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-# Megatron-LM gives every stage as many layers, torchtitan counts embedding and output as a layer each. At a
-# vocabulary of 128,256 Llama 3.2 1B's output costs as much as four layers, the embedding nothing.
+# A step waits for its slowest stage. Megatron-LM gives every stage as many layers, torchtitan counts embedding and
+# output as a layer each, DeepSpeed by default balances parameters. At a vocabulary of 128,256 Llama 3.2 1B's output
+# costs as much as four layers, the embedding nothing.
 def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
     """Return the cuts through the list of layers that `pipeline_partition_method` gives.
 
@@ -66,22 +67,24 @@ def _weights(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
     if method == "cost":
         return [flops.total for flops in layer_flops(config)]
     # type:TransformerLayer
-    return [0 if layer.number is None else 1 for layer in layers]
+    return [int(layer.number is not None) for layer in layers]
 
 
 def _required_layers(config: Config, layers: Sequence[LayerDeclaration]) -> tuple[bool, ...]:
     """Return for each layer whether it is one of those of which every range holds one or more.
 
-    They are the transformer layers and the output projection; of these the trained ones where there are enough, since
-    the optimizer of a stage needs something to train.
+    They are the transformer layers and the output projection; of these the trained ones where there are enough.
     """
+    # trained ones, since the optimizer of a stage needs something to train
     tensor_size = config.parallel.tensor_model_parallel_size
     required = tuple(layer.number is not None or layer is layers[-1] for layer in layers)
     trained = tuple(
         is_required and parameters_of_layer(layer, tensor_size, trained_only=True) > 0
         for is_required, layer in zip(required, layers, strict=True)
     )
-    return trained if sum(trained) >= config.parallel.num_pipeline_ranges else required
+    if sum(trained) < config.parallel.num_pipeline_ranges:
+        return required
+    return trained
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,8 +129,11 @@ def _balanced(
 
     def squared_memory(index: int, start: int, stop: int) -> float:
         size = memory(index, start, stop)
-        return size**2 if size <= least else math.inf
+        if size > least:
+            return math.inf
+        return size**2
 
+    # one after the other: each search allows only cuts that are among the best of the one before
     lightest, _ = _best_cuts(weight, max, required, num_ranges)
     least, _ = _best_cuts(memory, max, required, num_ranges)
     return _best_cuts(squared_memory, operator.add, required, num_ranges)[1]
@@ -234,7 +240,7 @@ def waits_like_1f1b(config: Config) -> bool:
 def schedule_bubble(config: Config, num_microbatches: int) -> float:
     """Return the part of a step that the stages wait, if all cost the same."""
     schedule = schedule_of(config, num_microbatches)
-    if waits_like_1f1b(config):
+    if waits_like_1f1b(config):  # by its formula: no timeline is made
         return bubble_fraction(schedule.num_stages, num_microbatches)
     return schedule.bubble()
 

@@ -92,10 +92,12 @@ class PipelineSchedule(NamedTuple):
         forward, ahead = self._rounds(), self._forward_ahead(stage)
         if self.name == "forward":
             return [action for action in forward if action.microbatch < self.num_microbatches]
-        kind = PassKind.INPUT if self._defers else PassKind.BACKWARD
-        backward = [Action(kind, self.num_chunks - 1 - chunk, microbatch) for _, chunk, microbatch in forward]
-        weight = [action._replace(kind=PassKind.WEIGHT) for action in backward] if self._defers else []
-        lag = stage if self._defers else 0
+        backward = self._backward(forward, PassKind.BACKWARD)
+        weight: list[Action] = []
+        lag = 0
+        if self.name == "zero-bubble":
+            backward, weight = self._backward(forward, PassKind.INPUT), self._backward(forward, PassKind.WEIGHT)
+            lag = stage
         order = forward[:ahead]
         for index, action in enumerate(backward):
             order += forward[ahead + index : ahead + index + 1]
@@ -106,9 +108,9 @@ class PipelineSchedule(NamedTuple):
         # the passes that would complete the last round are left out, which keeps every other in a possible order
         return [action for action in order if action.microbatch < self.num_microbatches]
 
-    @property
-    def _defers(self) -> bool:
-        return self.name == "zero-bubble"
+    def _backward(self, forward: Sequence[Action], kind: PassKind) -> list[Action]:
+        """Return the passes back through the chunks, which come in the opposite order."""
+        return [Action(kind, self.num_chunks - 1 - chunk, microbatch) for _, chunk, microbatch in forward]
 
     def _rounds(self) -> list[Action]:
         """Return the forward passes of a stage: of p microbatches in its first chunk, then in its next, and so on."""
@@ -121,14 +123,12 @@ class PipelineSchedule(NamedTuple):
         ]
 
     def _forward_ahead(self, stage: int) -> int:
-        """Return the forward passes of a stage before the first that is followed by a backward pass.
-
-        With several chunks, as in Megatron-LM: all but the last of this stage for the first p microbatches, and two
-        passes for each later stage, since to there an activation travels and from there its gradient.
-        """
+        """Return the forward passes of a stage before the first that is followed by a backward pass."""
         later_stages = self.num_stages - stage - 1
         if self.num_chunks == 1:
             return later_stages
+        # as in Megatron-LM: all chunks but the last of this stage for the first p microbatches, and two passes for each
+        # later stage, since to there an activation travels and from there its gradient
         return 2 * later_stages + (self.num_chunks - 1) * self.num_stages
 
     def timeline(self, costs: Mapping[PassKind, float] = COSTS) -> list[Timed]:
@@ -182,11 +182,9 @@ class PipelineSchedule(NamedTuple):
         return needed
 
     def instructions(self, stage: int) -> list[Instruction]:
-        """Return what a stage does, in order.
-
-        Two stages send and post their messages to each other in one order, that of one timeline of all stages. So
-        neither a device that handles them in the order of their calls nor one that waits in any of them can deadlock.
-        """
+        """Return what a stage does, in order."""
+        # Two stages send and post their messages to each other in one order, that of one timeline of all stages. So
+        # neither a device that handles them in the order of their calls nor one that waits in any of them can deadlock.
         return _instructions(self, stage)
 
     def bubble(self, costs: Mapping[PassKind, float] = COSTS) -> float:

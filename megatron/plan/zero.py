@@ -38,11 +38,11 @@ FLOAT32 = BYTES["fp32"]
 """Bytes of a number of the master weights and the optimizer's states, whatever the precision of the run."""
 
 
+# DeepSpeed allocates the whole bucket, 2 GB in float32 by its default, for a model of any size.
 def reduce_bucket_size(config: Config) -> int:
     """Return the number of gradients that are reduced at once, no more than a rank has.
 
-    Under ZeRO-2 and 3 and offload DeepSpeed's default: it allocates the whole bucket, 2 GB in float32, for a model of
-    any size.
+    Under ZeRO-2 and 3 and offload DeepSpeed's default.
     """
     layers, tensor_size = declared_layers(config), config.parallel.tensor_model_parallel_size
     largest_stage = 1
@@ -109,7 +109,10 @@ class SharedState:
 def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
     """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
     rank = _Rank(config, layout.tensor_size, layout.grad_size, layers)
-    state = _of_evaluation(rank) if config.training.skip_train else _of_training(rank)
+    if config.training.skip_train:
+        state = _of_evaluation(rank)
+    else:
+        state = _of_training(rank)
     # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
     quantized = sum(nf4_layout.num_bytes(shard, rank.tensor_size) for layer in layers for shard in _quantized(layer))
     return replace(state, weights=state.weights + quantized)
@@ -179,6 +182,19 @@ class _Rank:
         return BYTES[training.grad_reduce_dtype or training.grad_accum_dtype]
 
     @property
+    def float32_bytes(self) -> int:
+        """The float32 copy of this rank's gradients that an update makes: the optimizer reads float32."""
+        if self.sum_bytes == FLOAT32:
+            return 0
+        return FLOAT32 * self.share
+
+    @property
+    def bucket_numbers(self) -> int:
+        """Numbers of all its buckets: with `overlap_comm` one fills while the other is reduced."""
+        buffers = 2 if self.user.get("overlap_comm", False) else 1
+        return self.bucket * buffers
+
+    @property
     def sums_apart(self) -> bool:
         """Gradients are summed over microbatches in another dtype than theirs, so in other memory."""
         return self.sum_bytes != self.number_bytes
@@ -197,8 +213,9 @@ class _Rank:
 
     def flat_bucket(self, staged_bytes: int) -> int:
         """Return what DeepSpeed makes of a full bucket, whose numbers have so many bytes, to reduce it."""
-        numbers = min(self.bucket, self.trained)
-        flat = staged_bytes * numbers if self.grad_size > 1 or self.sums_apart else 0
+        numbers, flat = min(self.bucket, self.trained), 0
+        if self.grad_size > 1 or self.sums_apart:
+            flat += staged_bytes * numbers
         if self.sent_bytes != staged_bytes:  # and in the dtype of communication, where that differs
             flat += self.sent_bytes * numbers
         return flat
@@ -237,26 +254,25 @@ def _of_training(rank: _Rank) -> SharedState:
 
 def _buffered(rank: _Rank) -> SharedState:
     """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent_bytes`."""
-    is_copied = rank.grad_size > 1 and rank.sent_bytes != rank.sum_bytes
+    at_reduction = 0
+    if rank.grad_size > 1 and rank.sent_bytes != rank.sum_bytes:
+        at_reduction = rank.sent_bytes * rank.trained
     return replace(
         rank.without_gradients(),
         gradients=rank.sum_bytes * rank.trained,
         keeps_gradients=False,
-        at_reduction=rank.sent_bytes * rank.trained if is_copied else 0,
-        # the optimizer reads float32
-        at_update=FLOAT32 * rank.share if rank.sum_bytes == 2 else 0,
+        at_reduction=at_reduction,
+        at_update=rank.float32_bytes,
     )
 
 
-# DeepSpeedZeroOptimizer: gradients are copied into a bucket, reduced, and kept as this rank's partition. With
-# `overlap_comm` one bucket fills while the other is reduced.
+# DeepSpeedZeroOptimizer: gradients are copied into a bucket, reduced, and kept as this rank's partition.
 
 
 def _zero_1(rank: _Rank) -> SharedState:
     """The bucket takes the sums over microbatches, at the end of a step."""
-    buffers = 2 if rank.user.get("overlap_comm", False) else 1
     flat, partition = rank.flat_bucket(rank.sum_bytes), rank.sum_bytes * rank.share
-    step_gradients = rank.sum_bytes * rank.bucket * buffers
+    step_gradients = rank.sum_bytes * rank.bucket_numbers
     if rank.sums_apart:
         # each slice of the partition is added as it comes, while all sums live
         step_gradients += rank.sum_bytes * rank.trained
@@ -274,36 +290,37 @@ def _zero_1(rank: _Rank) -> SharedState:
 
 def _zero_2(rank: _Rank) -> SharedState:
     """The bucket takes each microbatch's gradients, in the dtype of the weights."""
-    buffers = 2 if rank.user.get("overlap_comm", False) else 1
     flat, partition = rank.flat_bucket(rank.number_bytes), rank.sum_bytes * rank.share
     state = replace(
         rank.without_gradients(),
-        microbatch_gradients=rank.number_bytes * rank.bucket * buffers,
+        microbatch_gradients=rank.number_bytes * rank.bucket_numbers,
         bucket=rank.bucket,
         keeps_gradients=False,
     )
     if rank.sums_apart:
         return replace(state, step_gradients=partition, at_reduction=flat)
     # for the update the partition is flattened, and converted to float32
-    converted = FLOAT32 * rank.share if rank.sum_bytes == 2 else 0
-    return replace(state, later_gradients=partition, at_reduction=max(flat, partition), at_update=partition + converted)
+    at_update = partition + rank.float32_bytes
+    return replace(state, later_gradients=partition, at_reduction=max(flat, partition), at_update=at_update)
 
 
 def _zero_3(rank: _Rank) -> SharedState:
     """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients are one flat partition."""
     weights = -(-rank.parameters // rank.grad_size)
     if rank.grad_size > 1:
+        # beside its share every rank holds small parameters whole
         weights += sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
     # those of the first and the last layer are still gathered at the reduction
     ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.tensor_size)
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.grad_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
-    at_reduction = full_bucket
+    at_reduction, gathered = full_bucket, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
         at_reduction += full_bucket
     if gathers:
         at_reduction += ends * rank.number_bytes
+        gathered = min(rank.parameters, REUSE_DISTANCE // 2) * rank.number_bytes
     return replace(
         rank.without_gradients(),
         weights=weights * rank.number_bytes,
@@ -311,7 +328,7 @@ def _zero_3(rank: _Rank) -> SharedState:
         bucket=rank.bucket,
         keeps_gradients=False,
         at_reduction=at_reduction,
-        gathered=min(rank.parameters, REUSE_DISTANCE // 2) * rank.number_bytes if gathers else 0,
+        gathered=gathered,
     )
 
 
