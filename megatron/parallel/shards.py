@@ -278,9 +278,13 @@ class LayerDeclaration:
         An empty prefix is the layer itself: an embedding, or the output projection.
         """
         start = f"{prefix}." if prefix else ""
+        weight = self.shards[f"{start}weight"]
         added = {
-            f"{start}{name}": dataclasses.replace(shard, added=True)
-            for name, shard in method.shards(self.shards[f"{start}weight"]).items()
+            # of an expert's weight they lie where it does
+            f"{start}{name}": dataclasses.replace(
+                shard, added=True, expert=weight.expert, num_experts=weight.num_experts
+            )
+            for name, shard in method.shards(weight).items()
         }
         return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
 

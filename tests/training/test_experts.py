@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks import RankPools
 from tests.training import layouts
+from tests.training.test_checkpoints import assert_same_state, newest
 
 FLAGS = (
     "--architecture llama --position-embedding-type rope --untie-embeddings-and-output-weights --num-layers 2 "
@@ -54,3 +56,61 @@ def test_every_layout_trains_as_one_process(
     ):
         for name in ("losses", "norms", "validation"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+CHAIN = [
+    (4, f"{EP4} --zero-stage 1 --micro-batch-size 1"),
+    (1, "--micro-batch-size 4"),
+    (4, f"{TP2} {SP} {EP4} {ETP1} --micro-batch-size 2"),
+    (4, f"{PP2} {EP2} --micro-batch-size 2"),
+    (4, f"{TP2} {EP2} --micro-batch-size 2 --zero-stage 1"),
+    (2, f"{TP2} {EP2} {ETP1} --micro-batch-size 4"),
+    (4, f"{EP2} --zero-stage 1 --micro-batch-size 1"),
+]
+
+
+def test_a_checkpoint_resumes_on_every_other_layout(ranks: RankPools, tmp_path: Path) -> None:
+    """From layout to layout: the state is bit for bit the same, and the next loss."""
+    (world_size, flags), *others = CHAIN
+    expected = ranks(world_size)(layouts.train_then_save, f"{FLAGS} {flags}", STEPS, str(tmp_path / "0"))[0]
+    for number, (world_size, flags) in enumerate(others, 1):
+        before, after = tmp_path / str(number - 1), tmp_path / str(number)
+        losses = ranks(world_size)(layouts.resume_then_save, f"{FLAGS} {flags}", str(before), str(after))
+        assert losses[0] == pytest.approx(expected, rel=1e-6)
+        assert_same_state(newest(before), newest(after))
+    names = {f"layers.1.mlp.experts.{number}.down.weight" for number in range(4)}
+    assert names < set(newest(tmp_path / "0").parameters)
+
+
+@pytest.mark.parametrize("flags", [f"{EP2} --zero-stage 1", f"{TP2} {SP} {EP2} {ETP1}", f"{EP2} --bf16"])
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(ranks: RankPools, tmp_path: Path, flags: str) -> None:
+    flags = f"{FLAGS} {flags} --hidden-dropout 0.1 --attention-dropout 0.1"
+    whole, resumed = ranks(2)(layouts.train_interrupted, flags, 2, 4, str(tmp_path))[0]
+    assert whole[2:] == resumed
+
+
+@pytest.mark.parametrize(
+    ("ranks_needed", "flags"),
+    [(2, f"{EP2} --micro-batch-size 2"), (4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2")],
+)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_adapters_of_experts_train_on_every_layout(
+    ranks: RankPools, alone: Any, ranks_needed: int, flags: str, quantised: bool
+) -> None:
+    lora = "--lora-rank 4 --lora-target-modules all-linear" + " --quantize-base nf4 --hidden-size 128" * quantised
+    lora += " --ffn-hidden-size 128" * quantised
+    expected = alone(f"--micro-batch-size 4 {lora}")
+    assert expected["losses"][-1] != expected["losses"][0]
+    for found in ranks(ranks_needed)(layouts.train, f"{FLAGS} {flags} {lora}", STEPS):
+        for name in ("losses", "norms", "validation"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_a_frozen_expert_on_one_rank_hangs_no_other(ranks: RankPools, alone: Any) -> None:
+    """The first layer's input needs no gradient, and rank 0's experts have none: rank 1's still send theirs back."""
+    frozen = "--freeze embedding.* layers.0.attention* layers.0.mlp_norm* layers.0.mlp.router.*"
+    frozen += " layers.0.mlp.experts.[01].*"
+    flags = f"--moe-aux-loss-coeff 0 --moe-z-loss-coeff 0 {frozen}"
+    expected = alone(f"--micro-batch-size 4 {flags}")
+    for found in ranks(2)(layouts.train, f"{FLAGS} {EP2} {flags}", STEPS):
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
