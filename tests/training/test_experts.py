@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RankPools
+from tests.tasks import chats, pairs
 from tests.training import layouts
 from tests.training.test_checkpoints import assert_same_state, newest
 
@@ -114,3 +115,27 @@ def test_a_frozen_expert_on_one_rank_hangs_no_other(ranks: RankPools, alone: Any
     expected = alone(f"--micro-batch-size 4 {flags}")
     for found in ranks(2)(layouts.train, f"{FLAGS} {EP2} {flags}", STEPS):
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+
+
+TASK_LAYOUTS = [(2, f"{EP2} --zero-stage 1"), (4, f"{PP2} {EP2}"), (4, f"{TP2} {SP} {EP4} {ETP1}")]
+
+
+@pytest.mark.parametrize(("ranks_needed", "flags"), TASK_LAYOUTS)
+def test_packed_chats_train_as_on_one_process(ranks: RankPools, tmp_path: Path, ranks_needed: int, flags: str) -> None:
+    """Without the balancing loss, which is of a microbatch: data-parallel ranks pack chats into other ones."""
+    data = chats.write_chats(tmp_path / "chats", chats.some_lengths(40, 32))
+    common = f"{FLAGS} --moe-aux-loss-coeff 0 --data-path {data} --split 1,0,0 --max-batch-len 64"
+    (expected,) = ranks(1)(chats.losses, common, STEPS)
+    for found in ranks(ranks_needed)(chats.losses, f"{common} {flags}", STEPS):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks_needed", "flags"), TASK_LAYOUTS)
+def test_preferences_train_as_on_one_process(ranks: RankPools, tmp_path: Path, ranks_needed: int, flags: str) -> None:
+    data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(24, 14))
+    common = f"{FLAGS} --moe-aux-loss-coeff 0 --data-path {data}"
+    (expected,) = ranks(1)(pairs.train, common, STEPS)
+    for found in ranks(ranks_needed)(pairs.train, f"{common} {flags}", STEPS):
+        # not the accuracies: in the first step rewards are zero but for rounding
+        for name in ("loss", "logps/chosen", "logps/rejected"):
+            assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-6), name
