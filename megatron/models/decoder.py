@@ -119,7 +119,9 @@ class DecoderBlock:
         assert count is not None
         weight = Shard((count, model.hidden_size), std=model.init_method_std, used_on="stream", cost=Router())
         shards = {"router.weight": weight}
-        one = self.mlp_shards(model, model.expert_ffn_size)
+        # a bias behind the sum over tensor-parallel ranks would have to be each expert's; no published mixture has any
+        unbiased = dataclasses.replace(self, biases=self.biases - {"up", "down"})
+        one = unbiased.mlp_shards(model, model.expert_ffn_size)
         for expert in range(count):
             own = {name: _of_expert(shard, expert, count, model.moe_router_topk / count) for name, shard in one.items()}
             shards |= below(f"experts.{expert}", own)

@@ -9,7 +9,8 @@ Sources: Shazeer et al. 2017 (arXiv:1701.06538); the balancing loss and the capa
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from megatron.models.kv_cache import CachedTokens
 from megatron.models.mlp import MLP, activation_of, discard_output
 from megatron.models.positions import Packing
 from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens
-from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
+from megatron.parallel.operators.products import grouped_linear
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import Shards
+from megatron.runtime.devices import device_of
 
 
 class Routing(NamedTuple):
@@ -76,21 +79,22 @@ class Expert(nn.Module):
         self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), ctx))
         self.down = RowParallelLinear(shards.below("down"), ctx)
 
+    @property
+    def up(self) -> ParallelLinear:
+        layer: ParallelLinear = getattr(self, self._up)
+        return layer
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, H] -> [n, H], this rank's part of the sum. n may be 0: the gradients are zeros then."""
-        inside = self._product(getattr(self, self._up), tokens)
+        inside = self.up.method.product(self.up, tokens)
+        return self.activated(inside, lambda x: self.down.method.product(self.down, x))
+
+    def activated(self, inside: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return down(activation(inside)), what lies between them recomputed where it is to be."""
         # an empty output has no memory by which it could be recognised
-        if self.discards_activation and self.training and len(tokens):
-            return discard_output(self.activation, self._down, inside)  # type: ignore[no-any-return]
-        return self._down(self.activation(inside))
-
-    def _down(self, inside: Tensor) -> Tensor:
-        return self._product(self.down, inside)
-
-    @staticmethod
-    def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor) -> Tensor:
-        output = layer.method.product(layer, x)
-        return output if layer.bias is None else output + layer.bias
+        if self.discards_activation and self.training and len(inside):
+            return discard_output(self.activation, down, inside)  # type: ignore[no-any-return]
+        return down(self.activation(inside))
 
 
 class Experts(nn.Module):
@@ -117,6 +121,15 @@ class Experts(nn.Module):
             if all(map(shared.ctx.holds, view.values()))
         }
         self.experts = nn.ModuleDict(held)
+        # adapters, 4 bits and fp8 compute an expert by itself; ZeRO-3 gathers its weights when it is called, and a
+        # pipeline schedule that defers their gradients takes them one by one
+        methods = {layer.method for expert in held.values() for layer in (expert.up, expert.down)}
+        self.is_grouped = (
+            device_of(shared.ctx.device.type).groups_products
+            and methods == {DENSE}
+            and shared.config.optimizer.zero_stage < 3
+            and shared.ctx.state.deferred is None
+        )
         self.shared: MLP | None = None
         if shards.below("shared"):
             is_gated = bool(shards.below("shared.gate_up"))
@@ -160,10 +173,17 @@ class Experts(nn.Module):
         experts_NK, weights_NK = experts.reshape(-1, self.topk), weights.reshape(-1, self.topk)
         kept_NK = None if kept is None else kept.reshape(-1, self.topk)
         dispatch = Dispatch.of(experts_NK, self.num_experts, self.ctx, kept_NK)
-        sorted_tokens = dispatch.to_experts(tokens_NH).split(dispatch.sizes)
-        # those without a token too: each parameter has a gradient then, on every rank and in every microbatch
-        outputs = [expert(own) for expert, own in zip(self.experts.values(), sorted_tokens, strict=True)]
-        return dispatch.from_experts(torch.cat(outputs), weights_NK, is_trained=self.is_trained)
+        tokens = dispatch.to_experts(tokens_NH)
+        own: list[Any] = list(self.experts.values())
+        if self.is_grouped:
+            ends, downs = dispatch.ends, [expert.down.weight for expert in own]
+            inside = grouped_linear(tokens, ends, [expert.up.weight for expert in own])
+            output = own[0].activated(inside, lambda x: grouped_linear(x, ends, downs))
+        else:
+            # those without a token too: each parameter has a gradient then, on every rank and in every microbatch
+            parts = zip(own, tokens.split(dispatch.sizes), strict=True)
+            output = torch.cat([expert(part) for expert, part in parts])
+        return dispatch.from_experts(output, weights_NK, is_trained=self.is_trained)
 
     @torch.no_grad()
     def _kept(self, routing: Routing, is_token_SB: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ et al. 2020, arXiv:2006.16668).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +34,16 @@ class Dispatch:
     """Choices [token][k] sorted by expert, without those that are dropped."""
     num_experts: int
     """Experts of this rank."""
-    sent: list[int]
-    """Tokens to each rank of the expert group."""
-    received: list[int]
-    """Tokens from each rank for each expert of this one, [source][expert]."""
+    counts: Tensor
+    """Tokens to each expert of all ranks, int64 [E]."""
+    arriving: Tensor
+    """Tokens from each rank for each expert of this one, int64 [source x expert]."""
 
     @classmethod
     def of(cls, experts_NK: Tensor, num_experts: int, ctx: ParallelContext, kept_NK: Tensor | None = None) -> Dispatch:
         """Return the ways to the chosen experts. Collective in the expert group.
 
-        `kept_NK`: False for choices that are dropped. Waits for the device, as sizes of messages are the host's.
+        `kept_NK`: False for choices that are dropped; their number is waited for.
         """
         choices = experts_NK.flatten()
         if kept_NK is not None:
@@ -54,16 +55,35 @@ class Dispatch:
             arriving = torch.empty_like(counts)
             with ctx.state.clock.phase(WAIT):
                 dist.all_to_all_single(arriving, counts, group=ctx.expert_group)
-        sizes: list[list[int]] = torch.stack([counts, arriving]).tolist()
-        per_rank = num_experts // ctx.expert_size
-        sent = [sum(sizes[0][first : first + per_rank]) for first in range(0, num_experts, per_rank)]
-        order = choices.argsort(stable=True)[: sum(sent)]
-        return cls(ctx, choices.numel(), order, per_rank, sent, sizes[1])
+        order = choices.argsort(stable=True)
+        if kept_NK is not None:
+            order = order[: int(counts.sum())]
+        return cls(ctx, choices.numel(), order, num_experts // ctx.expert_size, counts, arriving)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens for each expert of this rank."""
-        return [sum(self.received[index :: self.num_experts]) for index in range(self.num_experts)]
+        """Tokens for each expert of this rank. Waits for the device."""
+        return [sum(self._received[index :: self.num_experts]) for index in range(self.num_experts)]
+
+    @property
+    def ends(self) -> Tensor:
+        """Ends of the tokens of each expert of this rank, int32."""
+        return self.arriving.view(-1, self.num_experts).sum(0).cumsum(0).int()
+
+    @property
+    def _sent(self) -> list[int]:
+        """Tokens to each rank. Waits for the device, as sizes of messages are the host's."""
+        counts = self._host_counts[0]
+        return [sum(counts[first : first + self.num_experts]) for first in self._starts()]
+
+    @property
+    def _received(self) -> list[int]:
+        return self._host_counts[1]
+
+    @functools.cached_property
+    def _host_counts(self) -> list[list[int]]:
+        counts: list[list[int]] = torch.stack([self.counts, self.arriving]).tolist()
+        return counts
 
     def to_experts(self, tokens_NH: Tensor) -> Tensor:
         """Return the tokens for this rank's experts, those of one expert after the other. Collective."""
@@ -71,9 +91,8 @@ class Dispatch:
         tokens = _Sort.apply(tokens_NH, self.order_n, topk)
         if self.ctx.expert_size == 1:
             return tokens  # type: ignore[no-any-return]
-        from_ranks = [sum(self.received[at : at + self.num_experts]) for at in self._starts()]
-        tokens = _AllToAll.apply(tokens, self.sent, from_ranks, self.ctx)
-        return _reordered(tokens, self.received, len(self.sent), self.num_experts)
+        tokens = _AllToAll.apply(tokens, self._sent, self._from_ranks(), self.ctx)
+        return _reordered(tokens, self._received, self.ctx.expert_size, self.num_experts)
 
     def from_experts(self, outputs: Tensor, weights_NK: Tensor, *, is_trained: bool) -> Tensor:
         """Return the sum of each token's outputs, weighed: [N, H]. Collective.
@@ -82,20 +101,22 @@ class Dispatch:
         """
         num_tokens, topk = weights_NK.shape
         if self.ctx.expert_size > 1:
-            by_expert = [self.received[at + expert] for expert in range(self.num_experts) for at in self._starts()]
-            outputs = _reordered(outputs, by_expert, self.num_experts, len(self.sent))
+            by_expert = [self._received[at + expert] for expert in range(self.num_experts) for at in self._starts()]
+            outputs = _reordered(outputs, by_expert, self.num_experts, self.ctx.expert_size)
             if is_trained and torch.is_grad_enabled() and not outputs.requires_grad:
                 # the backward pass sends too: all ranks must have one, those whose own experts are frozen as well
                 outputs = outputs.detach().requires_grad_()
-            from_ranks = [sum(self.received[at : at + self.num_experts]) for at in self._starts()]
-            outputs = _AllToAll.apply(outputs, from_ranks, self.sent, self.ctx)
+            outputs = _AllToAll.apply(outputs, self._from_ranks(), self._sent, self.ctx)
         weighed = outputs * weights_NK.flatten()[self.order_n].unsqueeze(1)
         spread = _Unsort.apply(weighed.to(outputs.dtype), self.order_n, self.num_choices)
         return spread.view(num_tokens, topk, -1).sum(1)  # type: ignore[no-any-return]
 
+    def _from_ranks(self) -> list[int]:
+        return [sum(self._received[at : at + self.num_experts]) for at in self._starts()]
+
     def _starts(self) -> range:
-        """Indices in `received` at which the counts of each rank begin."""
-        return range(0, len(self.received), self.num_experts)
+        """Indices in counts of all ranks at which those of each begin."""
+        return range(0, len(self.counts), self.num_experts)
 
 
 def _reordered(tokens: Tensor, sizes: list[int], num_rows: int, num_columns: int) -> Tensor:

@@ -171,6 +171,8 @@ class Device:
     more."""
     has_linear_algebra: bool = False
     """It computes singular values; elsewhere the host does."""
+    groups_products: bool = False
+    """Experts are multiplied with their tokens in one call, which waits for no sizes."""
     fuses_adam: bool = False
     """torch's Adam has a fused kernel."""
     adamw: Callable[[], Any] | None = None

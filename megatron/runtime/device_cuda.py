@@ -139,6 +139,7 @@ CUDA = Device(
     attention=frozenset({"sdpa", "flex"}),
     has_flash_attention=True,
     has_linear_algebra=True,
+    groups_products=True,
     fuses_adam=True,
     has_bitsandbytes=True,
     compiles_by_triton=True,

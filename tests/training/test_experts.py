@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from megatron.models import experts
+from megatron.parallel.operators.products import grouped_linear
+from megatron.runtime.device_cpu import CPU
 from tests.ranks import RankPools
 from tests.tasks import chats, pairs
 from tests.training import layouts
@@ -139,3 +144,33 @@ def test_preferences_train_as_on_one_process(ranks: RankPools, tmp_path: Path, r
         # not the accuracies: in the first step rewards are zero but for rounding
         for name in ("loss", "logps/chosen", "logps/rejected"):
             assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("ranks_needed", "flags"),
+    [(1, "--recompute-granularity selective --recompute-modules mlp_act"), (2, f"{EP2} --micro-batch-size 2 --bf16")],
+)
+def test_products_of_all_experts_in_one_call_train_as_one_by_one(
+    ranks: RankPools, ranks_needed: int, flags: str
+) -> None:
+    """As on CUDA; torch has the operator for the CPU too."""
+    one_by_one = ranks(ranks_needed)(layouts.train, f"{FLAGS} {flags}", STEPS)
+    grouped = ranks(ranks_needed)(train_grouped, f"{FLAGS} {flags}", STEPS)
+    rel = 2e-2 if "bf16" in flags else 1e-6
+    for found, expected in zip(grouped, one_by_one, strict=True):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=rel)
+
+
+def train_grouped(arguments: str, steps: int) -> dict[str, Any]:
+    calls = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return grouped_linear(*given)
+
+    grouping = dataclasses.replace(CPU, groups_products=True)
+    with patch.object(experts, "device_of", lambda _: grouping), patch.object(experts, "grouped_linear", counted):
+        found = layouts.train(arguments, steps)
+    assert calls
+    return found

@@ -8,7 +8,8 @@ Shapes: [m, k] times [k, n].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,3 +144,52 @@ class _AddMM(torch.autograd.Function):
     def backward(function: Any, grad: Tensor) -> Any:
         (a, b), (_, needs_a, needs_b) = function.saved_tensors, function.needs_input_grad
         return grad, mm(grad, b.t()) if needs_a else None, mm(a.t(), grad) if needs_b else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups of tokens with a weight each, in one call of the device: n tokens in E groups, one after the other
+
+
+def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the product of each group with its own weight, transposed: [n, in] -> [n, out].
+
+    `ends`: int32 [E], where each group ends; groups may be empty. Rows are multiples of 16 bytes. Nothing waits for the
+    device.
+    """
+    return _GroupedLinear.apply(x, ends, *weights)  # type: ignore[no-any-return]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        function.weights = weights
+        function.save_for_backward(x if any(function.needs_input_grad[2:]) else None, ends)
+        return F.grouped_mm(x, stacked(weights).transpose(-2, -1), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        x, ends = function.saved_tensors
+        needs_x, _, *needs_weights = function.needs_input_grad
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, stacked(function.weights), offs=ends) if needs_x else None
+        of_weights: Sequence[Tensor | None] = [None] * len(needs_weights)
+        if x is not None:
+            every = F.grouped_mm(grad.t(), x, offs=ends)
+            of_weights = [each if needed else None for each, needed in zip(every, needs_weights, strict=True)]
+        return grad_x, None, *of_weights
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return the weights as one tensor, [E, out, in]: a view where they lie in one memory at equal distances.
+
+    So they do in the flat weights of DeepSpeed's 16-bit optimizers, which hold them in the order of the model.
+    """
+    first = weights[0]
+    offsets = {after.data_ptr() - before.data_ptr() for before, after in itertools.pairwise(weights)}
+    memories = {weight.untyped_storage().data_ptr() for weight in weights}
+    is_even = len(offsets) == len(memories) == 1 and min(offsets) > 0
+    if not is_even or not all(weight.is_contiguous() for weight in weights):
+        return torch.stack([weight.detach() for weight in weights])
+    distance = min(offsets) // first.element_size()
+    return first.detach().as_strided((len(weights), *first.shape), (distance, *first.stride()))
