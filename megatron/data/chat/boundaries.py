@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from megatron.data.chat.locating import Locator, Render
@@ -80,6 +79,7 @@ class Boundaries:
     def __init__(self, locator: Locator, spans: MessageSpans, memory: Memory):
         self._locator, self._spans, self._memory = locator, spans, memory
         self._template, self._messages, self._text = locator.template, locator.messages, locator.text
+        self._layout = _layout(locator.messages, locator.variables)
 
     def own_span(self, i: int) -> MessageSpan:
         """Return the span of message i. Raises TemplateFailure if there is none."""
@@ -115,18 +115,6 @@ class Boundaries:
         key = (own.number, self._layout, self._text[own.end : limit])
         known = self._memory.ends.get(key)
         return self._memory.ends.keep(key, self._end(own)) if known is None else known
-
-    @cached_property
-    def _layout(self) -> Key:
-        """Roles, keys and options: the template decides by them, beside the text that it writes."""
-        # templates often branch on the presence of a key, such as tool_calls
-        messages = tuple((message["role"], *message.keys()) for message in self._messages)
-        variables = self._locator.variables
-        if not variables:
-            return messages, ()
-        # of tools and documents their presence alone: each row has others
-        options = {name: value for name, value in variables.items() if name not in ("tools", "documents")}
-        return messages, (*variables, json.dumps(options, sort_keys=True))
 
     def _anchor(self, own: MessageSpan) -> MessageSpan | None:
         """Return the earlier message that ends last before this one: the reference point in other renders."""
@@ -240,6 +228,17 @@ class Boundaries:
         if is_single_end or len(markers) > 1:
             return markers[0].end()
         return min(begin, certain)
+
+
+def _layout(messages: Sequence[Message], variables: Mapping[str, Any]) -> Key:
+    """Return roles, keys and options: a template decides by them, beside the text that it writes."""
+    # templates often branch on the presence of a key, such as tool_calls
+    keys = tuple((message["role"], *message.keys()) for message in messages)
+    if not variables:
+        return keys, ()
+    # of tools and documents their presence alone: each row has others
+    options = {name: value for name, value in variables.items() if name not in ("tools", "documents")}
+    return keys, (*variables, json.dumps(options, sort_keys=True))
 
 
 def _writes_same(first: Render, second: Render | None) -> bool:

@@ -150,9 +150,10 @@ def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
 
 def list_of(value: Any, key: str) -> Any:
     """Return the value of a column of lists, which may be JSON text. Raises BadRow for other text."""
+    if not isinstance(value, str) or not value.strip():
+        return value
     parsed = _from_json(value, repr(key), f"bad {key}", "write a list")
-    is_text = isinstance(value, str) and bool(value.strip())
-    if is_text and not isinstance(parsed, list):
+    if not isinstance(parsed, list):
         raise BadRow(f"bad {key}", f"{key!r} is JSON text of a {type(parsed).__name__}; write a list")
     return parsed
 

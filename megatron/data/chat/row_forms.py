@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -255,8 +255,8 @@ def _check_labels(row: Row) -> None:
 def _settled(row: Row, chat: Chat) -> tuple[str, ...]:
     """Return the columns that were not read beside a conversation. Raises BadRow."""
     # apart: a column that only an answer repeats is not known to the model when it answers
-    answers = [message for message in chat.messages if message["role"] == "assistant"]
-    prompt = [message for message in chat.messages if message["role"] != "assistant"]
+    answers = (message for message in chat.messages if message["role"] == "assistant")
+    prompt = (message for message in chat.messages if message["role"] != "assistant")
     return row.settle(texts_of(prompt), texts_of(answers))
 
 
@@ -294,7 +294,7 @@ def _text_at(row: Row, key: str) -> str:
     return value
 
 
-def texts_of(messages: Sequence[Message]) -> Iterator[str]:
+def texts_of(messages: Iterable[Message]) -> Iterator[str]:
     """Yield the texts in the contents of messages."""
     for message in messages:
         yield from texts_in(message.get("content"))

@@ -348,6 +348,8 @@ class ChatTemplate:
         self._variables: dict[str, Any] = {**self._template.globals, "bos_token": "", "eos_token": "", **tokens}
         # transformers passes these always, so templates check whether they are none, not whether they are defined
         self._variables |= {"tools": None, "documents": None}
+        # each render gets the globals among its variables; Jinja would go through them once more, for imports
+        self._template.globals = self._marking.globals = {}
         self.bos_token: str = self._variables["bos_token"]
         eos = self._variables["eos_token"]
         self.end_marker = re.compile(f"{MARKER.pattern}|{re.escape(eos)}") if eos else MARKER
