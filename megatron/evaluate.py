@@ -7,7 +7,7 @@ Exit status: megatron/runtime/commands.py.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from megatron.runtime.early_interrupt import end_process_at_interrupt
+    from megatron.runtime.first_steps import end_process_at_interrupt
 
     end_process_at_interrupt()
 

@@ -7,7 +7,7 @@ Exit status: megatron/runtime/commands.py.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from megatron.runtime.early_interrupt import end_process_at_interrupt
+    from megatron.runtime.first_steps import end_process_at_interrupt
 
     end_process_at_interrupt()
 
@@ -22,7 +22,7 @@ from megatron.options.config import Config, ConfigError
 from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals
 from megatron.runtime.commands import DONE, REFUSED
-from megatron.runtime.devices import defer_backends
+from megatron.runtime.first_steps import defer_backends
 from megatron.runtime.network import adopt_mpi_variables
 from megatron.training.configure import load_settings, prepare_device
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from megatron.runtime.commands import DONE, FAILED
-from megatron.runtime.devices import defer_backends
 from megatron.runtime.files import READER_LEFT, discard_output
+from megatron.runtime.first_steps import defer_backends
 from megatron.runtime.terminal import for_stderr
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

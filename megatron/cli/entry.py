@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.runtime.early_interrupt import end_process_at_interrupt, raise_at_interrupt
+from megatron.runtime.first_steps import end_process_at_interrupt, raise_at_interrupt
 
 COMMANDS = ("megatron.cli", "megatron.cli.data")
 FAILED = 1

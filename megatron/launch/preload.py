@@ -10,7 +10,8 @@ import importlib
 import os
 
 from megatron.launch.child_processes import end_quietly_without_agent, end_with_parent
-from megatron.runtime.devices import defer_backends, launched_device
+from megatron.runtime.devices import launched_device
+from megatron.runtime.first_steps import defer_backends
 
 # The fork server ends with the agent, although the ranks hold its pipe open; the ranks end with the fork server.
 end_with_parent()()

@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED
-from megatron.runtime.devices import defer_backends
-from megatron.runtime.early_interrupt import raise_at_interrupt
 from megatron.runtime.files import READER_LEFT, discard_output
+from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
 from megatron.runtime.network import adopt_mpi_variables
 from megatron.runtime.terminal import for_stderr
 

@@ -163,16 +163,6 @@ def device_memory_bytes(device: Device) -> int | None:
         return None
 
 
-def defer_backends() -> None:
-    """Keep torch from loading backends of devices when it is imported; `choose_device` loads the one of the device.
-
-    For a rank, before anything imports torch: in eager mode the Gaudi software registers to be loaded by that import
-    (the entry point `torch.backends`). It then chooses the rank's module, and reads its variables, once: the rank
-    must know its place by then, and the variables of its record must be set.
-    """
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of graphs of a device (CUDA graphs, HPU graphs), known before torch and the device's software are loaded.
 

@@ -135,6 +135,19 @@ def test_wrong_flags_are_reported(flags: tuple[str, ...], said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
+def test_a_preparation_loads_nothing_of_trainings(tmp_path: Path, tokenizer: Path) -> None:
+    # pydantic and the records of devices were a tenth of the start
+    code = (
+        "import sys\nfrom megatron.cli.data import preprocess_chat\nassert preprocess_chat.main(sys.argv[1:]) == 0\n"
+        "print({'torch', 'pydantic', 'megatron.runtime.devices'} & set(sys.modules))"
+    )
+    source = chats(tmp_path / "in.jsonl", {"messages": turn("a", "b")})
+    flags: list[str | Path] = ["--input", source, "--output-prefix", tmp_path / "out", "--tokenizer-model", tokenizer]
+    command = [sys.executable, "-c", code, *flags, "--chat-template", "vicuna"]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("set()\n")
+
+
 def test_help_answers_without_loading_anything_heavy() -> None:
     code = (
         "import sys\nfrom megatron.cli.data import preprocess_chat\ntry:\n    preprocess_chat.main(['--help'])\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,10 @@ from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.index.indexed import DataError
 from megatron.data.prepare.block_encoder import Counts
 from megatron.data.prepare.rows import RowCounts
-from megatron.options.types import TrainOn
+
+# the types of options take pydantic with them, a tenth of the start of a preparation
+if TYPE_CHECKING:
+    from megatron.options.types import TrainOn
 
 Turns = Literal["together", "as_prompted"]
 TooLong = Literal["drop", "truncate", "split", "error"]

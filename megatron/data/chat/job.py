@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from megatron.data.chat.conversation import BadRow, Chat
-from megatron.data.chat.encoder import ChatCounts, ChatEncoder, ChatRules, Sample, TooLong, TrainOn, Turns
+from megatron.data.chat.encoder import ChatCounts, ChatEncoder, ChatRules, Sample, TooLong, Turns
 from megatron.data.chat.row_forms import AUTO, EXAMPLE, MIXED, PLAIN, RowReader
 from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text, load_tokenizer
 from megatron.data.index.indexed import DataError
 from megatron.data.prepare.block_encoder import Stream
 from megatron.data.prepare.rows import RowEncoder, RowsJob
+
+if TYPE_CHECKING:
+    from megatron.options.types import TrainOn
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.chat.encoder import TooLong, TrainOn
+from megatron.data.chat.encoder import TooLong
 from megatron.data.chat.job import ChatJob
 from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template, named_tokens, read_config
@@ -40,6 +40,7 @@ from megatron.data.prepare.manifest import read_manifest
 from megatron.launch.instructlab.arguments import DataProcessArgs
 from megatron.launch.plan import FineTuning
 from megatron.options.data import parse_data_path
+from megatron.options.types import TrainOn
 from megatron.runtime.files import parse_json, replacing
 
 logger = logging.getLogger("megatron.api")
