@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,16 +127,16 @@ LONGEST = 400
 
 
 def print_description(found: dict[str, Any]) -> None:
-    lines = {
-        "tag": found["tag"],
-        "size": f"{size(found['bytes'])} in {found['files']} file{'s' if found['files'] != 1 else ''}",
-        "parameters": f"{found['num_parameters']:,} in {len(found['parameters'])} tensors",
-        "kinds": ", ".join(found["kinds"]),
-        **metadata_lines(found["metadata"]),
-    }
+    lines = [
+        ("tag", found["tag"]),
+        ("size", f"{size(found['bytes'])} in {found['files']} file{'s' if found['files'] != 1 else ''}"),
+        ("parameters", f"{found['num_parameters']:,} in {len(found['parameters'])} tensors"),
+        ("kinds", ", ".join(found["kinds"])),
+        *metadata_lines(found["metadata"]),
+    ]
     print(found["folder"])
-    width = max(map(len, lines))
-    for key, value in lines.items():
+    width = max(len(key) for key, _ in lines)
+    for key, value in lines:
         text = value if len(value) <= LONGEST else value[:LONGEST] + " ..."
         # the metadata come from a file, and must not send control characters to the terminal
         print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in text)}")
@@ -144,20 +144,19 @@ def print_description(found: dict[str, Any]) -> None:
     print_parameters(found["parameters"])
 
 
-def metadata_lines(metadata: dict[str, Any]) -> dict[str, str]:
-    lines = {}
+def metadata_lines(metadata: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if run := metadata.get("run"):
-        lines["run"] = said(run["id"])
-        # from the parent on: setdefault keeps the first that comes
+        yield "run", said(run["id"])
+        # from the parent back to the first run
         for ancestor in reversed(run["ancestors"]):
-            lines.setdefault("began at", f"{said(ancestor['folder'])}, of run {said(ancestor['run'])}")
+            taken = "" if ancestor["is_continued"] else ", weights alone"
+            yield "began at", f"{said(ancestor['folder'])}, of run {said(ancestor['run'])}{taken}"
     for key in METADATA:
         if metadata.get(key) not in (None, {}, ""):
-            lines[key.replace("_", " ")] = said(metadata[key])
+            yield key.replace("_", " "), said(metadata[key])
     others = [key for key in metadata if key not in ("run", *METADATA)]
     if others:
-        lines["also"] = f"{', '.join(others)} (--json prints all)"
-    return lines
+        yield "also", f"{', '.join(others)} (--json prints all)"
 
 
 def print_parameters(parameters: dict[str, Any]) -> None:

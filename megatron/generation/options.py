@@ -13,11 +13,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megatron.options import types
-from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, Probability
 
 # the range of OpenAI's and vLLM's penalties of these names
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Share = Annotated[Number, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,7 +49,7 @@ class GenerationOptions:
     """Texts for each prompt. Of a beam search: the best ones, up to num_beams."""
     num_beams: Positive = 1
     """Beams of a beam search. 1: none."""
-    length_penalty: float = 1.0
+    length_penalty: Number = 1.0
     """Beam search: the score of a text is the sum of its log-probabilities divided by its length to this power. Above
     0: longer texts."""
     early_stopping: bool = False
@@ -60,7 +60,7 @@ class GenerationOptions:
     """Ids that end a text, beside the end-of-text tokens."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
-    logit_bias: tuple[tuple[NonNegative, float], ...] = ()
+    logit_bias: tuple[tuple[NonNegative, Number], ...] = ()
     """ID=BIAS ...: numbers to add to the logits of these ids."""
     seed: NonNegative = 0
     """A text drawn depends on the seed, the number of its prompt and the number of the sample alone."""

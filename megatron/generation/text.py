@@ -102,17 +102,13 @@ class GeneratedText:
         if self.is_stopped:
             return ""
         self._num_tokens += 1
-        new = self._decoder.add(token)
-        # no stop string counts yet, so nothing has to be kept back for one
-        if self._num_tokens < self._num_before_stop:
-            return new
-        return self._released(self._kept + new)
+        return self._released(self._decoder.add(token))
 
     def finish(self) -> str:
         """Return the rest of a text that ends here."""
         if self.is_stopped:
             return ""
-        text = self._released(self._kept + self._decoder.finish())
+        text = self._released(self._decoder.finish())
         rest, self._kept = self._kept, ""
         return text + rest
 
@@ -122,23 +118,23 @@ class GeneratedText:
         other._decoder = self._decoder.branch()
         return other
 
-    def _released(self, text: str) -> str:
-        # the earliest stop string ends the text, whichever of them it is
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if places:
-            self.is_stopped = True
-            self._kept = ""
-            return text[: min(places)]
+    def _released(self, new: str) -> str:
+        """Return what is certain of the kept text and the new one: all but what may begin a stop string."""
+        text, num_kept = self._kept + new, len(self._kept)
+        # one that has ended before min_new_tokens does not count, but one that has only begun by then does
+        if self._num_tokens >= self._num_before_stop:
+            ends_in_new = (text.find(stop, max(0, num_kept + 1 - len(stop))) for stop in self._stop)
+            # the earliest stop string ends the text, whichever of them it is
+            places = [place for place in ends_in_new if place >= 0]
+            if places:
+                self.is_stopped = True
+                self._kept = ""
+                return text[: min(places)]
         # the longest end of the text with which a stop string begins: it may be completed by the next id
         longest = max(map(len, self._stop), default=1) - 1
-        held = next(
-            (
-                size
-                for size in range(min(longest, len(text)), 0, -1)
-                if any(stop.startswith(text[-size:]) for stop in self._stop)
-            ),
-            0,
-        )
+        held = min(longest, len(text))
+        while held and not any(len(stop) > held and stop.startswith(text[-held:]) for stop in self._stop):
+            held -= 1
         self._kept = text[len(text) - held :]
         return text[: len(text) - held]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, DeviceName, NonNegative, Positive, TooLong, TrainOn
+from megatron.options.types import STRICT, DeviceName, NonNegative, Positive, TooLong, TrainOn, Whole
 
 Launcher = Literal["pdsh", "mpirun"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
@@ -27,7 +27,7 @@ class RankOptions:
     """Copies of the model, which share the data. Unset: what the layout leaves of the devices."""
     hostsfile: str | None = None
     """File with a line `<host> slots=<n>` for each node."""
-    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    master_port: Annotated[Whole, Field(ge=1, le=65535)] | None = None
     """Port of the first node. Unset: 29500 over several nodes, else a free one."""
     dry_run: bool = False
     """Print what would be started, and start nothing."""

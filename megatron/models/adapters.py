@@ -348,10 +348,7 @@ def faults(layers: Sequence[LayerDeclaration], form: TheirNames | None, config: 
 def _wrongly_saved(modules: Sequence[Module], targets: Sequence[Module], lora: LoraConfig) -> Iterator[str]:
     """Yield the faults of lora_modules_to_save, whose modules are trained whole beside the adapters of `targets`."""
     saveable = [module for module in modules if not module.is_tied_output]
-    for name in lora.lora_modules_to_save:
-        if not any(module.matches(name) for module in saveable):
-            names = _short_names(saveable)
-            yield f"lora_modules_to_save={name} matches no module of the model; use names among {names}"
+    yield from _unmatched_saves(saveable, lora)
     whole = [module for module in modules if _is_saved(module, lora)]
     places = {module.place for module in whole}
     missing = [module for module in saveable if module.place in places and module not in whole]
@@ -366,6 +363,13 @@ def _wrongly_saved(modules: Sequence[Module], targets: Sequence[Module], lora: L
             f"{_short_names(both)} is both in lora_target_modules and in lora_modules_to_save, which trains it whole; "
             "keep it in one of them"
         )
+
+
+def _unmatched_saves(saveable: Sequence[Module], lora: LoraConfig) -> Iterator[str]:
+    for name in lora.lora_modules_to_save:
+        if not any(module.matches(name) for module in saveable):
+            names = _short_names(saveable)
+            yield f"lora_modules_to_save={name} matches no module of the model; use names among {names}"
 
 
 def _wrong_patterns(option: str, patterns: Iterable[str], kind: type) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, NonNegativeFloat, Positive, PositiveFloat, Probability
+from megatron.options.types import STRICT, NonNegativeFloat, Number, Positive, PositiveFloat, Probability, Whole
 from megatron.runtime.device import Device
 
 MIN_FLEX_HEAD_SIZE = 16
@@ -65,7 +65,7 @@ class ModelConfig:
     """Base of the rotary frequencies (theta)."""
     rotary_base_local: PositiveFloat | None = None
     """Base in layers with the attention_window, without rope scaling. Unset: as in the others."""
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rotary_percent: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Share of the channels of each head that are rotated, the first ones."""
     rope_scaling_factor: PositiveFloat | None = None
     """Factor of Llama 3.1's frequency scaling. Unset: no scaling."""
@@ -77,7 +77,7 @@ class ModelConfig:
     """Context length of the original training, for Llama 3.1's scaling."""
     attention_window: Positive | None = None
     """Latest tokens that a token sees, itself included (sliding-window attention). Unset: all before it."""
-    attention_window_pattern: tuple[int, ...] = (1,)
+    attention_window_pattern: tuple[Whole, ...] = (1,)
     """Layers with the attention_window: 1 with it, 0 without; repeated over all layers."""
     attention_multiplier: PositiveFloat | None = None
     """Factor of the attention scores. Unset: 1 / sqrt(head size)."""

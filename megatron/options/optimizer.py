@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability, Whole
 
 OptimizerName = Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"]
 
@@ -127,7 +127,7 @@ class OptimizerConfig:
     """Momentum of SGD."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the whole model's gradient. 0: no clipping."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    zero_stage: Annotated[Whole, Field(ge=0, le=3)] = 0
     """ZeRO stage. Shard over data-parallel ranks: 1 optimizer states, 2 + gradients, 3 + parameters. In bf16 and fp16
     the optimizer states are always sharded. 2 and 3 run without a pipeline."""
     offload_optimizer: bool = False

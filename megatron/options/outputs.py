@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat
+from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat, Whole
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -127,7 +127,7 @@ class LoggingConfig:
     log_memory_interval: NonNegative = 100
     """Steps between two reports of every rank's memory; startup and the first step are always reported. 0: no
     reports."""
-    timing_log_level: Annotated[int, Field(ge=0, le=2)] = 0
+    timing_log_level: Annotated[Whole, Field(ge=0, le=2)] = 0
     """Time the phases of a step. 1: data, forward, backward, communication, optimizer, saves and evaluations. 2: also
     each kind of communication. 0: no timing."""
     wandb_project: str | None = None

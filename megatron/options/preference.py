@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, NonNegativeFloat, Positive, PositiveFloat
+from megatron.options.types import STRICT, NonNegativeFloat, Number, Positive, PositiveFloat
 
 Objective = Literal[
     "sigmoid",
@@ -40,7 +40,7 @@ class ObjectiveNeeds(NamedTuple):
     """Its log-probabilities are means over the tokens of an answer rather than sums."""
     is_unpaired: bool = False
     """It takes answers one by one."""
-    sft_weight: float = 0.0
+    sft_weight: Number = 0.0
     """Default of that option."""
 
 
@@ -100,7 +100,7 @@ class PreferenceConfig:
     each step. `stored`: the model at the start of the run, once before training, in files beside the data. `auto`:
     adapters_off with adapters, else stored."""
     # below 0.5: robust divides by 1 - 2 label_smoothing
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
     """sigmoid, robust, simpo, cpo: share of the pairs whose answers are taken to be the wrong way round. exo_pair:
     probability of the rejected answer, above 0; 1e-3 is usual."""
     discopop_tau: PositiveFloat = 0.05
@@ -108,9 +108,9 @@ class PreferenceConfig:
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     """Divergence from the reference (f-DPO), for objectives over the difference between two answers. `reverse_kl`: that
     of DPO."""
-    f_alpha: float = 0.5
+    f_alpha: Number = 0.5
     """f_divergence=alpha_divergence: its alpha. 1 is reverse_kl."""
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    ld_alpha: Annotated[Number, Field(ge=0, le=1)] | None = None
     """LD-DPO: weight of those tokens of the longer answer that are beyond the length of the shorter one, in the model's
     and the reference's log-probabilities. Unset: 1."""
     sft_weight: NonNegativeFloat | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megatron.options import types
-from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability
+from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability, Whole
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -192,7 +192,7 @@ class GuardConfig:
     spike_threshold: PositiveFloat = 6.0
     """Standard deviations above the running mean at which a loss, or the logarithm of a gradient norm, is a spike."""
     # one step has no deviation
-    spike_window: Annotated[int, Field(ge=2)] = 128
+    spike_window: Annotated[Whole, Field(ge=2)] = 128
     """Time constant, in steps, of the exponential running mean and deviation. No spike is detected before this many
     steps."""
     max_skipped_in_a_row: Positive = 10
@@ -201,7 +201,7 @@ class GuardConfig:
     max_skipped_in_window: Positive = 30
     """Abort with exit status 3 after this many skipped steps among the last skipped_window, counted in the same way.
     More than skipped_window: no such limit."""
-    skipped_window: Annotated[int, Field(ge=2)] = 100
+    skipped_window: Annotated[Whole, Field(ge=2)] = 100
     """Steps over which max_skipped_in_window counts."""
     rollback_skip_steps: Positive = 10
     """Steps whose samples a rollback leaves out: the spike and the steps before it, because the damaging update comes

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from megatron.runtime.devices import device_fault
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+def _no_switch(value: Any) -> Any:
+    """Return the value. True is an int to pydantic, so that `num_layers: yes` of a preset would mean one layer."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("switch", "must be a number, not {value}", {"value": str(value).lower()})
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_switch)]
+Number = Annotated[float, BeforeValidator(_no_switch)]
+Positive = Annotated[Whole, Field(gt=0)]
+NonNegative = Annotated[Whole, Field(ge=0)]
+PositiveFloat = Annotated[Number, Field(gt=0)]
+NonNegativeFloat = Annotated[Number, Field(ge=0)]
 # below 1: dropout scales what is left by 1 / (1 - p)
-Probability = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[Number, Field(ge=0, lt=1)]
 
 
 def _known_device(name: str) -> str:

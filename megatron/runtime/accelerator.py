@@ -61,7 +61,30 @@ def choose_device(device: str) -> str:
     # of an earlier choice; `rank_variables` sets it for a device from outside alone
     os.environ.pop(CHOSEN, None)
     os.environ.update(rank_variables(device))
+    if record not in DEVICES:
+        _check_record(record, requested)
     return device
+
+
+def _check_record(record: Device, requested: str) -> None:
+    """Raise DeviceError where DeepSpeed and torch do not have a user's device as its record describes it."""
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+    except ValueError as error:
+        fault = f"its accelerator={record.accelerator!r} cannot be had: {error}"
+        raise DeviceError(f"device {requested}: {fault}; correct the record") from None
+    import torch
+
+    torch_type, backend = torch.device(accelerator.device_name()).type, accelerator.communication_backend_name()
+    if record.torch_type != torch_type:
+        fault = f"its torch_type={record.torch_type!r} is not that of its tensors, which is {torch_type}"
+        raise DeviceError(f"device {requested}: {fault}; correct the record")
+    # the backend of DeepSpeed's accelerator may be registered only when DeepSpeed loads it
+    if record.collectives != backend and not torch.distributed.is_backend_available(record.collectives):
+        fault = f"its collectives={record.collectives!r} is no backend of this torch.distributed"
+        raise DeviceError(f"device {requested}: {fault}; use {backend}, or import what registers it in missing()")
 
 
 def _automatic() -> tuple[str, str]:

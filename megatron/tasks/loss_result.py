@@ -98,12 +98,12 @@ class MetricTable:
         `reduce` adds up over ranks in place, or with True takes the largest.
         """
         total, rows = sums.clone(), self._maxima
+        # what the sum makes of the maxima is replaced
         largest = total[rows, 0]
+        reduce(total, False)
         if rows:
             reduce(largest, True)
-            total[rows, 0] = 0.0
-        reduce(total, False)
-        total[rows, 0] = largest
+            total[rows, 0] = largest
         return [self._value(row, pair) for row, pair in enumerate(total.tolist())]
 
     def _value(self, row: int, pair: Sequence[float]) -> float:

@@ -338,9 +338,10 @@ class EngineState:
 
     # Gradients
 
-    def gradient_norm(self) -> Tensor | float | None:
-        """Return the gradient norm that DeepSpeed has found in this step."""
-        return getattr(self._optimizer, "_global_grad_norm", None)
+    def gradient_norm(self) -> Tensor | float:
+        """Return the gradient norm that DeepSpeed has found in this step: under ZeRO-2 and 3, and offload."""
+        norm: Tensor | float = self._optimizer._global_grad_norm
+        return norm
 
     def _uncounted_gradients(self) -> Callable[[], list[Tensor]]:
         """Return a function that finds the gradients of parameters that the first tensor-parallel rank holds too.

@@ -100,8 +100,7 @@ class UpdateGate:
         """Decide. The wait for the sum is the only one of a step, but for those of DeepSpeed's ZeRO optimizers."""
         facts = self._facts
         if facts is None:  # DeepSpeed has found the norm: the first rank's is everyone's
-            norm = self._state.gradient_norm()
-            norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=self._ctx.device)
+            norm = torch.as_tensor(self._state.gradient_norm(), dtype=torch.float32, device=self._ctx.device)
             facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
         mean_loss, grad_norm, num_bad, num_stops, *of_layers = facts.read()
         is_finite = not num_bad and math.isfinite(grad_norm)

@@ -462,6 +462,16 @@ def test_scripts_with_code_of_their_own_are_refused_by_name(
     assert gaudi_spawn.main(command) == 2
 
 
+def test_words_that_stand_apart_are_other_code_than_one_word() -> None:
+    assert digest("x = not found\n") != digest("x = notfound\n")
+    assert digest("x = not found\n") == digest("# y\nx  =  not  found\n\n")
+
+
+def test_a_digest_is_one_on_every_python() -> None:
+    # Python 3.12 and later cut an f-string into tokens; computed by 3.11 and 3.14
+    assert digest("""name = f"{a + b!r:>{width}} {{}} {f'{c}'}" "d"\n""") == "b278f8c58231de6f"
+
+
 @pytest.mark.parametrize("script", ["sft", "dpo", "merge_peft_adapter", "run_generation"])
 def test_other_scripts_with_code_of_their_own_are_refused_too(
     trl: Path, script: str, capsys: pytest.CaptureFixture[str]

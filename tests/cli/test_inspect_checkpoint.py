@@ -28,7 +28,8 @@ METADATA = {
         "id": "5af0",
         "start": {"load": "base"},
         "ancestors": [
-            {"run": "1e3c", "folder": "base/global_step2", "token": "t", "iteration": 2, "is_continued": True}
+            {"run": "07d2", "folder": "first/global_step9", "token": "s", "iteration": 9, "is_continued": False},
+            {"run": "1e3c", "folder": "base/global_step2", "token": "t", "iteration": 2, "is_continued": True},
         ],
     },
     "progress": {"iteration": 7, "consumed_samples": 56000},
@@ -91,6 +92,7 @@ def test_content_of_a_checkpoint_is_printed(tmp_path: Path, capsys: pytest.Captu
         "  kinds             weight, exp_avg",
         "  run               5af0",
         "  began at          base/global_step2, of run 1e3c",
+        "  began at          first/global_step9, of run 07d2, weights alone",
         "  progress          iteration 7, consumed_samples 56,000",
         "  layout            tensor_model_parallel_size 2, zero_stage 1",
         "  versions          torch 2.13.0",

@@ -142,3 +142,21 @@ def test_stop_strings_wait_for_the_minimum(tokenizer: Tokenizer) -> None:
     found, is_stopped = generated(tokenizer, "ab cccc ab", stop=("ab",), min_new_tokens=4)
     assert is_stopped
     assert "".join(found).strip() == "ab cccc"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "minimum", "expected"),
+    [
+        ("xyabc z", ("yab",), 3, "x"),  # begun before the minimum, ended after it
+        ("xyabc z", ("ya", "yab"), 4, "x"),  # the shorter one ended before it
+        ("xyabc z", ("ab", "xyabc"), 5, ""),  # a stop string within the beginning of another one does not count
+        ("xyabc z", ("yab",), 6, "xyabc z"),
+    ],
+)
+def test_a_stop_string_that_ends_after_the_minimum_counts(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], minimum: int, expected: str
+) -> None:
+    # the marker of a space is a token of its own, which a tokenizer of sentencepiece's kind puts first
+    space = len(ids_of(tokenizer, "x")) - 1
+    found, _ = generated(tokenizer, text, stop=stop, min_new_tokens=minimum + space)
+    assert "".join(found).strip() == expected

@@ -53,6 +53,16 @@ ABSENT = Device(
     name="absent", accelerator="cpu", torch_type="cpu", collectives="gloo", missing=lambda: "its cable is out"
 )
 OTHER = 1
+
+
+def wrong(accelerator="cpu", torch_type="cpu", collectives="gloo"):
+    return Device(name="wrong", accelerator=accelerator, torch_type=torch_type, collectives=collectives, missing=str)
+
+
+NO_ACCELERATOR = wrong(accelerator="abacus")
+NO_TYPE = wrong(torch_type="abacus")
+OTHER_TYPE = wrong(torch_type="cuda")
+NO_COLLECTIVES = wrong(collectives="pigeons")
 '''
 
 
@@ -95,12 +105,17 @@ def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) ->
         ("outside:NONE", "parallel.device='outside:NONE': cannot be loaded: AttributeError: module 'outside' has no"),
         ("outside:OTHER", "parallel.device='outside:OTHER': is a int; give a megatron.runtime.device.Device"),
         ("outside:ABSENT", "device outside:ABSENT is not there: its cable is out"),
+        ("outside:NO_ACCELERATOR", "device outside:NO_ACCELERATOR: its accelerator='abacus' cannot be had: DS_ACCEL"),
+        ("outside:NO_TYPE", "device outside:NO_TYPE: its torch_type='abacus' is not that of its tensors, which is cpu"),
+        ("outside:OTHER_TYPE", "its torch_type='cuda' is not that of its tensors, which is cpu; correct the record"),
+        ("outside:NO_COLLECTIVES", "its collectives='pigeons' is no backend of this torch.distributed; use gloo, or"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused_by_name(folder: Path, device: str, said: str) -> None:
     done = launched(folder, device)
     assert done.returncode != 0
     assert said in " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in done.stdout + done.stderr
     assert not (folder / "asked_0").exists()
 
 

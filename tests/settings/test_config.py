@@ -54,6 +54,27 @@ def test_command_line_fills_an_empty_section_of_a_preset(tmp_path: Path) -> None
     assert load_config([*VALID, "--config", preset, "--num-layers", "8"], 1).model.num_layers == 8
 
 
+def test_a_switch_is_no_number() -> None:
+    # pydantic alone takes True for 1
+    tree = {
+        "model": {"num_layers": True, "attention_window_pattern": [1, False], "rotary_percent": True},
+        "optimizer": {"lr": True, "zero_stage": True},
+        "training": {"seed": 3.0, "bf16": True},
+        "logging": {"timing_log_level": False},
+    }
+    with pytest.raises(ConfigError) as raised:
+        from_dict(tree)
+    assert {fault.split(":")[0] for fault in raised.value.faults} == {
+        "model.num_layers=True",
+        "model.attention_window_pattern=1 False",
+        "model.rotary_percent=True",
+        "optimizer.lr=True",
+        "optimizer.zero_stage=True",
+        "logging.timing_log_level=False",
+    }
+    assert "optimizer.lr=True: must be a number, not true" in raised.value.faults
+
+
 def test_a_later_preset_wins_option_by_option(tmp_path: Path) -> None:
     model, recipe = tmp_path / "model.yaml", tmp_path / "recipe.yaml"
     model.write_text("model: {num_layers: 6}\ntraining: {train_iters: 9, seed: 5}\noptimizer: {lr: 1.0e-3}\n")

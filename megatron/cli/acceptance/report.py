@@ -276,29 +276,47 @@ def cards() -> list[tuple[str, str, str]]:
 
 def check_software(devices: int) -> Group:
     """Return the versions found here, and whether they belong together; `devices`: cards of the test."""
+    names, drivers, memories = _distinct(cards())
     group = Group("software")
-    found = cards()
     group.facts = {
         "cards": f"{devices} of {count_devices()}",
-        "card": ", ".join(sorted({name for name, _, _ in found})) or "unknown (no hl-smi)",
-        "driver": ", ".join(sorted({driver for _, driver, _ in found})) or "unknown (no hl-smi)",
-        "memory, MiB": ", ".join(sorted({memory for _, _, memory in found})) or "unknown (no hl-smi)",
+        "card": ", ".join(names) or "unknown (no hl-smi)",
+        "driver": ", ".join(drivers) or "unknown (no hl-smi)",
+        "memory, MiB": ", ".join(memories) or "unknown (no hl-smi)",
         "python": platform.python_version(),
         **{package: installed(package) for package in PACKAGES},
         "Linux": platform.release(),
     }
     group.variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(REPORTED)}
     plugin, torch = (group.facts[name] for name in PACKAGES[:2])
-    release = release_of(plugin)
-    detail = "" if release else f"docs/start/gaudi.md lists no release of habana-torch-plugin {plugin}"
-    # 2.9.0+hpu and 2.10.0a0+git are builds of 2.9.0 and 2.10.0
-    if release and torch.split("+")[0].split("a")[0] != release.torch:
-        detail = f"Gaudi software {release.software} has torch {release.torch}, and torch {torch} is installed"
-    group.checks.append(Check("torch is the one of the Gaudi software (0: yes)", float(bool(detail)), 0.0, detail))
-    # 1.24 of 1.24.1-5b2d8f1
-    drivers = {".".join(driver.split("-")[0].split(".")[:2]) for _, driver, _ in found}
+    group.checks.append(_agreement("torch is the one of the Gaudi software", _torch_fault(plugin, torch)))
     if drivers:
-        minor = ".".join(plugin.split(".")[:2])
-        detail = "" if drivers == {minor} else f"driver {group.facts['driver']}, habana-torch-plugin {plugin}"
-        group.checks.append(Check("driver and plugin are of one release (0: yes)", float(bool(detail)), 0.0, detail))
+        group.checks.append(_agreement("driver and plugin are of one release", _driver_fault(plugin, drivers)))
     return group
+
+
+def _distinct(rows: list[tuple[str, str, str]]) -> list[list[str]]:
+    """Return the sorted values of each of the three columns; of no rows, three empty lists."""
+    return [sorted({row[column] for row in rows}) for column in range(3)]
+
+
+def _agreement(name: str, fault: str) -> Check:
+    return Check(f"{name} (0: yes)", float(bool(fault)), 0.0, fault)
+
+
+def _torch_fault(plugin: str, torch: str) -> str:
+    release = release_of(plugin)
+    if release is None:
+        return f"docs/start/gaudi.md lists no release of habana-torch-plugin {plugin}"
+    # 2.9.0+hpu and 2.10.0a0+git are builds of 2.9.0 and 2.10.0
+    if torch.split("+")[0].split("a")[0] != release.torch:
+        return f"Gaudi software {release.software} has torch {release.torch}, and torch {torch} is installed"
+    return ""
+
+
+def _driver_fault(plugin: str, drivers: list[str]) -> str:
+    minor = plugin.split(".")[:2]
+    # 1.24 of 1.24.1-5b2d8f1
+    if all(driver.split("-")[0].split(".")[:2] == minor for driver in drivers):
+        return ""
+    return f"driver {', '.join(drivers)}, habana-torch-plugin {plugin}"

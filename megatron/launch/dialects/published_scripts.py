@@ -22,52 +22,52 @@ LAYOUT = {tokenize.NEWLINE: "\n", tokenize.INDENT: ">", tokenize.DEDENT: "<"}
 # digests of the published files, by name
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "sft": (
-        "bd904620c215af92",
-        "a4d6e969ab66ed3e",
-        "bbb36bd2144a0c6d",
-        "a80c8cd1e4239591",
-        "a4e787b2f6a0c42c",
-        "e0c96653612ac192",
-        "e7bd8f4bfb8a3684",
+        "78e62794b7ac19e2",
+        "a16139a9f78feae3",
+        "b0364b38d1b71c48",
+        "e4cb5047c2db5457",
+        "edc5384a7db9c03f",
+        "afcb7c0efce5a833",
+        "0bf9c2e53c9d00d7",
     ),
     "dpo": (
-        "b776476715f20066",
-        "98b69570cb28a965",
-        "5def527a9d6e8676",
-        "9ae71e10a0fbac5f",
+        "9e1c17cfcb1c77af",
+        "d471b207d8d3daf2",
+        "d15979f9f6452c53",
+        "302aec89af44af20",
     ),
-    "merge_peft_adapter": ("f9de5f1602664ea1",),
+    "merge_peft_adapter": ("495aa260d374aa9f",),
     "run_generation": (
-        "7a713c422dd4b9b2",
-        "d896bc57d87b6d21",
-        "2930d63de8d443e5",
-        "8a7e5417d65600ee",
-        "4903287f76444eea",
-        "f05ee10b5ff36ef5",
-        "3669e84a177688eb",
-        "f49b670c7fd27fa6",
-        "bba0027536d92c30",
-        "373a80778759192e",
-        "f9c4a5cf97c622bf",
-        "acdba4c1e323bf87",
-        "9689e766fc695c8a",
-        "5fafdb2d57bcef83",
-        "6bcbba073d0a01dc",
-        "a01cfa3e7742667f",
-        "ba994a8043ba9e20",
-        "5577e8a60d7ef984",
-        "54fd8bb09c395699",
-        "27ac646bb311c785",
-        "4cbe12c5d627790e",
+        "25688dfe7df18072",
+        "9b0a483a05f731c6",
+        "7fe448d6e2eb84d8",
+        "944aa9f1429fc8bf",
+        "4903c12ca47102c8",
+        "50a9c63e83c31181",
+        "8d0cdd3bcf217fe5",
+        "66d96937172bcca1",
+        "ed57a98cb79c470e",
+        "3ee24b332a68077f",
+        "a3ab38145b403742",
+        "0240bcd118cd6010",
+        "0d092114b6756948",
+        "6b66c7a571fcf442",
+        "7f0e1ba0d9f23bfa",
+        "864eaf87a742afd2",
+        "7026d9c9d5df603d",
+        "40423a32324d6aea",
+        "0bad3cf0de015cda",
+        "b70c9f6a90918bd6",
+        "4ecd69c1d27de266",
     ),
     "finetune": (
-        "afd87bd27df1c4ad",
-        "67f4726e7d68225b",
-        "76a802e0262ba25b",
+        "3832bcda7132d278",
+        "7cb4e6f561467bd4",
+        "50c6548ce28c63f1",
     ),
-    "dataloader": ("89e5a768e5ded81d",),
-    "data_module": ("51ff4bf1561c7004",),
-    "utils": ("35a8a0f17944ca66",),
+    "dataloader": ("6ca880186932d291",),
+    "data_module": ("257a96b2276d3272",),
+    "utils": ("d483edd7acdf8283",),
 }
 BESIDE = {"finetune": ("dataloader", "data_module", "utils")}
 """Modules beside a script that it takes its code from."""
@@ -78,7 +78,7 @@ def digest(text: str) -> str:
 
     Raises tokenize.TokenError or SyntaxError for text that is not Python.
     """
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LEFT_OUT]
+    tokens = [token for token in _tokens(text) if token.type not in LEFT_OUT]
     words: list[str] = []
     begins_statement = True
     for index, token in enumerate(tokens):
@@ -88,7 +88,33 @@ def digest(text: str) -> str:
         if not (token.type == tokenize.NEWLINE and begins_statement):
             words.append(LAYOUT.get(token.type, token.string))
         begins_statement = token.type in LAYOUT
-    return hashlib.sha256("".join(words).encode()).hexdigest()[:16]
+    # separated: `not found` is other code than `notfound`
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    """Yield the tokens, an f-string as one, with its text: from Python 3.12 on its parts are tokens of their own."""
+    lines = io.StringIO(text).readlines()
+    begin, depth = (0, 0), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            begin = begin if depth else token.start
+            depth += 1
+        elif kind == "FSTRING_END":
+            depth -= 1
+        if depth == 0 and kind == "FSTRING_END":
+            yield tokenize.TokenInfo(tokenize.STRING, _between(lines, begin, token.end), begin, token.end, token.line)
+        elif depth == 0:
+            yield token
+
+
+def _between(lines: list[str], begin: tuple[int, int], end: tuple[int, int]) -> str:
+    """Return the text between two positions, each a row, counted from 1, and a column."""
+    rows = lines[begin[0] - 1 : end[0]]
+    rows[-1] = rows[-1][: end[1]]
+    rows[0] = rows[0][begin[1] :]
+    return "".join(rows)
 
 
 def check_script(script: str) -> Iterator[str]:
