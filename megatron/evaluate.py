@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.evaluation.command import EvaluateCommand, build_evaluate_parser, read_command
+from megatron.evaluation.options import EvaluateCommand, build_evaluate_parser, read_command
 from megatron.generation.process import announce, work_with_model
 from megatron.options.config import ConfigError
 from megatron.resilience.process import leave, status_of

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.generation.command import GenerateCommand, build_generate_parser, read_command
+from megatron.generation.options import GenerateCommand, build_generate_parser, read_command
 from megatron.generation.process import announce, work_with_model
 from megatron.resilience.process import leave, status_of
 

@@ -161,12 +161,15 @@ class House:
         return reached
 
     def small_files(self) -> list[str]:
-        """Files below SMALL code lines that one other file imports; families are short by intent."""
+        """Files below SMALL code lines that one other file imports; families are short by intent.
+
+        An empty `__init__.py` is not counted: a folder needs it, whoever imports it.
+        """
         importers = Counter(imported for modules in self.imports.values() for imported in modules)
         return [
             file.module
             for file in self.files
-            if file.code_lines < SMALL and importers[file.module] == 1 and ".families." not in file.module
+            if 0 < file.code_lines < SMALL and importers[file.module] == 1 and ".families." not in file.module
         ]
 
     def rooms(self) -> Counter[str]:

@@ -15,7 +15,7 @@ from megatron.data.label_file import LabelFile, create_label_file
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
-from megatron.tasks.loss_batch import LossBatch, Teacher
+from megatron.tasks.loss_function import LossBatch, Teacher
 from megatron.tasks.pretrain import PretrainTask
 from megatron.training.build import build_engine
 from megatron.training.resume import find_start, restore_start

@@ -48,16 +48,14 @@ MOST_FLOORS = 11
 
 # Limits of what `python -m tests.house` prints. Each is the figure of the day, rounded up: lower it where you can.
 LIMITS = {
-    "files below 60 code lines with one importer": 18,
+    "files below 60 code lines with one importer": 8,
     "ternaries in 1,000 code lines": 22,
     "branches in 1,000 code lines": 234,
-    "functions of more than 12 branches": 2,
+    "functions of more than 12 branches": 0,
     "lines of imports, % of the code lines": 10.1,
 }
 MOST_FILES = 18
-CROWDED = {
-    "megatron/generation": 19,
-}
+CROWDED: dict[str, int] = {}
 """Rooms with more files than MOST_FILES: split or join."""
 LEAST_COMMENTS = 5.4
 """Own-line comments, % of the code lines: raise it."""
@@ -74,9 +72,9 @@ LIGHT = (
     "models.registry",
     "models.rules",
     "options.config",
-    "options.presets",
     "options.progress",
     "options.schedule",
+    "options.stored",
     "plan.describe",
     "runtime.accelerator",
     "runtime.commands",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.runtime.terminal import folded
+from megatron.runtime.commands import folded
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ["--config", "tiny_llama"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from examples.unlearning import losses
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.parallel.context import ParallelContext
-from megatron.tasks.loss_batch import LossBatch
+from megatron.tasks.loss_function import LossBatch
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks.chats import write_chats

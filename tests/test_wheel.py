@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from megatron.options.presets import PRESETS_DIR
+from megatron.options.stored import PRESETS_DIR
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.options.config import option_doc, sections
 from megatron.options.flags import flag, shown
-from megatron.options.presets import PRESETS_DIR, read_preset
-from megatron.options.stored import from_dict
+from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
 from megatron.options.training import ParallelConfig
 from megatron.plan.flops import count_parameters
 

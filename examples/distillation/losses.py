@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.tasks.loss_batch import LossBatch, Teacher
+from megatron.tasks.loss_function import LossBatch, Teacher
 
 
 def forward_kl(log_probs: Tensor, batch: LossBatch, teacher: Teacher) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.tasks.loss_batch import LossBatch
+from megatron.tasks.loss_function import LossBatch
 
 BETA = 0.1
 """The smaller, the further `npo` lets a sample be forgotten before its loss levels off."""

@@ -1,7 +1,7 @@
 """The checkpoint format: names in a folder, fragments, file headers and the manifest. Nothing is pickled or executed.
 
     SAVE/latest                                      the tag of the newest whole checkpoint, such as global_step100;
-                                                     the second line is the JSON of its run (lineage.py)
+                                                     the second line is the JSON of its run (folders.py)
     SAVE/global_step100/checkpoint.json              the manifest: metadata, parameters, files and their checksums
     SAVE/global_step100/rank_00000.safetensors, ...  one for each rank that owns something
     SAVE/.global_step100.partial-TOKEN/              a save in progress; renamed when it is complete

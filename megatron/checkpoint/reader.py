@@ -18,7 +18,19 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from megatron.checkpoint.folders import MANIFEST, REMEDY, TAG, checkpoint_folders, holds_checkpoints, open_file
+from megatron.checkpoint.folders import (
+    MANIFEST,
+    REMEDY,
+    START_OPTIONS,
+    TAG,
+    UNRECORDED,
+    Run,
+    checkpoint_folders,
+    holds_checkpoints,
+    of_run,
+    open_file,
+    run_in,
+)
 from megatron.checkpoint.foreign import foreign_format, is_model
 from megatron.checkpoint.format import (
     ITEM_BYTES,
@@ -34,9 +46,7 @@ from megatron.checkpoint.format import (
     read_manifest,
     safetensors_header,
 )
-from megatron.checkpoint.lineage import START_OPTIONS, UNRECORDED, Run, of_run, run_in
-from megatron.checkpoint.slices import copy_overlap, regions
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.source import Slice, WeightSource, copy_overlap, regions
 from megatron.options.config import CheckpointConfig
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import parse_json

@@ -12,9 +12,8 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.checkpoint.folders import LEFTOVER, checkpoint_folders, iteration_of
+from megatron.checkpoint.folders import LEFTOVER, Run, checkpoint_folders, iteration_of, of_run
 from megatron.checkpoint.format import CheckpointError, hidden_path
-from megatron.checkpoint.lineage import Run, of_run
 from megatron.checkpoint.writer import make_folder, remove_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.folders import Run
 from megatron.checkpoint.format import (
     ITEM_BYTES,
     CheckpointError,
@@ -30,7 +31,6 @@ from megatron.checkpoint.format import (
     hidden_path,
     rank_file,
 )
-from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import read_latest
 from megatron.checkpoint.save_folder import SaveFolder
 from megatron.checkpoint.writer import ManifestEntries, Writer, anonymous_memory, commit, header_bytes_for

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
-from megatron.runtime.commands import DONE, FAILED
+from megatron.runtime.commands import DONE, FAILED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends
-from megatron.runtime.terminal import for_stderr
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -26,6 +27,28 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__()
         self.signum = signum
+
+
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def byte_size(num_bytes: int) -> str:
+    for unit, scale in UNITS:
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def jsonable(value: Any) -> Any:
+    """Replace the numbers that JSON cannot express by "nan" and "inf"."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [jsonable(each) for each in value]
+    # json.dumps would write NaN, which other readers of JSON refuse
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 Main = Callable[[Sequence[str] | None], int]

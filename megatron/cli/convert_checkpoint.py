@@ -133,6 +133,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokenizer",
+        type=Path,
         metavar="DIR",
         help="folder whose tokenizer files are copied into hf or peft (default: --load if hf)",
     )
@@ -185,9 +186,9 @@ def write(model: WholeModel, folder: Path, arguments: argparse.Namespace) -> Non
         copied = conversion.write_huggingface(
             model,
             folder,
-            precision=DTYPES[arguments.dtype] if arguments.dtype else None,
+            precision=DTYPES.get(arguments.dtype),
             max_shard_bytes=arguments.max_shard_bytes,
-            tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
+            tokenizer=arguments.tokenizer,
             progress=bar.update,
         )
     print_copied(copied)
@@ -259,8 +260,11 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
         wanted = importlib.util.find_spec("transformers") is not None
     if wanted:
         # DeepSpeed's folder names no model: it is opened by what the source was opened by
-        preset = arguments.config if arguments.to == "universal" else None
-        architecture = source.config.model.architecture if arguments.to == "hf" else None
+        preset, architecture = None, None
+        if arguments.to == "universal":
+            preset = arguments.config
+        elif arguments.to == "hf":
+            architecture = source.config.model.architecture
         result = conversion.open_model(work, preset, architecture=architecture)
         print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
 
@@ -274,7 +278,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights.peft import export
 
     source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)
-    precision: Precision = DTYPES[arguments.dtype] if arguments.dtype else "fp32"
+    precision: Precision = DTYPES.get(arguments.dtype, "fp32")
     numel = count(source.shards)
     check_space(work, numel * TYPES[precision].itemsize, "--save")
     print(f"reading adapters: {source.checkpoint.folder}, {numel:,} parameters", flush=True)
@@ -287,7 +291,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
         base_name=source.base_name,
         identity=source.identity,
         precision=precision,
-        tokenizer=Path(arguments.tokenizer) if arguments.tokenizer else None,
+        tokenizer=arguments.tokenizer,
     )
     print_copied(copied)
     content = export.adapter_config(source.config, source.base_name)

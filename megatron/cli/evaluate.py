@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.cli.command import command
-from megatron.evaluation.command import build_evaluate_parser, read_command
+from megatron.evaluation.options import build_evaluate_parser, read_command
 from megatron.launch.inference import InferenceCommand
 
 

@@ -24,9 +24,8 @@ from megatron.cli.acceptance.kernels import read_checks
 from megatron.cli.acceptance.report import AcceptanceReport, Check, Group, check_software, summary
 from megatron.cli.command import command, run_command
 from megatron.launch.child_processes import InterruptedBySignal, interruptible
-from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, shell_status
+from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, counted, for_stderr, shell_status
 from megatron.runtime.device_hpu import count_devices, has_gaudi_plugin
-from megatron.runtime.terminal import for_stderr
 
 PARTS = ("kernels", "losses", "throughput")
 MODES = ("lazy", "eager")
@@ -85,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stopped by {signal.Signals(stop.number).name}{acceptance.kept()}", file=sys.stderr)
         return shell_status(-stop.number)
     # a test that ran to its end may have failed checks
-    return FAILED if status == DONE and not acceptance.report.passed else status
+    if status == DONE and not acceptance.report.passed:
+        return FAILED
+    return status
 
 
 def _faults(options: argparse.Namespace, found: int, folder: Path) -> Iterator[str]:
@@ -114,7 +115,7 @@ class _Test:
         self._file = folder / "report.txt"
         self._identifies = options.identify
         self._parts = dict(_parts(options, folder))
-        title = f"Gaudi acceptance test, {options.devices} card{'s' * (options.devices > 1)}"
+        title = f"Gaudi acceptance test, {counted(options.devices, 'card')}"
         self.report = AcceptanceReport(title, (), tuple(self._parts))
 
     def run(self) -> None:
@@ -130,7 +131,9 @@ class _Test:
             # a new report after each part: a machine that goes down leaves the last one
             groups, left = [*self.report.groups, group], tuple(self._parts)[number:]
             self.report = AcceptanceReport(self.report.title, groups, left)
-            sent = self.report if self._identifies else self.report.anonymous(self._folder)
+            sent = self.report
+            if not self._identifies:
+                sent = sent.anonymous(self._folder)
             try:
                 sent.write(self._file)
             except OSError:
@@ -143,8 +146,12 @@ class _Test:
     def kept(self) -> str:
         """Return the end of a message that says what is left of a test that did not end."""
         left = len(self.report.not_run)
-        text = f"; {left} of {len(self._parts)} parts have not ended" if left else ""
-        return f"{text}; report so far: {self._file}" if self._file.is_file() else text
+        text = ""
+        if left:
+            text += f"; {left} of {len(self._parts)} parts have not ended"
+        if self._file.is_file():
+            text += f"; report so far: {self._file}"
+        return text
 
 
 def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[], Group]]]:
@@ -152,11 +159,10 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
     for mode in options.modes:
         if "kernels" in options.parts:
             yield f"kernels, {mode} mode", partial(_kernels, folder, mode)
-        for model in options.models if "losses" in options.parts else ():
-            yield (
-                f"{model}, {mode} mode",
-                partial(runs.compare_losses, folder, model, mode, options.devices, options.steps),
-            )
+        if "losses" in options.parts:
+            for model in options.models:
+                part = partial(runs.compare_losses, folder, model, mode, options.devices, options.steps)
+                yield f"{model}, {mode} mode", part
         if "throughput" in options.parts:
             yield (
                 f"throughput, {mode} mode",

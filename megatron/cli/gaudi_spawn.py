@@ -23,26 +23,17 @@ from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
 from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
+from megatron.launch.dialects import spawn_requests
 from megatron.launch.dialects.hl_requests import inference_request, legend
 from megatron.launch.dialects.published_scripts import check_script
 from megatron.launch.dialects.spawn_flags import GENERATION, TABLES
 from megatron.launch.dialects.spawn_generation import generation_request
-from megatron.launch.dialects.spawn_requests import (
-    Kind,
-    Ranks,
-    SpawnCommand,
-    finetune_request,
-    named,
-    read_words,
-    script_request,
-)
 from megatron.launch.inference import refused
 from megatron.launch.plan import parse_hostsfile
 from megatron.options.dialect import flag_words, nearest, suggestion
 from megatron.options.flags import flag
-from megatron.runtime.commands import DONE
+from megatron.runtime.commands import DONE, folded, for_stderr
 from megatron.runtime.devices import detect_device, device_fault, find_device
-from megatron.runtime.terminal import folded, for_stderr
 
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
 SCRIPTS = {
@@ -119,14 +110,14 @@ def _unknown_script(line: SpawnLine) -> str:
     if line.name in OTHERS:
         return f"{line.script} is not run here; use {OTHERS[line.name]}"
     near = nearest(line.name, SCRIPTS)
-    hint = f"did you mean {near}.py? " if near else ""
+    hint = suggestion(near and f"{near}.py", "use one of them;")
     names = ", ".join(f"{name}.py" for name in SCRIPTS)
-    return f"{line.script} is not one of the scripts; {hint}they are {names}. For code of your own use torchrun"
+    return f"{line.script} is not one of the scripts; {hint} they are {names}. For code of your own use torchrun"
 
 
-def ranks_of(line: SpawnLine) -> Ranks:
+def ranks_of(line: SpawnLine) -> spawn_requests.Ranks:
     """Return the ranks that the launcher's own flags request, with every fault."""
-    given, ranks = line.given, Ranks(faults=list(line.faults))
+    given, ranks = line.given, spawn_requests.Ranks(faults=list(line.faults))
     numbers = {name: _whole(name, given[name], ranks) for name in ("--world_size", "--master_port") if name in given}
     ranks.world_size, ranks.master_port = numbers.get("--world_size") or 1, numbers.get("--master_port")
     # the same rules as in optimum-habana's launcher
@@ -146,14 +137,14 @@ def ranks_of(line: SpawnLine) -> Ranks:
     return ranks
 
 
-def _whole(name: str, text: str, ranks: Ranks) -> int | None:
+def _whole(name: str, text: str, ranks: spawn_requests.Ranks) -> int | None:
     if re.fullmatch(r"\d+", text) and int(text) > 0:
         return int(text)
     ranks.faults.append(f"{name}={text!r} must be a whole number, 1 or more")
     return None
 
 
-def _count_slots(ranks: Ranks, hostfile: str, *, is_given: bool) -> None:
+def _count_slots(ranks: spawn_requests.Ranks, hostfile: str, *, is_given: bool) -> None:
     """Set the ranks to all slots of the hosts, which must have equally many; a file that is wrong is refused later."""
     try:
         hosts, faults = parse_hostsfile(Path(hostfile).read_text(encoding="utf-8"), hostfile)
@@ -181,10 +172,11 @@ def help_text(name: str | None) -> str:
     if name in FLAGS:
         lines = [f"flags of {name}.py, and what becomes of each (docs/reference/gaudi_spawn_flags.md)", ""]
         for entry in FLAGS[name or ""]:
-            default = f" (default: {entry.default})" if entry.default is not None else ""
             # the texts are Markdown, for the page of flags
             text = re.sub(r"\]\([^)]*\)", "", entry.text).replace("`", "").replace("[", "")
-            lines.append(_entry(entry.name, f"{entry.outcome}: {text}{default}", 36))
+            if entry.default is not None:
+                text += f" (default: {entry.default})"
+            lines.append(_entry(entry.name, f"{entry.outcome}: {text}", 36))
         return "\n".join(lines) + "\n"
     lines = [
         "usage: python -m megatron.gaudi_spawn [--world_size N] [--use_deepspeed | --use_mpi] [--hostfile F]",
@@ -206,13 +198,14 @@ def help_text(name: str | None) -> str:
 
 
 def _entry(name: str, text: str, width: int) -> str:
-    first = f"  {name}".ljust(width)
-    return folded(first + ("" if first.endswith(" ") else "  ") + text, 100, further=" " * width)
+    # a long name takes more than its column
+    first = f"  {name} ".ljust(width)
+    return folded(first + text, 100, further=" " * width)
 
 
-def _generate(line: SpawnLine, ranks: Ranks) -> int:
+def _generate(line: SpawnLine, ranks: spawn_requests.Ranks) -> int:
     """Generate on all ranks, which share each layer unless HL_TP, HL_PP or HL_DP divides them."""
-    command = read_words("run_generation", GENERATION, line.words)
+    command = spawn_requests.read_words("run_generation", GENERATION, line.words)
     _choose_device(command, ranks)
     # the variables' flags are read only to know which the script's defaults leave alone: GENERATE reads them again
     request = generation_request(
@@ -230,7 +223,7 @@ def _generate(line: SpawnLine, ranks: Ranks) -> int:
     return GENERATE.run(["--variables", "generate", *_layout_flags(ranks), *request.flags, *command.train_flags])
 
 
-def _choose_device(command: SpawnCommand, ranks: Ranks) -> None:
+def _choose_device(command: spawn_requests.SpawnCommand, ranks: spawn_requests.Ranks) -> None:
     """Leave out what the device of the variables replaces, or what the CPU lacks, with a note."""
     if ranks.variables:
         ranks.notes.append("--use_mpi has no effect on run_generation.py: an agent of this project's starts the ranks")
@@ -243,7 +236,7 @@ def _choose_device(command: SpawnCommand, ranks: Ranks) -> None:
         command.settings.pop("--device", None)
 
 
-def _layout_flags(ranks: Ranks) -> list[str]:
+def _layout_flags(ranks: spawn_requests.Ranks) -> list[str]:
     options: dict[str, Any] = {"hostsfile": ranks.hostsfile, "master_port": ranks.master_port}
     # without a layout of the user's all ranks share each layer, as in the script
     is_divided = any(os.environ.get(name) for name in ("HL_TP", "HL_PP", "HL_DP"))
@@ -268,12 +261,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         line.words.append("--help")
     ranks = ranks_of(line)
     if line.name == "finetune":
-        request = finetune_request(line.script or "", line.words, os.environ, ranks)
+        request = spawn_requests.finetune_request(line.script or "", line.words, os.environ, ranks)
         return run_request(request, lambda faults: legend(faults, "sft"))
     if line.name in TABLES:
-        kind: Kind = "sft" if line.name == "sft" else "dpo"
-        request, sources = script_request(kind, line.words, os.environ, ranks)
-        return run_request(request, lambda faults: named(legend(faults, kind), sources))
+        kind: spawn_requests.Kind = "sft" if line.name == "sft" else "dpo"
+        request, sources = spawn_requests.script_request(kind, line.words, os.environ, ranks)
+        return run_request(request, lambda faults: spawn_requests.named(legend(faults, kind), sources))
     if ranks.faults:
         return refused(ranks.faults)
     if line.name == "run_generation":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.cli.command import command
-from megatron.generation.command import GenerateCommand, build_generate_parser, read_command
+from megatron.generation.options import GenerateCommand, build_generate_parser, read_command
 from megatron.launch.inference import InferenceCommand
 from megatron.launch.plan import LaunchPlan, LaunchRequest
 

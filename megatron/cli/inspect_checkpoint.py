@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import command
-from megatron.runtime.commands import DONE, FAILED, command_name
+from megatron.cli.command import byte_size, command, jsonable
+from megatron.runtime.commands import DONE, FAILED, command_name, counted
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import Checkpoint
@@ -87,26 +87,9 @@ def said(value: Any) -> str:
     # True is an int too
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def size(num_bytes: int) -> str:
-    number, unit = float(num_bytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 1000 or unit == "TB":
-            break
-        number /= 1000
-    return f"{num_bytes} B" if unit == "B" else f"{number:.2f} {unit}"
-
-
-def jsonable(value: Any) -> Any:
-    """Replace the numbers that JSON cannot express by "nan" and "inf"."""
-    if isinstance(value, Mapping):
-        return {key: jsonable(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [jsonable(each) for each in value]
-    # json.dumps would write NaN, which other readers of JSON refuse
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> None:
@@ -129,7 +112,7 @@ LONGEST = 400
 def print_description(found: dict[str, Any]) -> None:
     lines = [
         ("tag", found["tag"]),
-        ("size", f"{size(found['bytes'])} in {found['files']} file{'s' if found['files'] != 1 else ''}"),
+        ("size", f"{byte_size(found['bytes'])} in {counted(found['files'], 'file')}"),
         ("parameters", f"{found['num_parameters']:,} in {len(found['parameters'])} tensors"),
         ("kinds", ", ".join(found["kinds"])),
         *metadata_lines(found["metadata"]),
@@ -137,9 +120,10 @@ def print_description(found: dict[str, Any]) -> None:
     print(found["folder"])
     width = max(len(key) for key, _ in lines)
     for key, value in lines:
-        text = value if len(value) <= LONGEST else value[:LONGEST] + " ..."
+        if len(value) > LONGEST:
+            value = value[:LONGEST] + " ..."
         # the metadata come from a file, and must not send control characters to the terminal
-        print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in text)}")
+        print(f"  {key.ljust(width)}  {''.join(c if c.isprintable() else '?' for c in value)}")
     print()
     print_parameters(found["parameters"])
 
@@ -193,14 +177,15 @@ def inspect(path: str, arguments: argparse.Namespace) -> bool:
 
     checkpoint = opened(path)
     found = inspection.describe(checkpoint)
+    damage = None
     # the description needs the manifest alone, and is printed of a damaged checkpoint too
-    damage = verify(checkpoint) if arguments.verify else None
+    if arguments.verify:
+        damage = verify(checkpoint)
+        found["verified"] = {"damage": damage}
     if arguments.norms:
         with bar(sum(at.num_bytes for at in checkpoint.fragments), "norms") as progress:
             for name, by_kind in inspection.norms(checkpoint, progress.update).items():
                 found["parameters"][name]["norms"] = by_kind
-    if arguments.verify:
-        found["verified"] = {"damage": damage}
     if arguments.json:
         print(json.dumps(jsonable(found)))
         return damage is None
@@ -231,7 +216,7 @@ def print_comparison(found: dict[str, Any]) -> None:
     # relative, so that a small tensor with a large fault comes before a large one with rounding
     different = sorted(found["tensors"].items(), key=lambda item: -item[1]["relative_norm"])
     if different:
-        print(f"\n{len(different)} tensors differ" + (", by relative norm:" if len(different) > 1 else ":"))
+        print(f"\n{len(different)} tensors differ, by relative norm:")
         shown = [
             [name, f"{each['largest']:.6g}", f"{each['relative_norm']:.6g}"]
             for name, each in different[:SHOWN_DIFFERENCES]
@@ -263,7 +248,10 @@ def diff(arguments: argparse.Namespace) -> bool:
     num_bytes = sum(ITEM_BYTES * math.prod(first.parameters[name].shape) for name, _ in pairs)
     with bar(num_bytes, "diff") as progress:
         found = inspection.compare(first, second, progress.update)
-    print(json.dumps(jsonable(found))) if arguments.json else print_comparison(found)
+    if arguments.json:
+        print(json.dumps(jsonable(found)))
+    else:
+        print_comparison(found)
     return not found["different"]
 
 
@@ -274,8 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        is_good = diff(arguments) if arguments.diff else inspect(arguments.path, arguments)
-        return DONE if is_good else FAILED
+        if arguments.diff:
+            is_good = diff(arguments)
+        else:
+            is_good = inspect(arguments.path, arguments)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    return DONE if is_good else FAILED

@@ -32,14 +32,13 @@ from megatron.launch.plan import FineTuning, LaunchPlan, LaunchRequest, RefusedE
 from megatron.launch.preflight import UNREADABLE, preflight
 from megatron.options.config import ConfigError
 from megatron.options.dialect import flag_words, nearest, suggestion
-from megatron.options.flags import HelpFormatter, add_flags, cut, flag, read_known_flags, shown
+from megatron.options.flags import cut, flag, grouped_parser, read_known_flags, shown
 from megatron.options.stored import to_yaml
 from megatron.plan.describe import describe
 from megatron.plan.fit import memory_warning
-from megatron.runtime.commands import REFUSED, command_name
+from megatron.runtime.commands import REFUSED, command_name, folded, for_stderr
 from megatron.runtime.devices import rank_variables
 from megatron.runtime.files import IMPORT_ROOT
-from megatron.runtime.terminal import folded, for_stderr
 from megatron.settings.command_line import presets_of, read_command_line
 from megatron.settings.parser import build_parser, help_text, help_topic
 from megatron.settings.validation import check
@@ -69,8 +68,10 @@ def plan_text(plan: LaunchPlan, title: str) -> str:
 def _restarts(plan: LaunchPlan) -> str:
     if not plan.max_restarts:
         return ""
-    with_fewer = f", with {plan.min_nodes} of the {plan.nodes} nodes if need be" if plan.min_nodes < plan.nodes else ""
-    return f"  restarts: {plan.max_restarts} at most, from the newest checkpoint{with_fewer}\n"
+    text = f"  restarts: {plan.max_restarts} at most, from the newest checkpoint"
+    if plan.min_nodes < plan.nodes:
+        text += f", with {plan.min_nodes} of the {plan.nodes} nodes if need be"
+    return f"{text}\n"
 
 
 def _wrapped(text: str, label: str) -> str:
@@ -80,15 +81,14 @@ def _wrapped(text: str, label: str) -> str:
 
 def command_text(plan: LaunchPlan) -> str:
     """Return the command that launches the plan, a flag a line, ready to paste."""
-    lines: list[str] = []
-    line = ""
-    for word in launch_command(plan):
+    first, *words = launch_command(plan)
+    text = shlex.quote(first)
+    for word in words:
         # a flag begins a line, its values follow it
-        if word.startswith("--") and line:
-            lines.append(line + " \\")
-            line = " "
-        line += (" " if line else "") + shlex.quote(word)
-    return "\n".join([*lines, line])
+        if word.startswith("--"):
+            text += " \\\n "
+        text += f" {shlex.quote(word)}"
+    return text
 
 
 def launch_command(plan: LaunchPlan) -> list[str]:
@@ -247,24 +247,23 @@ def _as_variable(option: str) -> str:
     variables = [row.name for row in VARIABLES if target in row.targets]
     if not variables:
         return "leave it out"
-    return f"set {variables[-1]}=1" if option == "dry_run" else f"set {variables[-1]}"
+    if option == "dry_run":
+        return f"set {variables[-1]}=1"
+    return f"set {variables[-1]}"
 
 
 def build_launch_parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's own flags; values stay strings."""
-    parser = argparse.ArgumentParser(
+    parser = grouped_parser(
+        (("launch", LaunchOptions), ("chats", ChatOptions)),
         prog=command_name("launch"),
         usage="%(prog)s [--flag VALUE ...] -- FLAGS OF megatron.train",
         description="Validate a run of megatron.train, then launch it on this machine or on the hosts of a hostsfile.",
         epilog="After --, the flags of megatron.train; `-- --help` shows them. See docs/guides/launching.md.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--variables", choices=ALL, metavar=f"{{{','.join(ALL)}}}", help="read HL_* variables, as this script does"
     )
-    for title, cls in (("launch", LaunchOptions), ("chats", ChatOptions)):
-        add_flags(parser.add_argument_group(title, cls.__doc__), cls)
     # not by a dataclass, whose flags replace what was given before
     parser.add_argument(
         "--env", action="append", metavar="NAME=VALUE", help="variable for the ranks on every host; repeatable"
@@ -316,7 +315,8 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
             plan = with_processed_data(plan, plan.fine_tuning)
         except ValueError as error:  # DataError, whose message is complete
             names = names_in([str(error)])
-            print(for_stderr(f"{error} ({names})" if names else str(error)), file=sys.stderr)
+            text = f"{error} ({names})" if names else str(error)
+            print(for_stderr(text), file=sys.stderr)
             return REFUSED
     return launch(plan)
 

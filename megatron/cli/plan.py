@@ -15,8 +15,7 @@ from megatron.cli.command import command
 from megatron.options.config import ConfigError
 from megatron.parallel.layout import Layout
 from megatron.plan.describe import describe
-from megatron.runtime.commands import command_name
-from megatron.runtime.terminal import for_stderr
+from megatron.runtime.commands import command_name, for_stderr
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
 from megatron.settings.validation import check

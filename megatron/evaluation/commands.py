@@ -15,7 +15,7 @@ from megatron.generation.generator import BatchSettings, GenerationStatistics, g
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import tokenizer_of
-from megatron.generation.requests import Reason, Request
+from megatron.generation.requests import Request
 from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.resilience.errors import OtherRankFailed, exit_status
 
@@ -94,11 +94,9 @@ class Commands:
         return self._generate(prompts, GenerationOptions(**options), eos_ids)
 
     def _generate(self, prompts: list[list[int]], options: GenerationOptions, eos_ids: list[int]) -> list[list[int]]:
-        texts = GrowingTexts(lambda number: GeneratedText(tokenizer_of(self.model), prompts[number], options))
-
-        def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
-            return "stop" if options.stop and texts.is_stopped(number, sample, ids) else None
-
+        texts = GrowingTexts(
+            options.stop, lambda number: GeneratedText(tokenizer_of(self.model), prompts[number], options)
+        )
         # completions come back in order on rank 0, and the other ranks return an empty list that no one reads
         requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
         completions = generate(
@@ -107,7 +105,7 @@ class Commands:
             options,
             eos_ids=eos_ids,
             settings=self._settings,
-            is_finished=is_finished,
+            is_finished=texts.reason,
             on_token=lambda *token: self._beat(),
             statistics=self.statistics,
         )

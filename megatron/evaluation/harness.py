@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 )
             # a prompt loses its beginning, as in lm-eval: the question is at its end
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            found = self._commands.generate(prompts, options, sorted(self._encoder.final_ids(of_chats=False)))
+            found = self._commands.generate(prompts, options, sorted(self._encoder.ends(of_chats=False).ids))
             hidden = self._tokenizer.special_ids
             for number, ids in zip(numbers, found, strict=True):
                 # skip_special_tokens, as `hf` decodes

@@ -1,13 +1,17 @@
-"""Options of an evaluation: the flags of megatron.evaluate. Imports neither torch nor deepspeed."""
+"""Options of an evaluation, and the command line of megatron.evaluate. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from megatron.generation.options import LoadOptions
+from megatron.options import flags
+from megatron.options.config import ConfigError
 from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat
 
 
@@ -91,3 +95,45 @@ OF_TASKS = (
     "task_path", "num_fewshot", "limit", "apply_chat_template", "system_instruction", "batch_size", "log_samples"
 )  # fmt: skip
 DEFAULTS = {field.name: field.default for field in fields(EvaluationOptions)}
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Everything that one start of megatron.evaluate is to do."""
+
+    load: LoadOptions
+    evaluation: EvaluationOptions
+
+    @property
+    def use_graphs(self) -> bool | None:
+        return self.evaluation.use_graphs
+
+
+GROUPS: tuple[tuple[str, type], ...] = (("model and layout", LoadOptions), ("evaluation", EvaluationOptions))
+
+
+def build_evaluate_parser(prog: str = "megatron-evaluate") -> argparse.ArgumentParser:
+    """Return the parser of the flags, grouped; values stay strings."""
+    return flags.grouped_parser(
+        GROUPS,
+        prog=prog,
+        usage=f"{prog} --load FOLDER [--tasks TASK ...]\n    [--dataset PREFIX ...] [--flag VALUE ...]",
+        description="Measure a checkpoint of a run, a Hugging Face model or adapters by lm-eval's tasks, and by the "
+        "perplexity and bits per byte of datasets, on any layout.",
+        epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/evaluation.md has examples.",
+    )
+
+
+def read_command(arguments: Sequence[str]) -> EvaluateCommand:
+    """Return the command. Raises ConfigError with every fault."""
+    namespace, rest = build_evaluate_parser().parse_known_args(flags.dashed(arguments))
+    faults = flags.unknown_flags(rest, vars(namespace))
+    # of both, so that every fault is listed; the loop loses their types, which isinstance restores
+    load, evaluation = (flags.read_flags(cls, namespace, faults) for _, cls in GROUPS)
+    if isinstance(evaluation, EvaluationOptions):
+        faults += evaluation.faults()
+    if isinstance(load, LoadOptions):
+        faults += load.faults()
+    if faults or not isinstance(load, LoadOptions) or not isinstance(evaluation, EvaluationOptions):
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return EvaluateCommand(load, evaluation)

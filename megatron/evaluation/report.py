@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, check_vocabulary
 from megatron.data.prepare.manifest import read_manifest
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.evaluation.command import EvaluateCommand
 from megatron.evaluation.commands import Commands
+from megatron.evaluation.options import EvaluateCommand
 from megatron.evaluation.scoring import Continuation, RowGraphs, score
 from megatron.generation.model import InferenceModel
 from megatron.resilience.errors import raise_on_all_ranks

@@ -13,7 +13,7 @@ from typing import IO, Any
 from megatron.data.index.indexed import DataError
 from megatron.generation.jsonl import INPUT_OF_LAUNCHER
 from megatron.generation.passes import KeptText
-from megatron.generation.requests import Completion, Request
+from megatron.generation.requests import Request
 from megatron.generation.session import Session
 from megatron.options.config import ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
@@ -122,7 +122,7 @@ class TerminalChat:
         return request
 
     def _answer(self, request: Request) -> None:
-        done: list[Completion] = list(self._session.generate([request], _print, self._kept))
+        done = self._session.show(request, _print, self._kept)
         self._num_answers += 1
         if self._ctx.rank == 0:
             completion = done[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class BeamSearch:
         options: GenerationOptions,
         vocab_size: int,
         eos_ids: Collection[int],
-        is_finished: IsFinished | None = None,
+        is_finished: IsFinished,
     ):
         self.options, self._is_finished = options, is_finished
         self.num_beams = options.num_beams
@@ -101,19 +101,17 @@ class BeamSearch:
         del self._sequences[first_row]
         self._penalties.remove(range(first_row, first_row + self.num_beams))
 
-    def choose(self, logits_BV: Tensor, rows: Sequence[int] | None = None) -> BeamStep:
+    def choose(self, logits_BV: Tensor, rows: Sequence[int]) -> BeamStep:
         """Return the next token of every beam, and the sequences that end with it.
 
         Args:
             logits_BV: float32 [B, vocab_size]; left as they are.
-            rows: the row of each of the B, whole sequences in order; None: 0 to B - 1. Rows without a sequence get any
-                id.
+            rows: the row of each of the B, whole sequences in order. Rows without a sequence get any id.
         """
-        rows = list(range(len(logits_BV)) if rows is None else rows)
+        rows = list(rows)
         # transformers' order: penalties apply to log-probabilities, which are not normalised again after them
         scores_BV = logits_BV.log_softmax(dim=1)
-        if self._penalties.changes_logits:
-            self._penalties.apply(scores_BV, rows)
+        self._penalties.apply(scores_BV, rows)
         firsts = rows[:: self.num_beams]
         running = [self._scores_of(first) for first in firsts]
         scores_BV += torch.tensor(running, device=scores_BV.device).view(-1, 1)
@@ -138,14 +136,14 @@ class BeamSearch:
                 finished[first] = results
         # copy before extend: a beam inherits the counts of the beam that it continues, then gets its own token
         ids_B = torch.tensor(ids)
-        if self._penalties.changes_logits:
-            self._penalties.copy([rows[source] for source in sources], rows)
+        self._penalties.copy([rows[source] for source in sources], rows)
         self._penalties.extend(ids_B.to(logits_BV.device), rows)
         return BeamStep(ids_B, sources, finished)
 
     def _scores_of(self, first_row: int) -> list[float]:
-        sequence = self._sequences.get(first_row)
-        return [0.0] * self.num_beams if sequence is None else sequence.scores
+        if first_row in self._sequences:
+            return self._sequences[first_row].scores
+        return [0.0] * self.num_beams
 
     def _advance(
         self, sequence: _Sequence, candidates: list[tuple[float, int, int]]
@@ -168,7 +166,9 @@ class BeamSearch:
         kept = [*ongoing, *ended][:count]
         sequence.texts = [(*sequence.texts[beam], token) for _, beam, token in kept]
         sequence.scores = [score for score, _, _ in kept]
-        results = sequence.complete[: options.num_samples] if self._has_ended(sequence, divisor, ongoing) else []
+        results: list[BeamResult] = []
+        if self._has_ended(sequence, divisor, ongoing):
+            results = sequence.complete[: options.num_samples]
         return [(beam, token) for _, beam, token in kept], results
 
     def _complete(
@@ -201,79 +201,96 @@ class BeamSearch:
         # a beam's ids are a tuple, not a list that grows: several candidates branch off the same one
         ids = (*sequence.texts[beam], token)
         # of each candidate: the next ones may continue it
-        reason = None if self._is_finished is None else self._is_finished(sequence.number, beam, ids)
+        reason = self._is_finished(sequence.number, beam, ids)
         if token in self._final:
             return "stop"
-        if reason is not None and len(ids) >= self.options.min_new_tokens:
-            return reason
-        return "length" if len(ids) == self.options.max_new_tokens else None
+        if reason is None and len(ids) == self.options.max_new_tokens:
+            return "length"
+        return reason
 
 
-class Chooser:
+class SamplingChooser:
     """Decisions of the rank that decides: the next token of each row, and which texts end with it."""
 
     def __init__(
-        self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int], is_finished: IsFinished | None
+        self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int], is_finished: IsFinished
     ) -> None:
-        self._options, self._is_finished = options, is_finished
+        self._is_finished = is_finished
         self._final = final_ids(options, eos_ids)
-        # exactly one of both: a beam search ranks whole texts, sampling decides a token at a time
-        self._sampler = TokenSampler(options, vocab_size, eos_ids) if options.num_beams == 1 else None
-        self._beams = BeamSearch(options, vocab_size, eos_ids, is_finished) if options.num_beams > 1 else None
+        self._sampler = TokenSampler(options, vocab_size, eos_ids)
 
     def add(self, unit: Unit, rows: Sequence[int], device: torch.device) -> None:
         """Begin the texts of a unit in these rows."""
-        prompt = unit.request.prompt
-        if self._beams is not None:
-            self._beams.add(rows[0], prompt, device, number=unit.request.number)
-        if self._sampler is not None:
-            keys = [(unit.request.number, sample) for sample in unit.samples]
-            self._sampler.add(rows, keys, [prompt] * len(rows), device)
+        keys = [(unit.request.number, sample) for sample in unit.samples]
+        self._sampler.add(rows, keys, [unit.request.prompt] * len(rows), device)
 
     def choose(
         self, logits_BV: Tensor, rows: Sequence[int], active: Mapping[int, ActiveRow]
     ) -> tuple[list[Verdict], list[BeamResult]]:
-        """Return a verdict for each row, and the texts of beam searches that ended, in the order of their rows."""
-        if self._beams is not None:
-            return self._search(logits_BV, rows)
-        assert self._sampler is not None
+        """Return a verdict for each row."""
         choice = self._sampler.choose(logits_BV, rows)
         ids = choice.ids_B.tolist()
-        logprobs = [None] * len(ids) if choice.logprobs_B is None else choice.logprobs_B.tolist()
-        others: list[tuple[tuple[int, float], ...]] = [()] * len(ids)
-        if choice.alternatives is not None:
-            tokens, values = (part.tolist() for part in choice.alternatives)
-            others = [tuple(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
         # active lacks the rows that are computed without a text; they have a verdict too, which no one applies
         reasons = [self._reason(active.get(row), token) for row, token in zip(rows, ids, strict=True)]
         self._sampler.remove([row for row, reason in zip(rows, reasons, strict=True) if reason])
-        verdicts = [Verdict(*each) for each in zip(ids, reasons, rows, logprobs, others, strict=True)]
-        return verdicts, []
+        columns: list[list[Any]] = [ids, reasons, list(rows)]
+        if choice.logprobs_B is not None and choice.alternatives is not None:
+            tokens, values = (part.tolist() for part in choice.alternatives)
+            others = [tuple(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+            columns += [choice.logprobs_B.tolist(), others]
+        return [Verdict(*each) for each in zip(*columns, strict=True)], []
 
     def _reason(self, row: ActiveRow | None, token: int) -> Reason | None:
         if row is None:
             return None
-        # the row gets its token only when the verdict is applied, on all ranks alike
-        ids = [*row.ids, token]
         if token in self._final:
             return "stop"
-        # before min_new_tokens a stop string does not count
-        if self._is_finished is not None and len(ids) >= self._options.min_new_tokens:
-            reason = self._is_finished(row.request.number, row.sample, ids)
-            if reason is not None:
-                return reason
-        return None if len(ids) < row.most_tokens else "length"
+        # the row gets its token only when the verdict is applied, on all ranks alike
+        ids = [*row.ids, token]
+        reason = self._is_finished(row.request.number, row.sample, ids)
+        if reason is None and len(ids) >= row.most_tokens:
+            return "length"
+        return reason
 
-    def _search(self, logits_BV: Tensor, rows: Sequence[int]) -> tuple[list[Verdict], list[BeamResult]]:
-        assert self._beams is not None
-        step, count = self._beams.choose(logits_BV, rows), self._options.num_beams
+
+class BeamChooser:
+    """Decisions of the rank that decides where texts are searched for by beams, which rank whole texts."""
+
+    def __init__(
+        self, options: GenerationOptions, vocab_size: int, eos_ids: Collection[int], is_finished: IsFinished
+    ) -> None:
+        self._num_beams = options.num_beams
+        self._beams = BeamSearch(options, vocab_size, eos_ids, is_finished)
+
+    def add(self, unit: Unit, rows: Sequence[int], device: torch.device) -> None:
+        """Begin the search of a unit in these rows."""
+        self._beams.add(rows[0], unit.request.prompt, device, number=unit.request.number)
+
+    def choose(
+        self, logits_BV: Tensor, rows: Sequence[int], active: Mapping[int, ActiveRow]
+    ) -> tuple[list[Verdict], list[BeamResult]]:
+        """Return a verdict for each row, and the texts of the searches that ended, in the order of their rows."""
+        step, count = self._beams.choose(logits_BV, rows), self._num_beams
         verdicts = []
         for index, (row, token, source) in enumerate(zip(rows, step.ids_B.tolist(), step.sources, strict=True)):
-            results = step.finished.get(rows[index - index % count], [])
-            # the rows of a search end together, under the reason of its best text
-            reason = results[0].reason if results else None
-            # of a search that has ended no row of the cache needs to be copied: it is its own source
-            verdicts.append(Verdict(token, reason, row if results else rows[source]))
+            results = step.finished.get(rows[index - index % count])
+            if results is None:
+                verdicts.append(Verdict(token, None, rows[source]))
+            else:
+                # the rows of a search end together, under the reason of its best text; no row of the cache needs to be
+                # copied any more: each is its own source
+                verdicts.append(Verdict(token, results[0].reason, row))
         for first in step.finished:
             self._beams.remove(first)
         return verdicts, list(itertools.chain.from_iterable(step.finished.values()))
+
+
+Chooser = SamplingChooser | BeamChooser
+
+
+def chooser_of(
+    options: GenerationOptions, vocab_size: int, eos_ids: Collection[int], is_finished: IsFinished
+) -> Chooser:
+    if options.num_beams > 1:
+        return BeamChooser(options, vocab_size, eos_ids, is_finished)
+    return SamplingChooser(options, vocab_size, eos_ids, is_finished)

@@ -8,7 +8,6 @@ last stage, chooses the tokens and sends them to the others; from the same token
 from __future__ import annotations
 
 import itertools
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.generation.chooser import BeamResult, Chooser, IsFinished
+from megatron.generation.chooser import BeamResult, Chooser, IsFinished, chooser_of
 from megatron.generation.graphs import uses_graphs
 from megatron.generation.model import InferenceModel
 from megatron.generation.options import GenerationOptions
@@ -75,8 +74,8 @@ def generate(
     *,
     eos_ids: Collection[int] = (),
     settings: BatchSettings | None = None,
-    is_finished: IsFinished | None = None,
-    on_token: OnToken | None = None,
+    is_finished: IsFinished = lambda *text: None,
+    on_token: OnToken = lambda *token: None,
     statistics: GenerationStatistics | None = None,
     kept: KeptText | None = None,
 ) -> Iterator[Completion]:
@@ -96,14 +95,16 @@ def generate(
     texts_of_a_prompt = max(options.num_beams, options.num_samples)
     if kept is not None and len(requests) * texts_of_a_prompt * ctx.num_batch_ranks != 1:
         raise ValueError("keys and values are kept for one text of one prompt on one replica")
-    chooser = Chooser(options, model.vocab_size, eos_ids, is_finished) if _decides(model) else None
+    chooser: Chooser | None = None
+    if model.ctx.is_last_stage and model.ctx.tensor_rank == 0:
+        chooser = chooser_of(options, model.vocab_size, eos_ids, is_finished)
     # dealt out in turn, so that the first results are complete while the last prompts still wait
     own = requests[ctx.batch_rank :: ctx.num_batch_ranks]
     replica = _Replica(model, own, options, settings, chooser, statistics, kept)
     # texts end in any order; they are held back until all before them are there
     order = deque(itertools.product([request.number for request in requests], range(options.num_samples)))
     finished: dict[tuple[int, int], Completion] = {}
-    for completions in _of_all_replicas(model, replica.run(on_token or (lambda *token: None))):
+    for completions in _of_all_replicas(model, replica.run(on_token)):
         finished |= {(each.request, each.sample): each for each in completions}
         while order and order[0] in finished:
             yield finished.pop(order.popleft())
@@ -155,19 +156,15 @@ def _faults_of(request: Request, model: InferenceModel, options: GenerationOptio
         yield f"needs {needed} positions, but the model has {model.max_positions} learned ones; shorten the prompt"
 
 
-def _decides(model: InferenceModel) -> bool:
-    return model.ctx.is_last_stage and model.ctx.tensor_rank == 0
-
-
 def _exchange(model: InferenceModel, completions: list[Completion], is_done: bool) -> tuple[list[Completion], bool]:
     """Return the texts that ended in all replicas, on rank 0, and whether all replicas are done. Collective."""
     ctx = model.ctx
-    if ctx.num_batch_ranks == 1:
-        return (completions if ctx.rank == 0 else []), is_done
     # all ranks of a replica have the same texts
-    sends = ctx.is_first_stage and ctx.tensor_rank == 0
-    mine = {"done": is_done, "found": [asdict(each) for each in completions] if sends else []}
-    parts = ctx.gather_objects(mine)
+    if not (ctx.is_first_stage and ctx.tensor_rank == 0):
+        completions = []
+    if ctx.num_batch_ranks == 1:
+        return completions, is_done
+    parts = ctx.gather_objects({"done": is_done, "found": [asdict(each) for each in completions]})
     everything = []
     if ctx.rank == 0:
         everything = [_completion(fields) for part in parts for fields in part["found"]]
@@ -180,7 +177,9 @@ def _completion(fields: dict[str, Any]) -> Completion:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_tuples, value))
+    return value
 
 
 def attention_layers(module: nn.Module) -> list[SelfAttention]:
@@ -275,7 +274,7 @@ class _Replica:
         self._graphs_before = self._passes.num_graphs
         statistics.kept_tokens += self._num_kept
         statistics.cache_bytes = self._cache.num_bytes
-        self._others = [] if ctx.world_size == 1 else self._model_ranks()
+        self._others = self._model_ranks()
         # the oldest have been received by then: their rows have had a turn since
         self._sends = Sends(most=16 * len(self._groups) * len(self._others))
 
@@ -359,7 +358,9 @@ class _Replica:
         """Take over the tokens of the group's last turn. Returns the texts that ended with them."""
         finished: list[Completion] = []
         for pending in self._pending[group.first]:
-            verdicts = self._receive(pending) if pending.verdicts is None else pending.verdicts
+            verdicts = pending.verdicts
+            if verdicts is None:
+                verdicts = self._receive(pending)
             # copies come before the rows change: a source is named by the row that it was in
             self._copy_rows(group, pending, verdicts)
             results = iter(pending.results)
@@ -416,16 +417,15 @@ class _Replica:
         if not self._others:
             return
         assert pending.verdicts is not None
-        # integers on the host: no rank waits for its device to read a decision
-        messages = [torch.tensor([verdict.encode() for verdict in pending.verdicts])]
+        # on the host: no rank waits for its device to read a decision
+        messages = [torch.tensor([verdict.encode() for verdict in pending.verdicts], dtype=torch.float64)]
         if pending.results:
-            padded = [
-                [len(each.ids), REASONS.index(each.reason), *_double_bits(each.score), *each.ids]
-                for each in pending.results
-            ]
             # a fixed width, since the receiver has to allocate the message before it knows the lengths
-            width = 4 + self._options.max_new_tokens
-            messages.append(torch.tensor([row + [0] * (width - len(row)) for row in padded]))
+            message = torch.zeros(len(pending.results), 3 + self._options.max_new_tokens, dtype=torch.float64)
+            for row, each in zip(message, pending.results, strict=True):
+                numbers = [len(each.ids), REASONS.index(each.reason), each.score, *each.ids]
+                row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+            messages.append(message)
         group = self._model.ctx.control_group
         for rank, message in itertools.product(self._others, messages):
             self._sends.send(message, rank, group=group, tag=VERDICT_TAG)
@@ -437,27 +437,18 @@ class _Replica:
         num_ended = sum(verdict.reason is not None for verdict in verdicts) // beams  # beam searches
         if beams == 1 or not num_ended:
             return verdicts
-        rows = self._received(num_ended * self._options.num_samples, 4 + self._options.max_new_tokens)
-        for length, code, high, low, *ids in rows:
-            reason = REASONS[code]
+        rows = self._received(num_ended * self._options.num_samples, 3 + self._options.max_new_tokens)
+        for length, code, score, *ids in rows:
+            reason = REASONS[int(code)]
             assert reason is not None
-            pending.results.append(BeamResult(tuple(ids[:length]), _double(high, low), reason))
+            pending.results.append(BeamResult(tuple(map(int, ids[: int(length)])), score, reason))
         return verdicts
 
-    def _received(self, rows: int, columns: int) -> list[list[int]]:
-        message = torch.empty(rows, columns, dtype=torch.int64)
+    def _received(self, rows: int, columns: int) -> list[list[float]]:
+        message = torch.empty(rows, columns, dtype=torch.float64)
         receive(message, self._others[0], group=self._model.ctx.control_group, tag=VERDICT_TAG)
         return message.tolist()  # type: ignore[no-any-return]
 
     @property
     def _num_alternatives(self) -> int:
         return min(self._options.logprobs or 0, self._model.vocab_size)
-
-
-def _double_bits(value: float) -> tuple[int, int]:
-    # two halves: the bits of a negative double, as one unsigned number, do not fit into int64
-    return struct.unpack("<II", struct.pack("<d", value))
-
-
-def _double(*halves: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<II", *halves))[0])

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron.data.index.indexed import DataError
-from megatron.generation.command import GenerateCommand
 from megatron.generation.model import InferenceModel
+from megatron.generation.options import GenerateCommand
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Completion, Request
 from megatron.runtime.files import AppendFile, lock_file, parse_json, replacing
@@ -173,7 +173,6 @@ class ResultFile:
                     file.write(json.dumps(state).encode())
             else:
                 self._check(state)
-                _drop_partial_line(path)
         except BaseException:
             self._lock.close()
             raise
@@ -199,8 +198,14 @@ class ResultFile:
 
     def missing(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
         """Yield the prompts that the file has no result of. Raises DataError if it is of other prompts."""
+        end = 0
         with self._path.open("rb") as file:
             for line in file:
+                # the write of the last line was interrupted
+                if not line.endswith(b"\n"):
+                    os.truncate(self._path, end)
+                    break
+                end += len(line)
                 prompt = next(prompts, None)
                 # results are in the order of the prompts, so line n belongs to prompt n; another input would be
                 # continued in silence
@@ -224,21 +229,6 @@ class ResultFile:
         """Let other processes write to it."""
         self._file.close()
         self._lock.close()
-
-
-def _drop_partial_line(path: Path) -> None:
-    with path.open("rb+") as file:
-        # backwards by blocks of 1 MiB: only the last line, whose write was interrupted, is of interest
-        size = end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = max(0, end - (1 << 20))
-            file.seek(begin)
-            place = file.read(end - begin).rfind(b"\n")
-            end = begin + place + 1 if place >= 0 else begin
-            if place >= 0:
-                break
-        if end < size:
-            file.truncate(end)
 
 
 def _is_result(line: bytes, row: dict[str, Any]) -> bool:

@@ -1,18 +1,22 @@
-"""Options of generation, and of the model to generate with or to evaluate: the flags, declared once.
+"""Options of generation and of the model to load, and the command line of megatron.generate.
 
-Imports neither torch nor deepspeed.
+With the names that other programs give them, and their faults. Imports no torch, so that a wrong command is reported at
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options import types
+from megatron.options import flags, types
+from megatron.options.config import ConfigError
 from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, Probability
 
 # the range of OpenAI's and vLLM's penalties of these names
@@ -117,7 +121,7 @@ class GenerationOptions:
                 yield name, value
 
 
-_DEFAULTS = {field.name: field.default for field in fields(GenerationOptions)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerationOptions)}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -174,3 +178,247 @@ class LoadOptions:
     """TikTokenizer: pattern and special tokens of the rank file. Unset: derived from its number of ranks."""
     eod_token: str | None = None
     """Token that ends a text. Unset: the tokenizer's."""
+
+    def faults(self) -> Iterator[str]:
+        # without torch only that it exists; its ranks find what it holds
+        if not Path(self.load).exists():
+            yield f"--load {self.load} does not exist; give the folder of a run's checkpoints or of a model"
+
+
+@dataclass(frozen=True, config=STRICT)
+class PromptOptions:
+    """Texts to continue, and the place of the results."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to continue, each in quotes."""
+    input: str | None = None
+    """File of prompts. A .jsonl file has an object a line with `prompt`, or with `messages`, a chat to answer; any
+    other text file has a prompt a line. `-`: standard input, of JSON lines."""
+    output: str | None = None
+    """JSONL file for the results, in the order of the prompts, with what the input's lines say beside them. The same
+    command continues an interrupted one. Unset: standard output."""
+    overwrite: bool = False
+    """Replace the output file."""
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    """For a line of the input that cannot be used: end the command, or leave the line out and count it."""
+    chat: bool = False
+    """Talk with the model in the terminal."""
+    system: str | None = None
+    """System message of chats that have none."""
+    as_chat: bool = False
+    """Take each prompt as the message of a user, and answer it by the model's chat template."""
+    chat_template: str | None = None
+    """Template of chats: a preset, or a .jinja or .py file. Unset: the tokenizer's."""
+    keep_special_tokens: bool = False
+    """Write special tokens, such as that of the end, as text."""
+    token_ids: bool = False
+    """Give the ids of each text (`ids`) and of its prompt (`prompt_ids`) in its JSON line."""
+    batch_size: Positive = 16
+    """Largest number of texts that each copy of the model generates at once."""
+    use_graphs: bool | None = None
+    """Replay each token's pass as a graph of the device (CUDA, HPU). Unset: on CUDA, unless tensor-parallel ranks share
+    layers."""
+    benchmark: bool = False
+    """Measure tokens per second with random prompts, over the batch sizes and lengths below."""
+    benchmark_batch_sizes: tuple[Positive, ...] = (1, 4, 16)
+    """Batch sizes of --benchmark."""
+    benchmark_prompt_lengths: tuple[Positive, ...] = (128, 512)
+    """Lengths of the prompts of --benchmark, in tokens. max_new_tokens follow each."""
+
+    def faults(self) -> Iterator[str]:
+        """Describe the options that contradict each other."""
+        yield from self._faults_of_prompts()
+        yield from self._faults_of_output()
+        yield from self._faults_of_lines()
+
+    def _faults_of_prompts(self) -> Iterator[str]:
+        given = {"--prompt": self.prompt, "--input": self.input, "--chat": self.chat, "--benchmark": self.benchmark}
+        sources = [name for name, value in given.items() if value]
+        if not sources:
+            yield "nothing to continue is given; use --prompt TEXT, --input FILE, --chat or --benchmark"
+        elif len(sources) > 1:
+            yield f"{' and '.join(sources)} exclude each other; give one of them"
+        # --input may hold rows of messages, which only its lines show
+        is_plain = bool(self.prompt) and not self.as_chat
+        for name in ("system", "chat_template"):
+            if is_plain and getattr(self, name) is not None:
+                yield f"{flags.flag(name)} is for chats, and --prompt gives plain text; add --as-chat, or leave it out"
+        if "" in self.prompt:
+            yield "--prompt has an empty text; give at least a word to continue"
+        if self.input not in (None, "-") and not Path(str(self.input)).is_file():
+            yield f"--input {self.input} is not a file; give a .jsonl or a text file"
+
+    def _faults_of_output(self) -> Iterator[str]:
+        if self.output is None:
+            return
+        if self.chat or self.benchmark:
+            yield f"--output {self.output} is for --prompt and --input; leave it out"
+        elif not Path(self.output).absolute().parent.is_dir():
+            yield f"--output {self.output}: the folder does not exist; create it"
+        elif Path(self.output).is_dir():
+            yield f"--output {self.output} is a folder; give a file"
+
+    def _faults_of_lines(self) -> Iterator[str]:
+        """Describe the options of JSON lines that are neither read nor written."""
+        if self.token_ids and self.output is None and self.input is None:
+            yield "--token-ids is for JSON lines; give --output FILE or --input FILE, or leave it out"
+        if self.overwrite and self.output is None:
+            yield f"{flags.flag('overwrite')} has no effect without --output; leave it out"
+        if self.on_bad_line != PromptOptions.on_bad_line and self.input is None:
+            yield f"{flags.flag('on_bad_line')} has no effect without --input; leave it out"
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Everything that one start of megatron.generate is to do."""
+
+    load: LoadOptions
+    prompts: PromptOptions
+    generation: GenerationOptions
+
+    @property
+    def use_graphs(self) -> bool | None:
+        return self.prompts.use_graphs
+
+
+GROUPS: tuple[tuple[str, type], ...] = (
+    ("model and layout", LoadOptions),
+    ("prompts and results", PromptOptions),
+    ("choice of tokens", GenerationOptions),
+)
+
+OTHER_NAMES = {
+    "--model-name-or-path": "--load",
+    "--num-return-sequences": "--num-samples",
+    "--use-hpu-graphs": "--use-graphs",
+    "--use-cuda-graphs": "--use-graphs",
+    "--peft-model": "--load",
+    "--tokenizer-name": "--tokenizer-model",
+    "--use-chat-template": "--as-chat",
+}
+"""Flags of transformers' and optimum-habana's run_generation.py by the names here."""
+_PRECISIONS = {"--bf16": "bf16", "--fp16": "fp16"}
+# each of these wants what always holds here: refusing it would only stop a script that is right
+WITHOUT_EFFECT = {
+    "--use-kv-cache": "keys and values are always kept",
+    "--reuse-cache": "the cache is always allocated once and written in place",
+    "--trim-logits": "the logits of the last token alone are always computed",
+    "--bucket-internal": "lengths of the cache are always rounded up within a batch",
+    "--use-flash-attention": "attention never holds a matrix of all positions",
+    "--flash-attention-recompute": "nothing is kept for a backward pass",
+    "--flash-attention-causal-mask": "attention is always causal",
+    "--limit-hpu-graphs": "only the pass of a token is captured",
+    "--clear-hpu-graphs-cache": "the graphs are freed with the process",
+    "--reduce-recompile": "shapes are always fixed within a batch",
+    "--verbose-workers": "rank 0 prints, and errors name their rank",
+    "--local-rank": "the launcher numbers the ranks",
+}
+# each of these would change the results or the work: leaving it out in silence would give others than expected
+REFUSED = {
+    "--bucket-size": "lengths are rounded up by a rule of this project; leave it out",
+    "--torch-compile": "--use-graphs takes its place; leave it out",
+    "--n-iterations": "--benchmark measures; leave it out",
+    "--warmup": "--benchmark warms up by itself; leave it out",
+    "--dataset-name": "only files are read; write the prompts to a .jsonl file and give it as --input",
+    "--output-dir": "give a file as --output",
+    "--penalty-alpha": "contrastive search is not part of this project",
+    "--attn-softmax-bf16": "the softmax is computed in float32",
+    "--flash-attention-fast-softmax": "the softmax is computed in float32",
+    "--parallel-strategy": "--tensor-model-parallel-size shares each layer, --pipeline-model-parallel-size the layers",
+    "--max-input-tokens": "prompts are read whole; shorten them",
+    "--trust-remote-code": "code that comes with a model is never run",
+    "--token": "nothing is downloaded; use hf download",
+    "--model-revision": "nothing is downloaded; use hf download --revision",
+    "--quantize-with-bnb": "--quantize-base nf4 holds weights in 4 bits",
+    "--bad-words": "tokens cannot be forbidden; leave it out",
+    "--force-words": "tokens cannot be required; leave it out",
+    "--profiling-steps": "use --benchmark",
+    "--show-graphs-count": "--benchmark prints the graphs' effect; leave it out",
+    "--assistant-model": "speculative decoding is not part of this project",
+    "--fp8": "text is generated in 16 bits; --quantize-base nf4 holds weights in 4 bits",
+    "--no-repeat-ngram-size": "use --repetition-penalty, --frequency-penalty or --presence-penalty",
+}
+
+
+def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentParser:
+    """Return the parser of the flags, grouped; values stay strings."""
+    return flags.grouped_parser(
+        GROUPS,
+        prog=prog,
+        usage=f"{prog} --load FOLDER --prompt TEXT [--flag VALUE ...]",
+        description="Continue texts and answer chats with a checkpoint of a run, a Hugging Face model or adapters, on "
+        "any layout.",
+        epilog="A BOOL flag alone means true; `none` unsets an option. docs/guides/generation.md has examples, and a "
+        "table of the flags of transformers and optimum-habana that are understood.",
+    )
+
+
+def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
+    """Return the command, and a note for each flag without effect. Raises ConfigError with every fault."""
+    # other programs' names first, so that argparse and its suggestions know only ours
+    words, notes, faults = translated(arguments)
+    namespace, rest = build_generate_parser().parse_known_args(words)
+    faults += flags.unknown_flags(rest, vars(namespace))
+    load = flags.read_flags(LoadOptions, namespace, faults)
+    prompts = flags.read_flags(PromptOptions, namespace, faults)
+    generation = flags.read_flags(GenerationOptions, namespace, faults)
+    # a shell passes "\n" as two characters; after reading, before the rules look at it
+    if generation is not None:
+        generation = dataclasses.replace(generation, stop=tuple(map(flags.unescaped, generation.stop)))
+        faults += generation.faults()
+    if prompts is not None:
+        faults += prompts.faults()
+    if load is not None:
+        faults += load.faults()
+    if prompts is not None and generation is not None:
+        faults += _faults_of_both(prompts, generation)
+    if faults or load is None or prompts is None or generation is None:
+        # dict.fromkeys: each fault once, in the order found
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return GenerateCommand(load, prompts, generation), notes
+
+
+def _faults_of_both(prompts: PromptOptions, generation: GenerationOptions) -> Iterator[str]:
+    """Describe the options of the choice of tokens that do not fit those of the prompts."""
+    if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
+        yield f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out"
+    # which text wins is known at its end alone
+    if prompts.chat and generation.num_beams > 1:
+        yield "--num-beams is not for --chat, which prints a text while it grows; leave it out"
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the words with other programs' flags by the names here, notes on those without effect, and faults."""
+    words, notes, faults = list[str](), list[str](), list[str]()
+    given = flags.dashed(arguments)
+    names = [word.split("=", 1)[0] for word in given]
+    is_left_out = False  # the flag before this word, and so its values
+    for word, name in zip(given, names, strict=True):
+        if not word.startswith("--"):
+            if not is_left_out:
+                words.append(word)
+            continue
+        is_left_out = name in WITHOUT_EFFECT or name in REFUSED
+        if name in WITHOUT_EFFECT:
+            notes.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
+        elif name in REFUSED:
+            faults.append(f"{name} is not supported: {REFUSED[name]}")
+        else:
+            words += _in_our_words(word, name, names)
+    return words, notes, faults
+
+
+def _in_our_words(word: str, name: str, names: Sequence[str]) -> list[str]:
+    """Return a flag, with its value behind `=` if it has one, by its name here. `names`: all flags that are given."""
+    if name in ("--model-name-or-path", "--load") and "--peft-model" in names:
+        # the adapters are loaded, onto this base
+        return ["--lora-base" + word[len(name) :]]
+    # the rest of the word is "=VALUE", or empty
+    if name in OTHER_NAMES:
+        return [OTHER_NAMES[name] + word[len(name) :]]
+    if name in _PRECISIONS:
+        return ["--precision", _PRECISIONS[name]]
+    if name == "--do-sample":
+        # transformers draws at temperature 1; here a temperature alone makes it draw
+        return [] if "--temperature" in names else ["--temperature", "1.0"]
+    return [word]

@@ -16,17 +16,8 @@ from torch import Tensor
 
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
+from megatron.models import kv_cache
 from megatron.models.embedding import unpack
-from megatron.models.kv_cache import (
-    BUCKET,
-    CachedTokens,
-    CachingLayer,
-    DecodeStep,
-    KVCache,
-    PrefillChunk,
-    bucketed,
-    row_bytes,
-)
 from megatron.parallel.messages import StageMessages
 from megatron.runtime.accelerator import free_memory_bytes
 
@@ -87,7 +78,7 @@ def prompt_passes(
             width = min(CHUNK, longest - begin)
             if few_shapes:
                 # the next power of two, from BUCKET to CHUNK: four widths in all, each of which is compiled once
-                width = min(CHUNK, max(BUCKET, 1 << (width - 1).bit_length()))
+                width = min(CHUNK, max(kv_cache.BUCKET, 1 << (width - 1).bit_length()))
             passes.append(PromptPass([row for row, _ in batch], [prompt for _, prompt in batch], begin, width))
     return passes
 
@@ -95,24 +86,28 @@ def prompt_passes(
 class StagePasses:
     """Runs passes on this stage: receives what the stage before sends, computes, and sends on."""
 
-    def __init__(self, model: InferenceModel, cache: KVCache, *, use_graphs: bool) -> None:
+    def __init__(self, model: InferenceModel, cache: kv_cache.KVCache, *, use_graphs: bool) -> None:
         self.model, self.cache = model, cache
         self._ctx = model.ctx
         self._messages = StageMessages(model.ctx, model.config.model.hidden_size, model.dtype)
-        self._graphs = PassGraphs(model.ctx) if use_graphs else None
+        self._graphs: PassGraphs | None = None
+        if use_graphs:
+            self._graphs = PassGraphs(model.ctx)
 
     @property
     def num_graphs(self) -> int:
         """Number of graphs captured: at most one for each group of rows and each multiple of BUCKET places."""
-        return 0 if self._graphs is None else self._graphs.count
+        if self._graphs is None:
+            return 0
+        return self._graphs.count
 
     def prefill(self, chunk: PromptPass) -> Tensor | None:
         """Run a chunk of prompts. Returns the logits of their last tokens, [ends, V] float32, on the last stage."""
         device = self._ctx.device
         rows = torch.tensor(chunk.rows, device=device)
         lengths = torch.tensor([len(prompt) for prompt in chunk.prompts], device=device)
-        tokens = PrefillChunk(self.cache, rows, lengths, chunk.begin, chunk.width)
-        inside = self._input(chunk.ids() if self._ctx.is_first_stage else None, chunk.width, len(chunk.rows))
+        tokens = kv_cache.PrefillChunk(self.cache, rows, lengths, chunk.begin, chunk.width)
+        inside = self._input(chunk.ids, chunk.width, len(chunk.rows))
         outputs = self.model.forward_stage((inside, tokens))
         if not self._ctx.is_last_stage:
             self._messages.send(unpack(outputs)[0], chunk.width, len(chunk.rows))
@@ -127,9 +122,9 @@ class StagePasses:
     def decode(self, first_row: int, ids: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Run the newest token of each row from `first_row` on. Returns the logits [B, V] float32 on the last stage."""
         # reads as many places as the longest row has: a text that ends shortens the passes after it
-        num_places = min(bucketed(max(positions) + 1), self.cache.length)
+        num_places = min(kv_cache.bucketed(max(positions) + 1), self.cache.length)
         # [B, 1]; the other stages receive hidden states of the same pass
-        inside = self._input(torch.tensor(ids).unsqueeze(1) if self._ctx.is_first_stage else None, 1, len(ids))
+        inside = self._input(lambda: torch.tensor(ids).unsqueeze(1), 1, len(ids))
         places = torch.tensor(positions).to(self._ctx.device, non_blocking=True)
         if self._graphs is None:
             outputs = self._decode(inside, places, first_row, num_places)
@@ -139,13 +134,14 @@ class StagePasses:
             outputs = self._graphs.run((first_row, num_places), decode, (inside, places))
         if self._ctx.is_last_stage:
             return outputs
-        outputs = outputs if self._graphs is None else outputs.clone()  # the next graph may overwrite it
+        if self._graphs is not None:
+            outputs = outputs.clone()  # the next graph may overwrite it
         self._messages.send(outputs, 1, len(ids))
         return None
 
     def _decode(self, inside: Tensor, positions: Tensor, first_row: int, num_places: int) -> Tensor:
         """Return logits [B, V] float32 on the last stage, hidden states [1, B, H] on the others."""
-        tokens: CachedTokens = DecodeStep(self.cache, first_row, positions, num_places)
+        tokens: kv_cache.CachedTokens = kv_cache.DecodeStep(self.cache, first_row, positions, num_places)
         outputs = self.model.forward_stage((inside, tokens))
         if not self._ctx.is_last_stage:
             return unpack(outputs)[0]
@@ -155,10 +151,10 @@ class StagePasses:
         """Wait until what was sent has been received."""
         self._messages.end()
 
-    def _input(self, ids: Tensor | None, width: int, num_rows: int) -> Tensor:
+    def _input(self, ids: Callable[[], Tensor], width: int, num_rows: int) -> Tensor:
         """Return the ids [B, S] on this device, or receive the hidden states [S, B, H]."""
-        if ids is not None:
-            return ids.to(self._ctx.device, non_blocking=True)
+        if self._ctx.is_first_stage:
+            return ids().to(self._ctx.device, non_blocking=True)
         return self._messages.receive(width, num_rows)
 
 
@@ -190,12 +186,14 @@ class KeptText:
         count = sum(1 for _ in same)
         # what is left to read then begins at a multiple of BUCKET, as the passes of a new prompt do
         if few_shapes:
-            count -= count % BUCKET
+            count -= count % kv_cache.BUCKET
         # what follows in the cache is overwritten before it is read, as a place belongs to its position
         self.ids = prompt[:count]
         return count
 
-    def passes(self, model: InferenceModel, layers: Sequence[CachingLayer], length: int, new: NewPasses) -> StagePasses:
+    def passes(
+        self, model: InferenceModel, layers: Sequence[kv_cache.CachingLayer], length: int, new: NewPasses
+    ) -> StagePasses:
         """Return passes over a cache of at least `length` places that holds what is kept. Collective.
 
         A larger cache has twice the places of the one before, as later turns need still more; without memory for that,
@@ -216,10 +214,10 @@ class KeptText:
         return self._passes
 
     @staticmethod
-    def _fitting(model: InferenceModel, layers: Sequence[CachingLayer], lengths: Sequence[int]) -> list[int]:
+    def _fitting(model: InferenceModel, layers: Sequence[kv_cache.CachingLayer], lengths: Sequence[int]) -> list[int]:
         """Return those lengths whose cache fits beside the present one on every rank."""
         free = free_memory_bytes()
-        own = [row_bytes(layers, bucketed(length), model.dtype) <= free for length in lengths]
+        own = [kv_cache.row_bytes(layers, kv_cache.bucketed(length), model.dtype) <= free for length in lengths]
         # memory differs from rank to rank, and all have to choose the same length
         fits = model.ctx.gather_objects(own)
         return [length for length, *each in zip(lengths, *fits, strict=True) if all(each)]

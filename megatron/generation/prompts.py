@@ -124,26 +124,18 @@ class PromptEncoder:
 
     def ends(self, *, of_chats: bool) -> Ends:
         """Return what ends an answer, or a text to continue. Raises DataError."""
-        return Ends(self.final_ids(of_chats=of_chats), self.final_strings() if of_chats else ())
-
-    def final_ids(self, *, of_chats: bool) -> frozenset[int]:
-        """Return the ids that end a text: those of generation_config.json and of the tokenizer, and of a turn."""
         # several: chat models often end turns with another token than documents
-        ids = {self.tokenizer.eod}
+        ids, strings = [self.tokenizer.eod], tuple[str, ...]()
         if self._model.origin is not None:
-            ids.update(_configured_ids(self._model.origin))
-        if of_chats:
-            end = _end_marker(self.template)
-            ids.add(None if end is None else self.tokenizer.token_id(end))
+            ids += _configured_ids(self._model.origin)
+        marker = _end_marker(self.template) if of_chats else None
+        if marker is not None:
+            ids.append(self.tokenizer.token_id(marker))
+            # the marker may be plain text to this tokenizer
+            if ids[-1] is None:
+                strings = (marker,)
         # a tokenizer may have ids beyond the model's vocabulary
-        return frozenset(token for token in ids if token is not None and token < self._model.vocab_size)
-
-    def final_strings(self) -> tuple[str, ...]:
-        """Return the text that ends an answer where the template's marker for it is not a token. Raises DataError."""
-        end = _end_marker(self.template)
-        if end is None or self.tokenizer.token_id(end) is not None:
-            return ()
-        return (end,)
+        return Ends(frozenset(token for token in ids if token is not None and token < self._model.vocab_size), strings)
 
 
 def _end_marker(template: ChatTemplate) -> str | None:

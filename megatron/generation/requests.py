@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +51,10 @@ REASONS: tuple[Reason | None, ...] = (None, "stop", "length", "interrupted")
 """By their numbers in messages. None: the text has not ended."""
 
 
+ABSENT = 1.0
+"""Stands for no log-probability in a message: none is above 0."""
+
+
 class Verdict(NamedTuple):
     """Next token of a row, as the deciding rank sends it to the others."""
 
@@ -61,26 +65,18 @@ class Verdict(NamedTuple):
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
 
-    def encode(self) -> list[int]:
-        """Return plain integers, a float as the bits of its float32."""
-        # -1 is free: the bits are read as an unsigned number
-        logprob = -1 if self.logprob is None else _bits(self.logprob)
-        pairs = [number for token, value in self.alternatives for number in (token, _bits(value))]
+    def encode(self) -> list[float]:
+        """Return numbers for a message in float64, which holds each id and each float32 as it is."""
+        logprob = ABSENT if self.logprob is None else self.logprob
+        pairs = itertools.chain.from_iterable(self.alternatives)
         return [self.token, REASONS.index(self.reason), self.source, logprob, *pairs]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int]) -> Verdict:
+    def decode(cls, numbers: Sequence[float]) -> Verdict:
         token, reason, source, logprob, *rest = numbers
-        pairs = tuple((rest[i], _float(rest[i + 1])) for i in range(0, len(rest), 2))
-        return cls(token, REASONS[reason], source, None if logprob < 0 else _float(logprob), pairs)
-
-
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+        pairs = tuple((int(rest[i]), rest[i + 1]) for i in range(0, len(rest), 2))
+        given = None if logprob == ABSENT else logprob
+        return cls(int(token), REASONS[int(reason)], int(source), given, pairs)
 
 
 @dataclass

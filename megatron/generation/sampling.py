@@ -143,6 +143,8 @@ class Penalties:
 
     def copy(self, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Let each of `rows` continue what its source held."""
+        if not self.changes_logits:
+            return
         # the list of lengths is complete before the first is replaced, for the same reason as below
         for row, length in zip(rows, [self.lengths[source] for source in sources], strict=True):
             self.lengths[row] = length
@@ -155,6 +157,8 @@ class Penalties:
     def apply(self, logits_BV: Tensor, rows: Sequence[int]) -> None:
         """Change the logits of these rows in place."""
         options = self._options
+        if not self.changes_logits:
+            return
         self._reserve(rows, logits_BV.device)
         for token, bias in self._bias.items():
             logits_BV[:, token] += bias
@@ -286,14 +290,13 @@ class TokenSampler:
             del self._keys[row]
         self._penalties.remove(rows)
 
-    def choose(self, logits_BV: Tensor, rows: Sequence[int] | None = None) -> Choice:
+    def choose(self, logits_BV: Tensor, rows: Sequence[int]) -> Choice:
         """Return the next token of each row, and count it as part of its sequence.
 
         Args:
             logits_BV: float32 [B, vocab_size]; left as they are.
-            rows: the row of each sequence; None: 0 to B - 1. Rows without a sequence get any id.
+            rows: the row of each sequence. Rows without a sequence get any id.
         """
-        rows = range(len(logits_BV)) if rows is None else rows
         # the usual greedy case: no copy, no float32 buffer of the batch
         if not self.needs_logits:
             ids_B = logits_BV.argmax(dim=1)
@@ -302,8 +305,7 @@ class TokenSampler:
         work_BV = self._copy(logits_BV)
         # a view: penalties and filters write into the buffer that the draw reads
         scores_BV = work_BV[:, : self.vocab_size]
-        if self._penalties.changes_logits:
-            self._penalties.apply(scores_BV, rows)
+        self._penalties.apply(scores_BV, rows)
         if self.options.draws:
             filter_logits(scores_BV, self.options)
             ids_B = self._draw(work_BV, rows)
@@ -343,4 +345,6 @@ class TokenSampler:
 
 def final_ids(options: GenerationOptions, eos_ids: Collection[int]) -> frozenset[int]:
     """Return the ids that end a text."""
-    return frozenset(options.stop_token_ids).union(() if options.ignore_eos else eos_ids)
+    if options.ignore_eos:
+        return frozenset(options.stop_token_ids)
+    return frozenset(options.stop_token_ids).union(eos_ids)

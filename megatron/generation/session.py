@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from megatron.generation.command import GenerateCommand
-from megatron.generation.generator import BatchSettings, GenerationStatistics, generate, request_faults
+from megatron.generation.generator import BatchSettings, GenerationStatistics, OnToken, generate, request_faults
 from megatron.generation.graphs import check_graphs
 from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line, as_result
 from megatron.generation.model import InferenceModel
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerateCommand, GenerationOptions
 from megatron.generation.passes import KeptText
 from megatron.generation.prompts import Ends, PromptEncoder
 from megatron.generation.requests import Completion, Reason, Request
@@ -31,6 +30,7 @@ from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.options.config import ConfigError
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.runtime.accelerator import MAX_ALLOCATED, memory_stats
+from megatron.runtime.commands import counted
 
 PROMPTS_AT_ONCE = 64
 """Prompts that are read ahead, for each row of the batch of a copy of the model."""
@@ -64,46 +64,57 @@ class Session:
         faults = request_faults(self.model, [request], self.options, self.settings)
         return [fault.removeprefix(f"prompt {request.number} ") for fault in faults]
 
-    def generate(
-        self, requests: Sequence[Request], on_text: OnText | None = None, kept: KeptText | None = None
-    ) -> Iterator[Completion]:
-        """Yield the texts on rank 0, in order. Collective.
+    def show(self, request: Request, on_text: OnText, kept: KeptText | None = None) -> list[Completion]:
+        """Generate one text, whose pieces `on_text` receives on rank 0 while it grows. Returns it there. Collective.
 
-        `on_text` receives the pieces of a single text while it grows. `kept`: what a chat keeps between its turns.
+        `kept`: what a chat keeps between its turns.
         """
+        shown = self._text(request)
+
+        def on_token(number: int, sample: int, token: int) -> None:
+            # the text is decoded where it is printed; the other ranks have nothing to show
+            if self.model.ctx.rank == 0:
+                on_text(shown.add(token))
+
+        done = list(self._generate([request], request.is_chat, on_token, kept))
+        if self.model.ctx.rank == 0:
+            on_text(shown.finish())
+        return done
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Yield the texts on rank 0, in order. Collective."""
         kinds = {request.is_chat for request in requests}
         if len(kinds) == 1:
-            yield from self._generate(requests, kinds.pop(), on_text, kept)
+            yield from self._generate(requests, kinds.pop())
             return
         # a batch has one set of final ids, so texts and chats are generated one after the other
         by_request: dict[int, list[Completion]] = defaultdict(list)
         # sorted: every rank has to generate the kinds in one order. Texts come first
         for is_chat in sorted(kinds):
             of_kind = [request for request in requests if request.is_chat == is_chat]
-            for completion in self._generate(of_kind, is_chat, None, None):
+            for completion in self._generate(of_kind, is_chat):
                 by_request[completion.request].append(completion)
         for request in requests:
             yield from by_request[request.number]
 
     def _generate(
-        self, requests: Sequence[Request], is_chat: bool, on_text: OnText | None, kept: KeptText | None
+        self,
+        requests: Sequence[Request],
+        is_chat: bool,
+        on_token: OnToken = lambda *token: None,
+        kept: KeptText | None = None,
     ) -> Iterator[Completion]:
         ends = self._ends_of(is_chat=is_chat)
         by_number = {request.number: request for request in requests}
-        texts = GrowingTexts(lambda number: self._text(by_number[number]), of_beams=self.options.num_beams > 1)
+        of_beams = self.options.num_beams > 1
+        texts = GrowingTexts(ends.strings, lambda number: self._text(by_number[number]), of_beams=of_beams)
 
         def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
             # checked at each token, so an interruption ends after the token under way and no rank is left in a
             # collective
             if self.is_interrupted:
                 return "interrupted"
-            return "stop" if ends.strings and texts.is_stopped(number, sample, ids) else None
-
-        shown = self._text(requests[0]) if on_text is not None else None
-
-        def on_token(number: int, sample: int, token: int) -> None:
-            if shown is not None and on_text is not None:
-                on_text(shown.add(token))
+            return texts.reason(number, sample, ids)
 
         for completion in generate(
             self.model,
@@ -112,15 +123,12 @@ class Session:
             eos_ids=ends.ids,
             settings=self.settings,
             is_finished=is_finished,
-            # the text is decoded where it is printed; the other ranks have nothing to show
-            on_token=on_token if self.model.ctx.rank == 0 else None,
+            on_token=on_token,
             statistics=self.statistics,
             kept=kept,
         ):
             self.num_out_of_positions += self.is_out_of_positions(completion)
             yield completion
-        if shown is not None and on_text is not None:
-            on_text(shown.finish())
 
     def _text(self, request: Request) -> GeneratedText:
         keep_special = self.command.prompts.keep_special_tokens
@@ -147,7 +155,7 @@ class Session:
         """Describe the texts that ended at the last learned position; "" if there are none."""
         if not self.num_out_of_positions:
             return ""
-        texts = "1 text" if self.num_out_of_positions == 1 else f"{self.num_out_of_positions:,} texts"
+        texts = counted(self.num_out_of_positions, "text")
         return (
             f"{texts} ended before max_new_tokens={self.options.max_new_tokens}: the model has "
             f"{self.model.max_positions:,} learned positions, for prompt and text together"
@@ -179,8 +187,10 @@ def _throughput(name: str, replicas: Sequence[dict[str, Any]], tokens: str, seco
     """Describe what all replicas have done of one kind, and in what time: the longest of theirs."""
     # replicas work side by side: their tokens add up, their seconds do not
     count, time_s = sum(each[tokens] for each in replicas), max(each[seconds] for each in replicas)
-    rate = f" ({count / time_s:,.0f}/s)" if time_s else ""
-    return f"{name} {count:,} tokens in {time_s:.2f} s{rate}"
+    text = f"{name} {count:,} tokens in {time_s:.2f} s"
+    if time_s:
+        text += f" ({count / time_s:,.0f}/s)"
+    return text
 
 
 def _unknown_ids(options: GenerationOptions, vocab_size: int) -> Iterator[str]:
@@ -241,7 +251,7 @@ def _blocks(session: Session, prompts: Iterator[Prompt]) -> Iterator[tuple[list[
 def _account(session: Session, source: PromptSource, writer: ResultFile | None, num_texts: int) -> str:
     """Describe what was written, was there before, and was left out."""
     output = session.command.prompts.output
-    line = "1 text" if num_texts == 1 else f"{num_texts:,} texts"
+    line = counted(num_texts, "text")
     if output:
         line += f" in {output}"
     if writer and writer.num_present:
@@ -261,9 +271,10 @@ def _run_block(
     # only a single text can be printed while it grows: several would be interleaved
     is_single = len(requests) == 1 and options.num_samples == 1 and options.num_beams == 1 and is_first
     if is_plain and is_single and len(prompts.prompt) == 1:
-        if block:
-            _print("" if prompts.as_chat else block[0].row["prompt"])
-        done = list(session.generate(requests, _print))
+        # on rank 0, which alone has the prompt
+        if block and not prompts.as_chat:
+            _print(block[0].row["prompt"])
+        done = session.show(requests[0], _print)
         if block:
             _print("\n")
         return len(done)
@@ -297,10 +308,12 @@ def _write(
         _print(as_line(result))
     else:
         for number, completion in enumerate(completions, start=1):
-            of = f", text {number}" if len(completions) > 1 else ""
-            begin = "" if session.command.prompts.as_chat else prompt.row["prompt"]
-            text = session.text_of(prompt.request, completion)
-            _print(f"--- prompt {prompt.request.number + 1}{of}\n{begin}{text}\n")
+            name, text = f"prompt {prompt.request.number + 1}", session.text_of(prompt.request, completion)
+            if len(completions) > 1:
+                name += f", text {number}"
+            if not session.command.prompts.as_chat:
+                text = prompt.row["prompt"] + text
+            _print(f"--- {name}\n{text}\n")
 
 
 def _print(text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Reason
 
 REPLACEMENT = "\ufffd"
 """Written by decoders for bytes that are not a character, or not yet."""
@@ -143,29 +144,37 @@ class GrowingTexts:
     """Texts of a batch as their ids arrive, and whether a stop string has ended them.
 
     Args:
+        stop: the stop strings; without any, no text is decoded.
         begin: returns the empty text of a request, by its number.
         of_beams: texts branch, so that one is known by its ids; else by its sample.
     """
 
-    def __init__(self, begin: Callable[[int], GeneratedText], *, of_beams: bool = False):
-        self._begin, self._of_beams = begin, of_beams
+    def __init__(self, stop: Sequence[str], begin: Callable[[int], GeneratedText], *, of_beams: bool = False):
+        self._stop, self._begin, self._of_beams = stop, begin, of_beams
         self._samples: dict[tuple[int, int], tuple[GeneratedText, int]] = {}
         self._beams: dict[int, list[dict[tuple[int, ...], GeneratedText]]] = {}
         """By number of the request: the texts of the step before, and of this one."""
 
-    def is_stopped(self, number: int, sample: int, ids: Sequence[int]) -> bool:
-        """Return whether a stop string is in a text. Its ids begin with those of an earlier call; of beams, one less.
+    def reason(self, number: int, sample: int, ids: Sequence[int]) -> Reason | None:
+        """Return "stop" if a stop string ends a text. Its ids begin with those of an earlier call; of beams, one less.
 
         Of beams the earlier call may be that of another sample.
         """
+        if not self._stop:
+            return None
         if self._of_beams:
-            return self._beam(number, tuple(ids)).is_stopped
+            text = self._beam(number, tuple(ids))
+        else:
+            text = self._sample(number, sample, ids)
+        return "stop" if text.is_stopped else None
+
+    def _sample(self, number: int, sample: int, ids: Sequence[int]) -> GeneratedText:
         text, num_seen = self._samples.get((number, sample)) or (self._begin(number), 0)
         # only new ids are decoded: a text of n tokens costs n steps, not n squared
         for token in ids[num_seen:]:
             text.add(token)
         self._samples[number, sample] = text, len(ids)
-        return text.is_stopped
+        return text
 
     def _beam(self, number: int, ids: tuple[int, ...]) -> GeneratedText:
         steps = self._beams.setdefault(number, [{(): self._begin(number)}, {}])

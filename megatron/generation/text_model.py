@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +12,15 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.data.index.indexed import DataError
-from megatron.generation.command import GenerateCommand, PromptOptions
 from megatron.generation.jsonl import ids_of
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
-from megatron.generation.options import GenerationOptions, LoadOptions
+from megatron.generation.options import GenerateCommand, GenerationOptions, LoadOptions, PromptOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.session import Session
 from megatron.options.config import ConfigError
+from megatron.options.dialect import nearest, suggestion
 from megatron.options.flags import read_values
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import choose_device
@@ -146,13 +145,9 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    faults = []
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"
-            faults.append(f"{name} is not an option here; {hint}")
-    return faults
+    others = [name for name in given if name not in known]
+    use = f"use {', '.join(known)}"
+    return [f"{name} is not an option here; {suggestion(nearest(name, known), use)}" for name in others]
 
 
 def _read(cls: type[Options], values: dict[str, Any], faults: list[str]) -> Options | None:

@@ -31,10 +31,9 @@ from megatron.options.flags import add_flags, dashed, read_known_flags
 from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, status_of
 from megatron.runtime import devices
-from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.runtime.commands import DONE, REFUSED, command_name, for_stderr
 from megatron.runtime.device_hpu import LAZY_MODE
 from megatron.runtime.devices import detect_device
-from megatron.runtime.terminal import for_stderr
 
 
 class Command(Protocol):

@@ -13,6 +13,7 @@ from megatron.launch.addresses import address_of, host_fault, host_key, is_examp
 from megatron.launch.options import LaunchOptions, RowOptions
 from megatron.options.config import Config
 from megatron.options.data import parse_data_path
+from megatron.runtime.commands import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +152,7 @@ class RefusedError(ValueError):
 
     def text(self, names: str = "") -> str:
         """Return the message for the user. `names`: which of their own names set the options that faults name."""
-        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-        lines = [f"refused, {count}; nothing was started or written:"]
+        lines = [f"refused, {counted(len(self.faults), 'fault')}; nothing was started or written:"]
         lines += [f"  - {fault}" for fault in self.faults]
         lines += [f"  - warning: {warning}" for warning in self.warnings]
         if names:

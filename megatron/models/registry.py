@@ -10,7 +10,7 @@ from functools import cache
 from megatron.models import families
 from megatron.models.family import Family
 from megatron.options.config import Config, ConfigError
-from megatron.runtime.plugins import find_plugin
+from megatron.options.plugins import find_plugin
 
 FAMILIES: Mapping[str, Family] = {
     name: importlib.import_module(f"{families.__name__}.{name}").FAMILY

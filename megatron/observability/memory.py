@@ -6,8 +6,7 @@ readers of the allocator's counters keep theirs.
 
 from __future__ import annotations
 
-from megatron.observability.console import prints_rows
-from megatron.observability.lines import GAP, label_width, memory_line, memory_row
+from megatron.observability.console import GAP, label_width, memory_line, memory_row, prints_rows
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import RankStats, gather_stats
 from megatron.options.config import LoggingConfig

@@ -14,19 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
+from megatron.observability import step_metrics
 from megatron.observability.console import Console
 from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
 from megatron.observability.rank_times import RankStats
-from megatron.observability.step_metrics import (
-    RunTotals,
-    Speed,
-    StepMetrics,
-    Validation,
-    step_row,
-    step_scalars,
-    validation_row_of,
-    validation_scalars,
-)
 from megatron.options.config import Config
 from megatron.plan.flops import flops_per_token
 from megatron.runtime.files import WriteErrors
@@ -138,14 +129,14 @@ class MetricsLog:
         if self._writes:
             self._console.message(text)
 
-    def log_step(self, step: StepMetrics) -> None:
+    def log_step(self, step: step_metrics.StepMetrics) -> None:
         """Log the steps since the previous call."""
         if not self._writes:
             return
         speed = self._speed(step)
         self._last_samples = step.consumed_samples
-        self._write_row("train", step_row(step, speed))
-        self._write_scalars(step_scalars(step, speed), step.iteration, step.consumed_samples)
+        self._write_row("train", step_metrics.step_row(step, speed))
+        self._write_scalars(step_metrics.step_scalars(step, speed), step.iteration, step.consumed_samples)
         self._console.step(step, speed)
 
     def log_validation(
@@ -168,8 +159,8 @@ class MetricsLog:
         perplexity = None
         if self._has_perplexity:
             perplexity = math.exp(min(lm_loss, MAX_LOG_PERPLEXITY))  # in this order NaN stays NaN
-        validation = Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
-        kind, row = validation_row_of(validation, split, dataset)
+        validation = step_metrics.Validation(lm_loss, perplexity, count, self._loss_unit, metrics or {})
+        kind, row = step_metrics.validation_row_of(validation, split, dataset)
         at = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -179,7 +170,7 @@ class MetricsLog:
         name = {"valid": "validation", "test": "test"}[split]
         if dataset:
             name = f"{name} {dataset}"
-        self._write_scalars(validation_scalars(validation, name), iteration, consumed_samples)
+        self._write_scalars(step_metrics.validation_scalars(validation, name), iteration, consumed_samples)
         self._console.validation(name, iteration, validation)
 
     def log_answers(self, iteration: int, consumed_samples: int, answers: Sequence[GeneratedAnswer]) -> None:
@@ -270,10 +261,10 @@ class MetricsLog:
             if file is not None:
                 file.close()
 
-    def _no_totals(self) -> RunTotals:
-        return RunTotals(self._flops_per_token, self._peak_tflops, self._world_size)
+    def _no_totals(self) -> step_metrics.RunTotals:
+        return step_metrics.RunTotals(self._flops_per_token, self._peak_tflops, self._world_size)
 
-    def _speed(self, step: StepMetrics) -> Speed:
+    def _speed(self, step: step_metrics.StepMetrics) -> step_metrics.Speed:
         samples, steps = step.global_batch_size, 1
         if self._last_samples is not None:  # the global batch may have grown since the last log line
             samples, steps = step.consumed_samples - self._last_samples, step.steps
@@ -286,7 +277,7 @@ class MetricsLog:
         tflops, mfu = per_device * self._flops_per_token / 1e12, None
         if self._peak_tflops:
             mfu = tflops / self._peak_tflops
-        return Speed(samples * per_second, tokens * per_second, per_device, tflops, mfu)
+        return step_metrics.Speed(samples * per_second, tokens * per_second, per_device, tflops, mfu)
 
     def _write_row(self, kind: str, row: dict[str, Any]) -> None:
         self.totals.add({"kind": kind, **row})

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.observability.instruction_trace import (
-    TRACE_FILE,
-    InstructionTrace,
-    idle_shares,
-    simulated_idle_shares,
-    write_trace,
-)
+from megatron.observability import instruction_trace
 from megatron.options.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
@@ -50,7 +44,7 @@ class Profile:
         *,
         rank: int,
         iteration: int,
-        trace: InstructionTrace | None = None,
+        trace: instruction_trace.InstructionTrace | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self._file = Path(logging.results_dir or ".") / trace_file(rank)
@@ -126,13 +120,13 @@ class Profile:
         trace, self._has_traced = self._trace.gather(), False
         if self._rank != 0:
             return
-        file = self._file.with_name(TRACE_FILE)
+        file = self._file.with_name(instruction_trace.TRACE_FILE)
         try:
-            write_trace(trace, file)
+            instruction_trace.write_trace(trace, file)
         except OSError as error:
             logger.warning("%s was not written: %s", file, error)
             return
-        measured, simulated = idle_shares(trace), simulated_idle_shares(trace)
+        measured, simulated = instruction_trace.idle_shares(trace), instruction_trace.simulated_idle_shares(trace)
         self._say(
             f"instructions of all ranks: {file}; idle by stage: {_percents(measured)}; by the order of the passes, "
             f"if all took as long: {_percents(simulated)}"

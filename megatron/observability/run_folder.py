@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.checkpoint.folders import checkpoint_folders
+from megatron.checkpoint.folders import Run, checkpoint_folders, of_run
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.lineage import Run, of_run
 from megatron.checkpoint.reader import read_latest
 from megatron.data.blend import Drawn, describe_mix
 from megatron.data.index.indexed import DataError
@@ -38,6 +37,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience import job
 from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
+from megatron.runtime.commands import counted
 from megatron.runtime.files import IMPORT_ROOT, parse_json, replacing
 from megatron.weights.loader import TAG
 
@@ -202,7 +202,7 @@ class Summary:
             *self._speed_lines(),
             ("peak memory", self._memory()),
             ("checkpoints", self._checkpoints()),
-            ("layout", f"{sizes}; {_counted(start['world_size'], 'rank')} on {_counted(len(hosts), 'host')}"),
+            ("layout", f"{sizes}; {counted(start['world_size'], 'rank')} on {counted(len(hosts), 'host')}"),
             ("versions", ", ".join(f"{name} {version}" for name, version in start["versions"].items())),
             ("code", _project_text(start["project"])),
         ]
@@ -231,7 +231,7 @@ class Summary:
         if len(jobs) > 1:
             # a killed start has no end, so its time is not known
             known_s = [each["ended"]["wall_s"] for each in jobs if "ended" in each]
-            wall_time += f", {_duration(sum(known_s))} in {_counted(len(known_s), 'job')}"
+            wall_time += f", {_duration(sum(known_s))} in {counted(len(known_s), 'job')}"
             if lost := len(jobs) - len(known_s):
                 wall_time += f" and {lost} more without a recorded end"
         since, restarts = "", "none"
@@ -239,7 +239,7 @@ class Summary:
             since = f" ({progress.iteration - start['resumed_iteration']} of them in this start)"
             # the last start of a job has the number of its restarts
             by_agents = sum(each.get("restart", 0) for each in jobs)
-            restarts = f"{by_agents} by agents, {_counted(len(jobs) - 1, 'new job')}"
+            restarts = f"{by_agents} by agents, {counted(len(jobs) - 1, 'new job')}"
         return [
             (
                 "iterations",
@@ -368,11 +368,6 @@ def _project_text(project: dict[str, Any]) -> str:
     version, commit = project["version"] or "not installed", project["commit"] or "commit unknown"
     changes = ", with changes" if project["dirty"] else ""
     return f"{PROJECT} {version}, {commit}{changes}"
-
-
-def _counted(number: int, thing: str) -> str:
-    ending = "" if number == 1 else "s"
-    return f"{number} {thing}{ending}"
 
 
 def _loss(best: LossAt) -> str:

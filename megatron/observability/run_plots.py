@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.observability.lines import TIMER_SUFFIX
+from megatron.observability.console import TIMER_SUFFIX
 from megatron.observability.metric_writers import METRICS_FILE
 from megatron.runtime.accelerator import ALLOCATED, MAX_ALLOCATED
 from megatron.runtime.files import parse_json, replacing

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.observability.lines import TIMER_SUFFIX
+from megatron.observability.console import TIMER_SUFFIX
 from megatron.observability.rank_times import RankStats, gather_stats
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import DeviceTicks, HostTicks, PhaseClock

@@ -27,6 +27,7 @@ from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
 from megatron.options.training import Fp8Config, GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
+from megatron.runtime.commands import counted
 from megatron.runtime.devices import find_device
 from megatron.runtime.errors import UserError
 
@@ -36,8 +37,9 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, faults: Sequence[str]):
         self.faults = list(faults)
-        count = "1 error" if len(self.faults) == 1 else f"{len(self.faults)} errors"
-        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  - {f}" for f in self.faults))
+        super().__init__(
+            f"{counted(len(self.faults), 'error')} in the configuration:\n" + "\n".join(f"  - {f}" for f in self.faults)
+        )
 
 
 def broken(*rules: tuple[object, str]) -> list[str]:

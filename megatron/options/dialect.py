@@ -301,8 +301,11 @@ def suggestion(near: str | None, otherwise: str) -> str:
     return f"did you mean {near}?" if near else otherwise
 
 
-def nearest(name: str, names: Iterable[str], prefix: str = "") -> str | None:
-    """Return the most similar name; the prefix that all share would make any short name near to any other."""
+def nearest(name: str, names: Iterable[str], prefix: str = "", *, least: float = 0.6) -> str | None:
+    """Return the most similar name; the prefix that all share would make any short name near to any other.
+
+    `least`: similarity from which a name counts, of 1.
+    """
     rest = [known.removeprefix(prefix) for known in names]
-    near = difflib.get_close_matches(name.removeprefix(prefix), rest, n=1)
+    near = difflib.get_close_matches(name.removeprefix(prefix), rest, n=1, cutoff=least)
     return prefix + near[0] if near else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.options.dialect import one_of
+from megatron.options.dialect import nearest, one_of, suggestion
 
 Options = TypeVar("Options")
 
@@ -54,6 +53,19 @@ def doc_of_option(cls: type, name: str) -> str:
     of_bases = [vars(base).get("__pydantic_fields__", {}).get(name) for base in cls.__mro__]
     texts = [info.description for info in of_bases if info is not None]
     return " ".join(next(filter(None, texts), "").split())
+
+
+def grouped_parser(groups: Iterable[tuple[str, type]], **texts: Any) -> argparse.ArgumentParser:
+    """Return a parser of the flags of dataclasses, a group each by its title; values stay strings.
+
+    `texts`: prog, usage, description and epilog of argparse.
+    """
+    # an abbreviation would change its meaning with the next flag that is added
+    parser = argparse.ArgumentParser(**texts, allow_abbrev=False, formatter_class=HelpFormatter)
+    for title, cls in groups:
+        # the docstring of a class is its help too, so that the two cannot differ
+        add_flags(parser.add_argument_group(title, (cls.__doc__ or "").strip()), cls)
+    return parser
 
 
 def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
@@ -232,9 +244,7 @@ def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
     for word in rest:
         name = word.split("=", 1)[0]
         if word.startswith("-"):
-            near = difflib.get_close_matches(name, flags, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see --help"
-            faults.append(f"unknown flag {name}; {hint}")
+            faults.append(f"unknown flag {name}; {suggestion(nearest(name, flags), 'see --help')}")
         # behind an unknown flag, words are its values: that fault is enough
         elif not any(other.startswith("-") for other in rest[: rest.index(word)]):
             faults.append(f"{word!r} does not follow a flag; see --help")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from megatron.parallel import finite_checks as checks
 from megatron.parallel.finite_checks import BACKWARD, FORWARD, FirstBad
 from megatron.resilience.rank_record import RankRecord
-from megatron.runtime.terminal import first_of
+from megatron.runtime.commands import first_of
 
 DEVICE, LINK, DATA, WEIGHTS, UNKNOWN = "device", "link", "data", "weights", "not known"
 """Kinds of origins. `device`: of a rank's own computation or memory; `weights`: all copies of a weight are bad."""

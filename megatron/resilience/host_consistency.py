@@ -21,7 +21,7 @@ from megatron.data.index.indexed import DataError
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
-from megatron.runtime.terminal import first_of
+from megatron.runtime.commands import first_of
 
 SEEN_TIMEOUT_S = 10.0
 """Time until a file of one host must be visible on another: network file systems cache their lookups."""

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.options.config import ConfigError
-from megatron.runtime.commands import DONE, REFUSED
+from megatron.runtime.commands import DONE, REFUSED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
 from megatron.runtime.network import adopt_mpi_variables
-from megatron.runtime.terminal import for_stderr
 
 INTERRUPTED = 130
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from megatron.runtime.terminal import first_of
+from megatron.runtime.commands import first_of
 
 SHOWN = 8
 """Number of ranks that a verdict names one by one."""

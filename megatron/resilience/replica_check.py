@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.resilience.errors import TrainingAborted
+from megatron.runtime.commands import first_of
 from megatron.runtime.devices import device_of
-from megatron.runtime.terminal import first_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext

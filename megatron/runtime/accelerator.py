@@ -83,7 +83,7 @@ def _check_record(record: Device, requested: str) -> None:
         raise DeviceError(f"device {requested}: {fault}; correct the record")
     # the backend of DeepSpeed's accelerator may be registered only when DeepSpeed loads it
     if record.collectives != backend and not torch.distributed.is_backend_available(record.collectives):
-        fault = f"its collectives={record.collectives!r} is no backend of this torch.distributed"
+        fault = f"its collectives={record.collectives!r} is not a backend of this torch.distributed"
         raise DeviceError(f"device {requested}: {fault}; use {backend}, or import what registers it in missing()")
 
 

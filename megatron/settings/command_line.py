@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.options.config import Config, ConfigError, options, sections
+from megatron.options.dialect import nearest, suggestion
 from megatron.options.flags import dashed, flag, unset
-from megatron.options.presets import merged, read_preset
-from megatron.options.stored import CONFIG, known_values, nearest, to_yaml
+from megatron.options.stored import CONFIG, known_values, merged, read_preset, to_yaml
 from megatron.runtime.files import show
 from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
 from megatron.settings.stand_ins import faults_in_all, with_stand_ins
@@ -73,7 +73,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     # the option that a misspelt flag is most like may be meant: rules that need it are not reported
     for word in rest:
         if word.startswith("-"):
-            reading.unread |= set(nearest(_option_name(word), options()))
+            reading.unread |= set(filter(None, [nearest(_option_name(word), options())]))
     tree = _preset_values(presets_of(namespace), notes, reading)
     flags = _flag_values(namespace, reading)
     # last: a flag counts more than any preset
@@ -217,8 +217,7 @@ def _unknown_flag(word: str) -> str:
     if answer is not None:
         return f"{name} of Megatron {answer}"
     near = nearest(_option_name(word), options())
-    hint = f"did you mean {flag(near[0])}?" if near else "see --help"
-    return f"unknown flag {name}; {hint}"
+    return f"unknown flag {name}; {suggestion(near and flag(near), 'see --help')}"
 
 
 def load_config(arguments: Sequence[str], world_size: int | None = None) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import shutil
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 from megatron.options.config import ConfigError, options, sections
+from megatron.options.dialect import nearest, suggestion
 from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
-from megatron.options.presets import PRESETS_DIR
-from megatron.runtime.commands import train_name
-from megatron.runtime.terminal import folded
+from megatron.options.stored import PRESETS_DIR
+from megatron.runtime.commands import folded, train_name
 
 ABOUT = (
     "Train a model with tensor, pipeline and data parallelism. The command line overrides the presets, which override "
@@ -84,9 +83,8 @@ def help_text(topic: str) -> str:
         hint = get_type_hints(sections()[section])[name]
         text = f"{flag(name)} {metavar(hint)}    (section {section})"
         return text + "\n\n" + _wrapped(help_of_option(sections()[section], name, field.default, hint), "  ")
-    near = difflib.get_close_matches(name, [*sections(), *options()], n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError([f"no help on {topic!r}{hint} Use a section ({', '.join(sections())}), a flag, or all"])
+    hint = suggestion(nearest(name, [*sections(), *options()], least=0.5), "correct it.")
+    raise ConfigError([f"no help on {topic!r}; {hint} Use a section ({', '.join(sections())}), a flag, or all"])
 
 
 def overview() -> str:

@@ -19,11 +19,10 @@ from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import idle_options, idle_without
 from megatron.options.flags import divisors
 from megatron.options.optimizer import OptimizerConfig
+from megatron.options.plugins import import_attribute
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
-from megatron.runtime.plugins import import_attribute
-from megatron.settings.device_rules import check_attention, check_device, check_fp8, check_kernels, check_precision
-from megatron.settings.layout_rules import check_engine, check_partition, check_schedule, check_straggler
+from megatron.settings import rules
 from megatron.tasks.registry import TASKS, load_task
 
 
@@ -32,16 +31,16 @@ def check(config: Config, world_size: int) -> list[str]:
     return [
         *check_ranks(config, world_size),
         *check_tensor_parallel(config),
-        *check_engine(config),
-        *check_partition(config),
-        *check_schedule(config),
+        *rules.check_engine(config),
+        *rules.check_partition(config),
+        *rules.check_schedule(config),
         *check_family(config),
         *check_model(config),
-        *check_precision(config),
-        *check_fp8(config),
-        *check_device(config),
-        *check_attention(config),
-        *check_kernels(config),
+        *rules.check_precision(config),
+        *rules.check_fp8(config),
+        *rules.check_device(config),
+        *rules.check_attention(config),
+        *rules.check_kernels(config),
         *_check_rampup(config, world_size),
         *_check_learning_rate(config),
         *_check_data(config),
@@ -53,7 +52,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_exports(config),
         *_check_logging(config, world_size),
         *_check_interludes(config),
-        *check_straggler(config),
+        *rules.check_straggler(config),
         *_check_guard(config),
     ]
 

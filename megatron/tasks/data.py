@@ -268,8 +268,7 @@ class TaskData(ABC):
     def batch_text(self, data_parallel_size: int) -> str:
         """Return the plan's line on the global batch."""
         training, m = self.config.training, self.num_microbatches(data_parallel_size)
-        microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
-        split = f"DP {data_parallel_size} x micro {training.micro_batch_size} x {microbatches}"
+        split = f"DP {data_parallel_size} x micro {training.micro_batch_size} x {m} microbatch{'' if m == 1 else 'es'}"
         return f"{training.global_batch_size} samples = {split}"
 
     # Datasets

@@ -17,6 +17,7 @@ from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
 from megatron.options.flags import divisors
 from megatron.parallel.layout import parallel_batch_size
+from megatron.runtime.commands import counted
 from megatron.runtime.devices import device_of
 from megatron.tasks.data import DatasetFacts, LabelIndex, LabelPlace, SampleLabels, TaskData
 
@@ -121,10 +122,9 @@ class PackedFacts(DatasetFacts):
         held = self.consumed_tokens(min(len(self.dataset), len(steps) * config.training.global_batch_size))
         filled = held / (config.training.micro_batch_size * sum(lengths))
         shapes = len(set(lengths))
-        ending = "" if shapes == 1 else "s"
         return (
             f"packing={config.sft.packing} fills {filled:.1%} of the places, in {len(lengths) / len(steps):.1f} "
-            f"microbatches a step and {shapes} shape{ending} (of the first {len(steps)} steps)"
+            f"microbatches a step and {counted(shapes, 'shape')} (of the first {len(steps)} steps)"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from megatron.options.config import Config, ConfigError
-from megatron.runtime.plugins import find_plugin
+from megatron.options.plugins import find_plugin
 from megatron.tasks.preference import PreferenceTask
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask

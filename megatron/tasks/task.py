@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from megatron.options.config import Config
-from megatron.options.plugin_options import filled_options
+from megatron.options.plugins import filled_options
 from megatron.tasks.data import Microbatch, TaskData
 from megatron.tasks.objective import CrossEntropy, Objective
 

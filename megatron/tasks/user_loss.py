@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.options.config import Config, ConfigError
 from megatron.options.data import parse_data_path
 from megatron.runtime.devices import device_of
+from megatron.tasks import loss_function
 from megatron.tasks.data import Microbatch, TaskData
-from megatron.tasks.loss_batch import IGNORED, LossArguments, LossBatch, Teacher, row_places, rows_of, settings_kept
-from megatron.tasks.loss_function import loss_function
 from megatron.tasks.loss_result import LossError, LossResult, Metric, MetricTable
 from megatron.tasks.objective import Forward, Objective
 
@@ -51,7 +50,7 @@ class UserLoss(Objective):
     def __init__(self, config: Config, options: Any, data: TaskData) -> None:
         """Raise ConfigError if the function cannot be loaded, or declares what it cannot be given."""
         super().__init__(config, options, data)
-        self.function = loss_function(config)
+        self.function = loss_function.loss_function(config)
         self.label = self.function.label
         self.loss_name = f"{self.function.name.rpartition(':')[2]} loss"
         arguments = self.function.arguments
@@ -154,7 +153,7 @@ class UserLoss(Objective):
             # a whole sample here: its loss counts if any of its labels does
             left_out = (batch.weights == 0).all(1)
             factors = torch.full_like(left_out, scale, dtype=torch.float32)
-        values = LossArguments(first, batch, extras)
+        values = loss_function.LossArguments(first, batch, extras)
         returned = self._call(values, ctx)
         losses, metrics = self._split(returned, left_out)
         self._check(losses, left_out, first)
@@ -166,14 +165,14 @@ class UserLoss(Objective):
         ctx.state.checks.whole(total, LOSS_FUNCTION)
         return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
 
-    def _call(self, values: LossArguments, ctx: ParallelContext) -> Any:
+    def _call(self, values: loss_function.LossArguments, ctx: ParallelContext) -> Any:
         """Call the function. Raises LossError if it raises, or writes what it was given."""
         label = self.function.label
         # a comparison of contents would wait for a device
         is_free = not device_of(ctx.device.type).waits_are_costly
         seen = values.seen(contents=is_free or not self._is_checked, weight=not self._is_checked)
         try:
-            with ctx.state.streams.loss(), settings_kept(label):
+            with ctx.state.streams.loss(), loss_function.settings_kept(label):
                 returned = self.function.call(values.first, values.batch, **values.extras, **self.function.options)
         except LossError:
             raise
@@ -242,24 +241,24 @@ class UserLoss(Objective):
         ctx.state.checks.whole(found.masked_fill(left_out, 0.0), LOSS_INPUT)
         found = torch.where(left_out, found.detach(), self._watched(found, ctx))
         nll = self._nll(found[..., 0].detach(), given)
-        found = rows_of(found, given.places, 0.0)
+        found = loss_function.rows_of(found, given.places, 0.0)
         extras: dict[str, Any] = {}
         if given.teacher is not None:
-            log_probs, ids = (rows_of(part, given.places, 0) for part in given.teacher)
-            extras["teacher"] = Teacher(ids, log_probs, found[..., 1:])
+            log_probs, ids = (loss_function.rows_of(part, given.places, 0) for part in given.teacher)
+            extras["teacher"] = loss_function.Teacher(ids, log_probs, found[..., 1:])
         if self.needs_reference:
             assert given.reference is not None
-            extras["reference"] = rows_of(given.reference, given.places, 0.0)
+            extras["reference"] = loss_function.rows_of(given.reference, given.places, 0.0)
         return found[..., 0], extras, nll
 
-    def _batch(self, given: _Targets, output_weight: Tensor, ctx: ParallelContext) -> LossBatch:
+    def _batch(self, given: _Targets, output_weight: Tensor, ctx: ParallelContext) -> loss_function.LossBatch:
         parts = (given.labels, given.weights, given.sources, given.begins)
-        tokens, weights, sources, begins = (rows_of(part, given.places, 0) for part in parts)
+        tokens, weights, sources, begins = (loss_function.rows_of(part, given.places, 0) for part in parts)
         if given.places is not None:
             # a row is one sample, which begins at 0
             begins = begins.new_zeros(begins.shape)
-        labels = tokens.masked_fill(weights == 0, IGNORED)
-        return LossBatch(labels, weights, sources, begins, output_weight, ctx, tokens)
+        labels = tokens.masked_fill(weights == 0, loss_function.IGNORED)
+        return loss_function.LossBatch(labels, weights, sources, begins, output_weight, ctx, tokens)
 
     def _watched(self, x: Tensor, ctx: ParallelContext) -> Tensor:
         """Return `x`, whose gradient, which the function makes, is checked for numbers that are not finite."""
@@ -294,7 +293,7 @@ class UserLoss(Objective):
 
         targets = []
         if self.takes_rows:
-            targets.append(row_places(places, shape))
+            targets.append(loss_function.row_places(places, shape))
         for stored in (self.stored_teacher, self.stored_reference):
             if fingerprint in stored:
                 targets += map(torch.from_numpy, stored[fingerprint].read(places, shape))

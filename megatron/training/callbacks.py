@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.options.config import Config, ConfigError
+from megatron.options.plugins import import_attribute
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.runtime.accelerator import current
-from megatron.runtime.plugins import import_attribute
 
 if TYPE_CHECKING:
     from megatron.options.progress import Progress

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.folders import MANIFEST, Run
 from megatron.checkpoint.format import SaveError
-from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.saver import Saver
 from megatron.options.config import Config
 from megatron.options.progress import Progress

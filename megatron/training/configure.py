@@ -15,7 +15,8 @@ from megatron.resilience.process import print_error
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import find_device, set_graph_variables
 from megatron.settings.command_line import load_command_line
-from megatron.settings.validation import check_device, idle
+from megatron.settings.rules import check_device
+from megatron.settings.validation import idle
 from megatron.training.deepspeed import config as deepspeed
 
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.folders import LEFTOVER
+from megatron.checkpoint.folders import LEFTOVER, UNRECORDED, Run
 from megatron.checkpoint.format import ITEM_BYTES, CheckpointError, SaveError, hidden_path
-from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.save_folder import take_lock
 from megatron.checkpoint.writer import make_folder, remove_checkpoint

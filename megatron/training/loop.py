@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from megatron.checkpoint.errors import SaveError
 from megatron.data.batches import Batches
@@ -17,68 +13,29 @@ from megatron.data.index.indexed import DataError
 from megatron.observability.memory import MemoryLog
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.profiling import Profile
-from megatron.observability.step_metrics import StepMetrics
-from megatron.observability.straggler import Straggler
 from megatron.options.progress import Progress
 from megatron.options.schedule import Schedule
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import DATA
-from megatron.parallel.shards import named_parameters
 from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import accelerator
+from megatron.runtime.commands import counted
 from megatron.tasks.data import Microbatch
-from megatron.tasks.loss_result import MetricTable
 from megatron.tasks.task import Task
 from megatron.training.callbacks import Events
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.guard import Guard
-from megatron.training.interludes.best import BestTracker
-from megatron.training.interludes.evaluation import Evaluator
+from megatron.training.interludes.evaluation import BestTracker, Evaluator
+from megatron.training.interludes.step_log import StepLog
 
 if TYPE_CHECKING:
     from megatron.training.interludes.answers import Interlude
 
-log = logging.getLogger(__name__)
-
 COMPILED_MICROBATCHES = 3
 """The first of a step stores its gradients, further ones add to them, and the last begins their sum over ranks."""
-
-
-class Interval:
-    """Sums over the steps between two log lines. Metrics stay on the device until they are read: no step waits."""
-
-    def __init__(self, table: MetricTable) -> None:
-        self._table = table
-        self.restart()
-
-    def restart(self) -> None:
-        self.steps = self._nan_steps = 0
-        self._loss = 0.0
-        self.metrics: Tensor | None = None
-        """Sums and weights of the metrics on this rank over the finite steps."""
-        self._began_s = time.perf_counter()
-
-    def add(self, result: StepResult) -> None:
-        self.steps += 1
-        if not math.isfinite(result.loss):
-            self._nan_steps += 1
-            return
-        self._loss += result.loss
-        self.metrics = self._table.joined(self.metrics, result.metrics)
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was not training."""
-        self._began_s += seconds
-
-    def read(self) -> tuple[float, int, float]:
-        """Return mean loss of the finite steps, number of the others, seconds a step."""
-        loss, num_finite = math.nan, self.steps - self._nan_steps
-        if num_finite:
-            loss = self._loss / num_finite
-        return loss, self._nan_steps, (time.perf_counter() - self._began_s) / self.steps
 
 
 class SaveTimer:
@@ -128,8 +85,7 @@ class Loop:
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,  # inner stages read nothing
         )
-        self._interval = Interval(self.engine.metric_table)
-        self._fallbacks: set[str] = set()
+        self._step_log = StepLog(self.engine, self.progress, self.log, self.watchdog)
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
         self.engine.join_stop_decision(self.shutdown.sees_reason)
@@ -145,10 +101,6 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
         self._interludes = self._wanted_interludes()
-        self._straggler: Straggler | None = None
-        if config.logging.log_straggler:
-            num_trained = sum(p.numel() for _, p in named_parameters(self.engine.module) if p.requires_grad)
-            self._straggler = Straggler(ctx, config, num_trained)
 
     def _wanted_interludes(self) -> list[Interlude]:
         options, parts = self.engine.config.logging, (self.engine, self.progress, self.log, self.watchdog)
@@ -194,7 +146,7 @@ class Loop:
             self._validate()
             self._save_if_best()
         self._compile_ahead()
-        self._interval.restart()  # start, validation and compilation are not part of the first step's time
+        self._step_log.restart()  # start, validation and compilation are not part of the first step's time
         profile = Profile(
             config.logging,
             rank=self.engine.ctx.rank,
@@ -223,7 +175,7 @@ class Loop:
                 self._run_interludes()
                 self._save_where_due(consumed_before)
                 self._events.step_ends()
-                self._interval.pause(time.perf_counter() - paused_s)
+                self._step_log.pause(time.perf_counter() - paused_s)
                 if not self._is_over():
                     shutdown.check_exit_interval(progress)
         self._end()
@@ -253,8 +205,7 @@ class Loop:
             if self.shutdown.decide(self.progress):
                 break
         if done:
-            ending = "" if done == 1 else "s"
-            self.log.message(f"compiled {done} shape{ending} in {time.perf_counter() - began_s:.1f} s")
+            self.log.message(f"compiled {counted(done, 'shape')} in {time.perf_counter() - began_s:.1f} s")
 
     def _validate(self) -> None:
         evaluated = self._evaluator.run("valid")
@@ -284,7 +235,7 @@ class Loop:
 
     def _step(self) -> bool:
         """Train on the next global batch, unless a rollback leaves it out. Return True if the run was rolled back."""
-        progress, interval = self.progress, self._interval
+        progress = self.progress
         begin, step = progress.consumed_samples, progress.iteration + 1
         size, lr = self.schedule.global_batch_size(begin), self.schedule.learning_rate(begin)
         self.watchdog.phase("data", step)
@@ -305,15 +256,13 @@ class Loop:
         self._events.step_done(result, lr, size, num_microbatches)
         self.watchdog.phase("log", step)
         if result is not None:
-            interval.add(result)
+            self._step_log.add(result)
             if self._guard.after_step(result, begin):
                 self._batches.seek(progress.consumed_samples)
-                interval.restart()
+                self._step_log.restart()
                 self._saved_at = progress.iteration
                 return True
-        if step % self.engine.config.logging.log_interval == 0 and interval.steps:
-            self._log_step(result, lr, size)
-            interval.restart()
+        self._step_log.write_if_due(result, lr, size)
         return False
 
     def _train_step(self, begin: int, step: int, lr: float) -> tuple[StepResult, int]:
@@ -335,8 +284,7 @@ class Loop:
                 weight_decay=self.schedule.weight_decay(begin),
             )
         accelerator.current().mark_step()  # where the device is lazy, it computes now
-        if self._straggler is not None:
-            self._straggler.count_step(sum(batch.num_positions for batch in microbatches))
+        self._step_log.count_positions(sum(batch.num_positions for batch in microbatches))
         return result, num_microbatches
 
     def _next_batch(self) -> list[Microbatch]:
@@ -348,56 +296,6 @@ class Loop:
                 f"this rank has no data after {self._batches.consumed_samples} samples, though the run continues; "
                 "give every host the same files"
             ) from None
-
-    def _log_step(self, result: StepResult | None, lr: float, size: int) -> None:
-        """`result` None: the last step of the interval was left out."""
-        engine, progress, interval = self.engine, self.progress, self._interval
-        loss, nan_steps, elapsed_s = interval.read()
-        progress.nan_iterations += nan_steps
-        times = None
-        if self._straggler is not None:
-            times = self._straggler.read()
-        if times is not None:
-            self.watchdog.note_stragglers(times.stragglers and f"until step {progress.iteration}: {times.stragglers}")
-        grad_norm = None
-        if result is not None and result.grad_norm is not None:
-            grad_norm = float(result.grad_norm)
-        self.log.log_step(
-            StepMetrics(
-                iteration=progress.iteration,
-                steps=interval.steps,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=self.log.tokens_of(progress.consumed_samples),
-                elapsed_s=elapsed_s,
-                learning_rate=lr,
-                global_batch_size=size,
-                lm_loss=loss,
-                metrics=engine.read_metrics(interval.metrics),
-                loss_scale=engine.loss_scale,
-                grad_norm=grad_norm,
-                skipped_iterations=progress.skipped_iterations,
-                nan_iterations=progress.nan_iterations,
-                memory=accelerator.memory_stats(),
-                compiled_graphs=accelerator.current().compiled_graphs(),
-                straggler=times,
-            )
-        )
-        self._name_fallbacks()
-        timers = engine.timers.read(interval.steps, engine.ctx)
-        self.log.log_timers(progress.iteration, progress.consumed_samples, timers)
-
-    def _name_fallbacks(self) -> None:
-        """Warn once, from one rank of each stage, of an operator that the CPU computes for the device."""
-        ctx = self.engine.ctx
-        if ctx.batch_rank or ctx.tensor_rank:
-            return
-        fallbacks = accelerator.current().cpu_fallbacks()
-        if new := sorted(fallbacks.keys() - self._fallbacks):
-            self._fallbacks |= set(new)
-            named = ", ".join(f"{name} ({fallbacks[name]} calls)" for name in new)
-            log.warning(
-                "HPU lacks these operators, so rank %d computed them on the CPU, waiting each time: %s", ctx.rank, named
-            )
 
     def _save_where_due(self, consumed_before: int) -> None:
         """Begin a save if one is due, and report on earlier ones.

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folders import checkpoint_folders, holds_checkpoints
+from megatron.checkpoint.folders import START_OPTIONS, Run, checkpoint_folders, holds_checkpoints, of_run, run_in
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.lineage import START_OPTIONS, Run, of_run, run_in
 from megatron.checkpoint.reader import DEFAULTS, Checkpoint, is_same_folder, own_run, resumes_itself
 from megatron.checkpoint.source import WeightSource
 from megatron.data.blend import content_of

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.slices import bands, regions
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.source import Slice, WeightSource, bands, regions
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import write_durably

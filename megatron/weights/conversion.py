@@ -12,17 +12,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.folders import Run
 from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import CheckpointError, Fragment
-from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config, TrainingConfig
-from megatron.options.presets import read_preset
 from megatron.options.progress import Progress
-from megatron.options.stored import from_dict
+from megatron.options.stored import from_dict, read_preset
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.shards import named_parameters, shard_of

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.slices import Region, copy_overlap, regions
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.source import Region, Slice, WeightSource, copy_overlap, regions
 from megatron.models.family import HuggingFaceForm
 from megatron.options.config import Config
 from megatron.weights.folder_files import own_file, read_json

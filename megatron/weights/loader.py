@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.folders import MANIFEST, Run
 from megatron.checkpoint.foreign import deepspeed_folder, needless_step
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.lineage import Run
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.checkpoint.source import WeightSource
 from megatron.options.config import Config

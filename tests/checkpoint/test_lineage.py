@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.lineage import Ancestor, Run
+from megatron.checkpoint.folders import Ancestor, Run
 
 
 def run_after(*ancestors: tuple[str, bool]) -> Run:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.slices import Region, copy_overlap, regions
+from megatron.checkpoint.source import Region, copy_overlap, regions
 from megatron.parallel.shards import Shard
 
 SIZES = (1, 2, 3, 4, 6)

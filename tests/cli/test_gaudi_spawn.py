@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.cli import gaudi_spawn
-from megatron.generation.command import read_command
-from megatron.generation.options import GenerationOptions
+from megatron.generation.options import GenerationOptions, read_command
 from megatron.launch.dialects import published_scripts
 from megatron.launch.dialects.hl_variables import VARIABLES
 from megatron.launch.dialects.published_scripts import digest

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.generate import run
-from megatron.generation.command import read_command
 from megatron.generation.loading import load_model
+from megatron.generation.options import read_command
 from megatron.generation.saved_model import parallel_options
 from megatron.parallel.context import ParallelContext
 

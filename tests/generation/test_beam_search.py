@@ -23,7 +23,7 @@ def search(
     model: Model,
     prompts: list[list[int]],
     eos: tuple[int, ...],
-    is_finished: IsFinished | None = None,
+    is_finished: IsFinished = lambda *text: None,
 ) -> list[list[BeamResult]]:
     """Best texts of each prompt, in one batch. Each row's text is put together here, by the sources."""
     vocab_size = len(model([0]))
@@ -35,7 +35,7 @@ def search(
     results: dict[int, list[BeamResult]] = {}
     while len(results) < len(prompts):
         rows = list(range(len(prompts) * count))
-        step = beams.choose(torch.stack([model(texts[row]) for row in rows]))
+        step = beams.choose(torch.stack([model(texts[row]) for row in rows]), rows)
         texts = {row: [*texts[step.sources[row]], int(step.ids_B[row])] for row in rows}
         for first, result in step.finished.items():
             results[first // count] = result
@@ -112,7 +112,7 @@ def test_ids_and_scores_are_those_of_transformers(given: dict[str, Any]) -> None
 
     options = GenerationOptions(max_new_tokens=12, **given)
     count = given.pop("num_samples", 1)
-    found = search(options, model, prompts, eos, is_finished if criteria else None)
+    found = search(options, model, prompts, eos, is_finished if criteria else lambda *text: None)
     assert seen == (set(range(len(prompts))) if criteria else set())
     ended = set()
     for prompt, ours in zip(prompts, found, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.generation.command import OTHER_NAMES, REFUSED, WITHOUT_EFFECT, build_generate_parser, read_command
+from megatron.generation.options import OTHER_NAMES, REFUSED, WITHOUT_EFFECT, build_generate_parser, read_command
 from megatron.options.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

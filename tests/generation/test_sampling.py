@@ -165,7 +165,7 @@ def test_frequencies_are_the_probabilities(given: dict[str, Any]) -> None:
     draws, size = 50_000, 23
     options = GenerationOptions(**{"temperature": 1.0, **given})
     row = logits(1, size, seed=3) / 3
-    chosen = begin(TokenSampler(options, size, ()), [[0]] * draws).choose(row.expand(draws, -1))
+    chosen = begin(TokenSampler(options, size, ()), [[0]] * draws).choose(row.expand(draws, -1), range(draws))
     penalties = Penalties(options, size, ())
     scores = row.clone()
     penalties.apply(scores, [0])
@@ -204,7 +204,7 @@ def test_a_text_depends_on_its_key_alone() -> None:
         chosen.add([0], [(request, 0)], [prompts[request]])
         text: list[int] = []
         for _ in range(12):
-            text.append(int(chosen.choose(model(prompts[request] + text)[None]).ids_B))
+            text.append(int(chosen.choose(model(prompts[request] + text)[None], [0]).ids_B))
         return text
 
     together = TokenSampler(options, V, EOS)
@@ -218,7 +218,7 @@ def test_a_text_depends_on_its_key_alone() -> None:
         batch = torch.stack(
             [model(prompts[rows[row]] + texts[rows[row]]) if row in rows else logits(1)[0] for row in range(4)]
         )
-        for row, token in enumerate(together.choose(batch).ids_B.tolist()):
+        for row, token in enumerate(together.choose(batch, range(len(batch))).ids_B.tolist()):
             if row in rows:
                 texts[rows[row]].append(token)
         for row in [row for row, request in rows.items() if len(texts[request]) == 12]:
@@ -235,7 +235,7 @@ def test_the_greedy_choice_needs_no_more_than_the_largest_logit() -> None:
     chosen = begin(sampler(), PROMPTS)
     rows = logits(3)
     assert not chosen.needs_logits
-    assert torch.equal(chosen.choose(rows).ids_B, rows.argmax(dim=1))
+    assert torch.equal(chosen.choose(rows, range(len(rows))).ids_B, rows.argmax(dim=1))
     for given in ({"temperature": 1.0}, {"logprobs": 0}, {"repetition_penalty": 2.0}, {"min_new_tokens": 1}):
         assert sampler(**given).needs_logits
 
@@ -244,14 +244,16 @@ def test_an_end_of_text_token_waits_for_the_minimum() -> None:
     chosen = begin(sampler(min_new_tokens=2, stop_token_ids=(20,)), [[1]])
     row = torch.zeros(1, V)
     row[0, [7, 11, 20, 30]] = torch.tensor([5.0, 4.0, 3.0, 2.0])
-    assert [int(chosen.choose(row).ids_B) for _ in range(3)] == [30, 30, 7]
+    assert [int(chosen.choose(row, [0]).ids_B) for _ in range(3)] == [30, 30, 7]
     ignoring = begin(sampler(min_new_tokens=2, stop_token_ids=(20,), ignore_eos=True), [[1]])
-    assert int(ignoring.choose(row).ids_B) == 7
+    assert int(ignoring.choose(row, [0]).ids_B) == 7
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
     rows = logits(3)
-    chosen = begin(sampler(temperature=2.0, top_k=3, logit_bias=((5, 3.0),), logprobs=4), PROMPTS).choose(rows)
+    chosen = begin(sampler(temperature=2.0, top_k=3, logit_bias=((5, 3.0),), logprobs=4), PROMPTS).choose(
+        rows, range(len(rows))
+    )
     expected = rows.double().log_softmax(dim=1)
     assert chosen.logprobs_B is not None
     assert chosen.alternatives is not None

@@ -22,9 +22,9 @@ from megatron.generate import run
 from megatron.generation import jsonl
 from megatron.generation.chat import TerminalChat
 from megatron.generation.chooser import BeamSearch
-from megatron.generation.command import read_command
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
+from megatron.generation.options import read_command
 from megatron.generation.prompts import PromptEncoder
 from megatron.generation.requests import Request
 from megatron.generation.sampling import Choice
@@ -256,8 +256,8 @@ def test_a_model_without_tokenizer_names_the_remedy(model: InferenceModel) -> No
 def test_the_end_of_a_turn_is_found_in_the_template(model: InferenceModel) -> None:
     encoder = PromptEncoder(model)
     end = encoder.tokenizer.token_id("<|end|>")  # type: ignore[attr-defined]
-    assert encoder.final_ids(of_chats=True) == {256, end}
-    assert encoder.final_ids(of_chats=False) == {256}
+    assert encoder.ends(of_chats=True).ids == {256, end}
+    assert encoder.ends(of_chats=False).ids == {256}
     asked = encoder.chat([{"role": "user", "content": "Hi"}])
     assert encoder.tokenizer.decode(asked) == "<|user|>Hi<|end|><|assistant|>"
     with pytest.raises(DataError, match=r"of which this tokenizer has no ids, and <\|im_end\|> ends its answers"):
@@ -282,8 +282,8 @@ def test_a_template_whose_markers_are_plain_text_is_used(
     )
     assert list(encoder.chat(chat)) == expected["input_ids"]
     assert "<|user|>" in encoder.tokenizer.decode(encoder.chat(chat))
-    assert encoder.final_ids(of_chats=True) == {256}
-    assert encoder.final_strings() == ()
+    assert encoder.ends(of_chats=True).ids == {256}
+    assert encoder.ends(of_chats=True).strings == ()
     assert ("are read as plain text" in caplog.text) is not is_own
 
 
@@ -382,16 +382,16 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     chat = TerminalChat(session)
     lines = chat_lines("Hi", "/what", "/system", "", "again", "/system Be brief.", "new", "/clear")
     requests = []
-    ask = session.generate
+    ask = session.show
 
-    def note(found: Any, *arguments: Any) -> Any:
-        requests.append(session.encoder.tokenizer.decode(found[0].prompt))
-        return ask(found, *arguments)
+    def note(request: Request, *arguments: Any) -> Any:
+        requests.append(session.encoder.tokenizer.decode(request.prompt))
+        return ask(request, *arguments)
 
     out = io.StringIO()
     with (
         patch("builtins.input", lambda prompt: next(lines)),
-        patch.object(session, "generate", note),
+        patch.object(session, "show", note),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()),
     ):
@@ -405,8 +405,9 @@ def test_a_chat_keeps_its_messages(model: InferenceModel) -> None:
     assert "give the system message behind /system" in out.getvalue()
 
 
-def test_an_interrupt_ends_the_answer_alone(model: InferenceModel) -> None:
-    command, _ = read_command(["--load", ".", "--chat", "--max-new-tokens", "50"])
+@pytest.mark.parametrize("minimum", ["0", "40"])
+def test_an_interrupt_ends_the_answer_alone(model: InferenceModel, minimum: str) -> None:
+    command, _ = read_command(["--load", ".", "--chat", "--max-new-tokens", "50", "--min-new-tokens", minimum])
     session = Session(model, command)
     request = TerminalChat(session)._session.encoder.chat([{"role": "user", "content": "Hi"}])
     pieces: list[str] = []
@@ -415,6 +416,6 @@ def test_an_interrupt_ends_the_answer_alone(model: InferenceModel) -> None:
         pieces.append(text)
         session.is_interrupted = len(pieces) == 3
 
-    (done,) = session.generate([Request(0, request)], show)
+    (done,) = session.show(Request(0, request), show)
     assert done.reason == "interrupted"
     assert 3 <= len(done.ids) <= 4

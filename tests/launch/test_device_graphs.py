@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.generation.command import read_command
+from megatron.generation.options import read_command
 from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.inference import plan_ranks
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError

@@ -26,7 +26,7 @@ from megatron.launch.dialects.hl_requests import from_environment
 from megatron.launch.dialects.hl_variables import VARIABLES, Script
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError, parse_hostsfile
 from megatron.launch.preflight import preflight
-from megatron.options.presets import PRESETS_DIR
+from megatron.options.stored import PRESETS_DIR
 from megatron.plan.flops import declared_layers
 from megatron.runtime.files import IMPORT_ROOT
 from tests.finetuning_files import write_config, write_tokens

@@ -22,7 +22,7 @@ from megatron.parallel.operators.fused import PLAIN
 from megatron.parallel.operators.fused import habana as habana_kernels
 from megatron.runtime import accelerator
 from megatron.runtime.device_hpu import HPU as HPU_RECORD
-from megatron.training.loop import Loop
+from megatron.training.interludes.step_log import StepLog
 from megatron.training.optimizer import BareOptimizer, GatedOptimizer, build_optimizer
 from tests.habana import stand_in_packages
 from tests.models.outputs import build_model, config_of
@@ -170,12 +170,12 @@ def test_operators_computed_on_the_cpu_are_named_once_a_stage(
 ) -> None:
     monkeypatch.setattr(accelerator, "current", lambda: HPU_RECORD)
     ctx = dataclasses.replace(HPU, rank=4 + tensor_rank, tensor_size=2)
-    loop: Any = SimpleNamespace(engine=SimpleNamespace(ctx=ctx), _fallbacks=set())
+    log: Any = SimpleNamespace(_engine=SimpleNamespace(ctx=ctx), _fallbacks=set())
     habana.fallbacks |= {"aten::unique": 3, "aten::sort": 1}
-    Loop._name_fallbacks(loop)
-    Loop._name_fallbacks(loop)
+    StepLog._name_fallbacks(log)
+    StepLog._name_fallbacks(log)
     habana.fallbacks |= {"aten::unique": 9, "aten::topk": 2}
-    Loop._name_fallbacks(loop)
+    StepLog._name_fallbacks(log)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == named
     if named:

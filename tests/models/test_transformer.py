@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.models.transformer import TransformerLayer
-from megatron.options.presets import PRESETS_DIR
+from megatron.options.stored import PRESETS_DIR
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.settings.command_line import parse_arguments

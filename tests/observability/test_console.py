@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.observability.lines import step_columns
+from megatron.observability.console import step_columns
 from megatron.observability.rank_times import straggler_stats
 from megatron.observability.step_metrics import Speed
 from tests.observability.test_metrics import STEP

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.observability.lines import memory_line
+from megatron.observability.console import memory_line
 from megatron.observability.memory import MemoryLog
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import RankStats, gather_stats

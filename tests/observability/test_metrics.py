@@ -158,7 +158,7 @@ def test_a_users_own_loss_has_no_perplexity(tmp_path: Path) -> None:
 
 
 def test_the_first_metrics_of_a_task_stay_in_a_narrow_terminal() -> None:
-    from megatron.observability.lines import step_columns
+    from megatron.observability.console import step_columns
     from megatron.tasks.preference import PreferenceObjective
 
     step = dataclasses.replace(STEP, metrics=dict.fromkeys(PreferenceObjective.metrics, -0.0123))

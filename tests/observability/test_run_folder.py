@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.lineage import Run
+from megatron.checkpoint.folders import Run
 from megatron.observability import run_folder
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.run_folder import RunFolder

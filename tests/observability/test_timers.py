@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.observability.lines import timer_lines
+from megatron.observability.console import timer_lines
 from megatron.observability.rank_times import RankStats
 from megatron.observability.timers import StepTimers
 from megatron.parallel import phase_clock as module

@@ -25,7 +25,7 @@ from megatron.plan.pipeline import (
     stage_text,
 )
 from megatron.plan.zero import reduce_bucket_size
-from megatron.settings.layout_rules import METHODS
+from megatron.settings.rules import METHODS
 from tests.plan.configs import BLOOM_13B, LLAMA_8B, config, copies
 
 

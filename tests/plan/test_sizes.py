@@ -9,8 +9,7 @@ import torch
 
 from megatron.models.registry import FAMILIES
 from megatron.options.config import Config
-from megatron.options.presets import PRESETS_DIR, read_preset
-from megatron.options.stored import from_dict
+from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
 from megatron.parallel.shards import declared_shards
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, parameters_of_layer
 from megatron.settings.command_line import load_config

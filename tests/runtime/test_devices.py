@@ -108,7 +108,10 @@ def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) ->
         ("outside:NO_ACCELERATOR", "device outside:NO_ACCELERATOR: its accelerator='abacus' cannot be had: DS_ACCEL"),
         ("outside:NO_TYPE", "device outside:NO_TYPE: its torch_type='abacus' is not that of its tensors, which is cpu"),
         ("outside:OTHER_TYPE", "its torch_type='cuda' is not that of its tensors, which is cpu; correct the record"),
-        ("outside:NO_COLLECTIVES", "its collectives='pigeons' is no backend of this torch.distributed; use gloo, or"),
+        (
+            "outside:NO_COLLECTIVES",
+            "its collectives='pigeons' is not a backend of this torch.distributed; use gloo, or",
+        ),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused_by_name(folder: Path, device: str, said: str) -> None:

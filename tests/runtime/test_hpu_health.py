@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.observability.lines import memory_row
+from megatron.observability.console import memory_row
 from megatron.observability.memory import MemoryLog
 from megatron.observability.rank_times import RankStats
 from megatron.options.config import LoggingConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.options.config import ConfigError
-from megatron.runtime.plugins import find_plugin, import_attribute
+from megatron.options.plugins import find_plugin, import_attribute
 
 OWN = {"one": 1, "two": 2}
 

@@ -24,8 +24,7 @@ from megatron.options.config import (
 )
 from megatron.options.data import parse_split
 from megatron.options.flags import flag
-from megatron.options.presets import read_preset
-from megatron.options.stored import from_dict, to_yaml
+from megatron.options.stored import from_dict, read_preset, to_yaml
 from megatron.settings.command_line import load_config, parse_arguments
 from megatron.settings.parser import build_parser, help_text
 from tests.settings.faults import VALID, faults_of

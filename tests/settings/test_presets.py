@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.options.config import Config, options
-from megatron.options.presets import PRESETS_DIR, read_preset
-from megatron.options.stored import from_dict
+from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
 from megatron.options.training import ParallelConfig
 from megatron.plan.flops import count_parameters
 from megatron.settings.command_line import load_config

@@ -18,7 +18,8 @@ from megatron.options.config import broken, on_device
 from megatron.options.dependents import slow_mode
 from megatron.options.flags import divisors
 from megatron.options.stored import from_dict
-from megatron.settings import device_rules, layout_rules, validation
+from megatron.settings import rules as rules_of_devices
+from megatron.settings import validation
 from megatron.settings.command_line import load_config, read_command_line
 from megatron.settings.validation import check, idle
 from tests.settings.faults import VALID, faults_of
@@ -622,7 +623,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
     """A rule is a `yield` of its message, or a row of `broken`; its place is (file, line)."""
     rules: set[tuple[str, int]] = set()
     rows: dict[tuple[str, int], list[int]] = {}
-    for module in (validation, layout_rules, device_rules):
+    for module in (validation, rules_of_devices):
         file = str(module.__file__)
         for node in nodes_of_checks(file):
             if isinstance(node, ast.Yield):
@@ -649,7 +650,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
 
     before = sys.gettrace()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (validation, layout_rules, device_rules):
+        for module in (validation, rules_of_devices):
             patch.setattr(module, "broken", noted)
         sys.settrace(trace)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.lineage import Run
+from megatron.checkpoint.folders import Run
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.models.embedding import unpack
 from megatron.options.progress import Progress

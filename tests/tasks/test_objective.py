@@ -16,7 +16,7 @@ from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
 from megatron.settings.command_line import load_config
-from megatron.tasks.loss_batch import LossBatch
+from megatron.tasks.loss_function import LossBatch
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask
 from tests import runs

@@ -14,7 +14,7 @@ from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
 from megatron.tasks.data import LabelPlace
-from megatron.tasks.loss_batch import LossBatch, Teacher, row_places
+from megatron.tasks.loss_function import LossBatch, Teacher, row_places
 from megatron.tasks.loss_result import LossError, MetricTable
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.sft import SFTTask

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import token_log_probs
-from megatron.tasks.loss_batch import LossBatch
+from megatron.tasks.loss_function import LossBatch
 from megatron.tasks.loss_result import LossError
 from megatron.tasks.pretrain import PretrainTask
 from megatron.tasks.user_loss import UserLoss

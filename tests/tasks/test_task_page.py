@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from megatron.tasks.loss_batch import LossBatch
+from megatron.tasks.loss_function import LossBatch
 from tests import runs
 from tests.ranks import RankPools
 from tests.test_extending import blocks

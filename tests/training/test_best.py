@@ -15,8 +15,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import load_config
-from megatron.training.interludes.best import BestTracker
-from megatron.training.interludes.evaluation import Evaluator
+from megatron.training.interludes.evaluation import BestTracker, Evaluator
 from tests import runs
 from tests.ranks import RankPools
 

@@ -154,5 +154,5 @@ def test_a_missing_engine_is_named(ranks: RankPools, tmp_path: Path, flags: str)
 
 
 def train_without_engine(arguments: str) -> str:
-    with patch("megatron.settings.device_rules.check_fp8_device", lambda config: []):
+    with patch("megatron.settings.rules.check_fp8_device", lambda config: []):
         return train(f"--bf16 {arguments}")

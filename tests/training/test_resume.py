@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.folders import UNRECORDED, Run
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.lineage import UNRECORDED, Run
 from megatron.checkpoint.model_options import check_known_options
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import write_checkpoint

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.options.config import Config
-from megatron.options.presets import PRESETS_DIR, read_preset
-from megatron.options.stored import from_dict
+from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
 from megatron.weights import huggingface
 from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_config import config_of, restored_config, their_config

@@ -19,14 +19,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.command import jsonable
+from megatron.runtime.commands import counted
 from megatron.runtime.device_hpu import HPU, count_devices
 from megatron.runtime.files import IMPORT_ROOT, replacing
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file; [] if there is none."""
+    if not file.is_file():
+        return []
+    lines = file.read_bytes().splitlines(keepends=True)
     # of a writer that was killed the last line may lack its end
-    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
@@ -76,8 +80,9 @@ def summary(groups: Iterable[Group]) -> str:
     """Return one line on all checks."""
     checks = [check for group in groups for check in group.checks]
     failed = sum(not check.passed for check in checks)
-    counted = f"{len(checks)} check{'s' * (len(checks) != 1)}"
-    return f"FAILED: {failed} of {counted}" if failed else f"passed: {counted}"
+    if failed:
+        return f"FAILED: {failed} of {counted(len(checks), 'check')}"
+    return f"passed: {counted(len(checks), 'check')}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ class AcceptanceReport:
 
     def verdict(self) -> list[str]:
         """Return the lines that say what did not run, what passed, and what failed."""
-        lines = _wrap(f"INCOMPLETE, not run: {'; '.join(self.not_run)}") if self.not_run else []
+        lines: list[str] = []
+        if self.not_run:
+            lines += _wrap(f"INCOMPLETE, not run: {'; '.join(self.not_run)}")
         lines.append(summary(self.groups))
         for group in self.groups:
             if group.failures:
@@ -126,7 +133,7 @@ class AcceptanceReport:
         }
         with replacing(file) as output:
             # a number that is not finite has no form in JSON
-            output.write(f"{self.text()}{JSON_BEGINS}{json.dumps(_finite(content), indent=1)}\n".encode())
+            output.write(f"{self.text()}{JSON_BEGINS}{json.dumps(jsonable(content), indent=1)}\n".encode())
 
     def anonymous(self, output: Path) -> AcceptanceReport:
         """Replace names of this host and user, folders, and addresses in details and variables.
@@ -181,12 +188,12 @@ def _user() -> str:
         return ""
 
 
-def _wrap(text: str, indent: str = "", further: str | None = None) -> list[str]:
+def _wrap(text: str, indent: str = "", further: str = "") -> list[str]:
     return textwrap.wrap(
         text,
         WIDTH,
         initial_indent=indent,
-        subsequent_indent=indent if further is None else further,
+        subsequent_indent=further or indent,
         break_on_hyphens=False,
     )
 
@@ -208,18 +215,13 @@ def _checks(group: Group) -> list[str]:
         lines += [*first, f"{last:{NAME}}{value:>{VALUE}}{check.tolerance:>{VALUE}.3g}  {verdict}"]
         # a process that has ended fails many checks by one reason
         is_repeated = check.detail != "" and check.detail == previous
-        for line in ["for the same reason"] if is_repeated else check.detail.splitlines():
+        reasons = check.detail.splitlines()
+        if is_repeated:
+            reasons = ["for the same reason"]
+        for line in reasons:
             lines += _wrap(line, "    ", "      ")
         previous = check.detail
     return lines
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -53,14 +53,16 @@ class CardLayout:
     @classmethod
     def of(cls, devices: int) -> CardLayout:
         """Return the layout of so many cards that has every kind of parallelism that fits."""
-        tensor = 2 if devices % 2 == 0 else 1
-        pipeline = 2 if devices % 4 == 0 else 1
+        tensor = math.gcd(devices, 2)
+        pipeline = math.gcd(devices, 4) // tensor
         return cls(tensor, pipeline, devices // (tensor * pipeline))
 
     @property
     def flags(self) -> list[str]:
         flags = ["--tensor-model-parallel-size", str(self.tensor), "--pipeline-model-parallel-size", str(self.pipeline)]
-        return [*flags, "--sequence-parallel"] if self.tensor > 1 else flags
+        if self.tensor > 1:
+            flags.append("--sequence-parallel")
+        return flags
 
     def __str__(self) -> str:
         return f"TP {self.tensor}, PP {self.pipeline}, DP {self.data}"
@@ -103,14 +105,14 @@ def run_process(command: list[str], variables: Mapping[str, str], log: Path, tim
         )
         try:
             status = process.wait(timeout_s)
-            ended = "" if status == DONE else f"ended with status {status}"
+            if status == DONE:
+                return ""
+            ended = f"ended with status {status}"
         except subprocess.TimeoutExpired:
             ended = f"did not end in {timeout_s:g} s"
         finally:
             if process.poll() is None:
                 _kill(process)
-    if not ended:
-        return ""
     # what a process prints last mostly names its error
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([ended, *"\n".join(lines[-6:])[-900:].splitlines()])

@@ -21,19 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.cli.command import command
+from megatron.cli.command import byte_size, command
 from megatron.cli.data.flags import TOKENIZER, add_flags, tokenizer_of
+from megatron.data.index import verification
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.data.index.verification import (
-    Expected,
-    Findings,
-    measure,
-    num_bytes_to_verify,
-    read_document,
-    verify,
-    verify_index,
-)
 from megatron.runtime.commands import DONE, FAILED, command_name
 
 if TYPE_CHECKING:
@@ -88,11 +80,13 @@ def print_statistics(found: dict[str, Any]) -> None:
         print(f"  {name:15s}{value}")
 
     print(found["prefix"])
-    empty = f", {found['empty_documents']:,} of them empty" if found["empty_documents"] else ""
-    line("documents", f"{found['documents']:,}{empty}")
+    documents = f"{found['documents']:,}"
+    if found["empty_documents"]:
+        documents += f", {found['empty_documents']:,} of them empty"
+    line("documents", documents)
     line("sequences", f"{found['sequences']:,}")
     line("tokens", f"{found['tokens']:,} ({found['dtype']})")
-    line("size", f"{size(found['bin_bytes'])} .bin, {size(found['idx_bytes'])} .idx")
+    line("size", f"{byte_size(found['bin_bytes'])} .bin, {byte_size(found['idx_bytes'])} .idx")
     line("checksums", f"{found['prefix']}.sha256" if found["checksum_file"] else "none")
     line("manifest", found["manifest"]["summary"] if found["manifest"] else "none")
     for name, note in found["notes"].items():
@@ -108,13 +102,6 @@ def print_statistics(found: dict[str, Any]) -> None:
         print(f"  {name:>21s} {count:>13,} {'#' * -(-count * BAR_WIDTH // largest)}".rstrip())
 
 
-def size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 def lengths_in_words(found: dict[str, Any]) -> str:
     percentiles = ", ".join(f"p{name} {value:,}" for name, value in found["percentiles"].items())
     return f"{found['shortest']:,} to {found['longest']:,}, mean {found['mean']:,.1f}; {percentiles}"
@@ -124,8 +111,10 @@ def print_document(found: dict[str, Any]) -> None:
     """Print a document; --json prints long ones in full."""
     sequences = found["sequences"]
     count = sum(len(sequence) for sequence in sequences)
-    several = f" in {len(sequences)} sequences" if len(sequences) != 1 else ""
-    print(f"\ndocument {found['document']}: {count:,} tokens{several}")
+    tokens = f"{count:,} tokens"
+    if len(sequences) != 1:
+        tokens += f" in {len(sequences)} sequences"
+    print(f"\ndocument {found['document']}: {tokens}")
     left = SHOWN_IDS
     for sequence in sequences:
         if left <= 0:
@@ -158,63 +147,77 @@ def print_verification(result: dict[str, Any]) -> None:
         print("  nothing is wrong")
 
 
-def expectation(arguments: argparse.Namespace, tokenizer: Tokenizer | None, notes: dict[str, Any]) -> Expected:
+def expectation(
+    arguments: argparse.Namespace, tokenizer: Tokenizer | None, notes: dict[str, Any]
+) -> verification.Expected:
     """Return the rules for the ids: from the flags, else the tokenizer, else PREFIX.sha256. Raises DataError."""
-    noted = notes.get("tokenizer")
-    noted = noted if isinstance(noted, dict) else {}
-
-    def integer(name: str) -> int | None:
-        value = noted.get(name)
-        # a note comes from a file: True and 1.0 are no ids
-        return value if type(value) is int else None
-
-    vocab_size = arguments.vocab_size or (tokenizer.vocab_size if tokenizer else integer("vocab_size"))
-    if tokenizer and arguments.tokenizer_type in ("NullTokenizer", "TikTokenizer"):
-        vocab_size = tokenizer.vocab_size  # which --vocab-size describes, without NullTokenizer's end of document
-    eod = tokenizer.eod if tokenizer else integer("eod")
+    identity = None
+    if tokenizer is None:
+        vocab_size, eod = arguments.vocab_size or _noted(notes, "vocab_size"), _noted(notes, "eod")
+    else:
+        vocab_size, eod, identity = arguments.vocab_size or tokenizer.vocab_size, tokenizer.eod, tokenizer.identity
+        if arguments.tokenizer_type in ("NullTokenizer", "TikTokenizer"):
+            vocab_size = tokenizer.vocab_size  # which --vocab-size describes, without NullTokenizer's end of document
     if arguments.append_eod and eod is None:
         raise DataError("--append-eod: the end-of-document id is unknown; give --tokenizer-type and its files")
     # by the flag, or as preprocess_data has noted it
     every_document_ends = arguments.append_eod or (eod is not None and notes.get("append_eod") is True)
-    return Expected(vocab_size, eod, every_document_ends, tokenizer.identity if tokenizer else None)
+    return verification.Expected(vocab_size, eod, every_document_ends, identity)
+
+
+def _noted(notes: dict[str, Any], name: str) -> int | None:
+    """Return a whole number of the tokenizer that preprocess_data has noted; None: it has not."""
+    noted = notes.get("tokenizer")
+    # a note comes from a file: True and 1.0 are no ids
+    if isinstance(noted, dict) and type(noted.get(name)) is int:
+        return int(noted[name])
+    return None
 
 
 def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> bool:
     """Print the requested output for one dataset, and return True if nothing is wrong. Raises DataError."""
     data = IndexedDataset(prefix)
     checksums = read_checksums(prefix)
-    expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
-    verified, damage = None, None
+    verified: dict[str, Any] = {}
     if arguments.verify:
-        total = num_bytes_to_verify(data, checksums)
+        expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
+        total = verification.num_bytes_to_verify(data, checksums)
         with tqdm(total=total, unit="B", unit_scale=True, desc=Path(prefix).name, leave=False, disable=None) as bar:
-            verified = verify(data, expected, checksums, bar.update)
+            verified = {"verified": verification.verify(data, expected, checksums, bar.update)}
     else:
         _check_index(data)
+    is_wrong, damage = bool(verified and verified["verified"]["findings"]), None
     found: dict[str, Any] = {"prefix": prefix}
     try:
-        found = measure(data, checksums)
+        found = verification.measure(data, checksums)
         numbers = [*range(min(arguments.head, data.num_documents)), *arguments.documents]
-        found["shown"] = [read_document(data, number, tokenizer) for number in numbers]
+        found["shown"] = [verification.read_document(data, number, tokenizer) for number in numbers]
     except DataError as error:
-        if verified is None or not verified["findings"]:
+        if not is_wrong:
             raise
         damage = str(error)  # the findings are printed nevertheless
     if arguments.json:
-        print(json.dumps(found | ({"verified": verified} if verified else {}), ensure_ascii=False))
+        print(json.dumps(found | verified, ensure_ascii=False))
     else:
-        print_statistics(found) if damage is None else print(f"{prefix}\n  no statistics: {damage}")
-        for document in found.get("shown", []):
-            print_document(document)
-        if verified:
-            print_verification(verified)
-    return not (verified and verified["findings"])
+        print_text(found | verified, damage)
+    return not is_wrong
+
+
+def print_text(found: dict[str, Any], damage: str | None) -> None:
+    if damage is None:
+        print_statistics(found)
+    else:
+        print(f"{found['prefix']}\n  no statistics: {damage}")
+    for document in found.get("shown", []):
+        print_document(document)
+    if "verified" in found:
+        print_verification(found["verified"])
 
 
 def _check_index(data: IndexedDataset) -> None:
     """Raise DataError if the index is damaged. It is small beside the tokens, so it is always checked."""
-    findings = Findings()
-    verify_index(data, findings)
+    findings = verification.Findings()
+    verification.verify_index(data, findings)
     for messages in findings.shown.values():
         raise DataError(
             f"{data.prefix}.idx is damaged: {'; '.join(messages[:SHOWN_DAMAGES])}; copy it again, or see --verify"
@@ -231,19 +234,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    all_well = True
+    status = DONE
     for number, prefix in enumerate(arguments.prefix):
         if number and not arguments.json:
             print()
         try:
             # a dataset that is wrong does not keep the next ones from being inspected
-            all_well &= inspect(prefix.removesuffix(".idx"), arguments, tokenizer)
+            if not inspect(prefix.removesuffix(".idx"), arguments, tokenizer):
+                status = FAILED
         except DataError as error:
             print(f"error: {error}", file=sys.stderr)
-            all_well = False
+            status = FAILED
         except BrokenPipeError:
             raise  # `command` handles it
         except OSError as error:
             print(f"error: {error.filename or prefix}: {error.strerror or error}", file=sys.stderr)
-            all_well = False
-    return DONE if all_well else FAILED
+            status = FAILED
+    return status

@@ -33,15 +33,15 @@ def read_config(flags: Sequence[str]) -> Config:
 
 def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) -> str:
     """Return a row of the table."""
-    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else sets_of(dataset)
+    members: list[Any] = _blended(dataset) or sets_of(dataset)
     paths = cache_files(dataset)
-    epochs = sorted({member.num_epochs for member in members})
+    epochs = {member.num_epochs for member in members}
     found = len(paths & found_before)
     return COLUMNS.format(
         split,
         f"{sum(member.num_documents for member in members):,}",
         f"{sum(member.tokens_per_epoch for member in members):,}",
-        "-".join(map(str, epochs if len(epochs) < 2 else (epochs[0], epochs[-1]))),
+        "-".join(map(str, sorted({min(epochs), max(epochs)}))),
         f"{len(dataset):,}",
         f"{len(paths) - found} built, {found} found",
         f"{seconds:.1f}",
@@ -50,8 +50,14 @@ def describe(split: str, dataset: Any, found_before: set[Path], seconds: float) 
 
 def cache_files(dataset: Any) -> set[Path]:
     """Return every file of a dataset and of its members."""
-    members: list[Any] = dataset.datasets if isinstance(dataset, BlendedDataset) else []
-    return {path for each in (*sets_of(dataset), *members) for path in each.cache_paths}
+    return {path for each in (*sets_of(dataset), *_blended(dataset)) for path in each.cache_paths}
+
+
+def _blended(dataset: Any) -> list[Any]:
+    """Return the members of a blend; of another dataset none."""
+    if isinstance(dataset, BlendedDataset):
+        return list(dataset.datasets)
+    return []
 
 
 def prepare(config: Config) -> None:

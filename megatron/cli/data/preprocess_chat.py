@@ -80,16 +80,23 @@ def pieces(sample: Sample, rows: ChatRows) -> Iterator[tuple[str, bool]]:
             start = end
 
 
+def styles(has_colour: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return what stands before and behind trained tokens, and others."""
+    if has_colour:
+        return (TRAINED, PLAIN), (DIMMED, PLAIN)
+    return WITHOUT_COLOUR, ("", "")
+
+
 def in_colour(sample: Sample, rows: ChatRows, has_colour: bool) -> str:
     """Return a sample as text, its trained tokens bold and green, or between double brackets."""
+    trained, other = styles(has_colour)
     parts = []
     for text, is_trained in pieces(sample, rows):
+        begin, end = trained if is_trained else other
         if has_colour:
             # line by line: a terminal extends a colour to the next line
-            style = TRAINED if is_trained else DIMMED
-            parts.append("\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n")))
-        else:
-            parts.append(f"{WITHOUT_COLOUR[0]}{text}{WITHOUT_COLOUR[1]}" if is_trained else text)
+            text = text.replace("\n", f"{end}\n{begin}")
+        parts.append(f"{begin}{text}{end}")
     lines = "".join(parts).split("\n")
     if len(lines) > SHOWN_LINES_OF_A_SAMPLE:
         left_out = len(lines) - SHOWN_LINES_OF_A_SAMPLE
@@ -102,8 +109,8 @@ def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
     rows, samples = jobs.samples_to_show(job, files, count)
     # NO_COLOR: https://no-color.org, whatever its value
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    legend = f"{TRAINED}trained{PLAIN}" if has_colour else f"{WITHOUT_COLOUR[0]}trained{WITHOUT_COLOUR[1]}"
-    print(f"template: {rows.source.origin}; tokens that are {legend}:")
+    begin, end = styles(has_colour)[0]
+    print(f"template: {rows.source.origin}; tokens that are {begin}trained{end}:")
     for number, sample in enumerate(samples, start=1):
         num_trained = int(sample.mask.sum())
         print(f"\n--- sample {number}: {sample.length} tokens, {num_trained} trained ---")

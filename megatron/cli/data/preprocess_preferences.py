@@ -99,7 +99,9 @@ def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) ->
 
 def _of_form(counts: PairCounts, form: str) -> str:
     """Return the number of rows of a format, and where it begins if it is not the only one."""
-    return f"{counts.forms[form]:,}" + (f", first {counts.first_rows[form]}" if len(counts.forms) > 1 else "")
+    if len(counts.forms) == 1:
+        return f"{counts.forms[form]:,}"
+    return f"{counts.forms[form]:,}, first {counts.first_rows[form]}"
 
 
 @command

@@ -20,7 +20,8 @@ import orjson
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.read.document_blocks import Block
 from megatron.data.read.input_shards import InputShard
-from megatron.data.read.sources import UNCOMPRESSED_ONLY, InputListing, SourceFile, counted, reasons_in_words
+from megatron.data.read.sources import UNCOMPRESSED_ONLY, InputListing, SourceFile, reasons_in_words
+from megatron.runtime.commands import counted
 from megatron.runtime.files import sync_file
 
 FORMAT = "manifest of an indexed dataset"

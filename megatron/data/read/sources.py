@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from megatron.runtime.commands import counted
+
 Kind = Literal["jsonl", "array", "text", "parquet", "arrow", "tar"]  # array: what a .json file turns out to hold
 Compression = Literal["", ".gz", ".zst", ".xz", ".bz2"]
 Transport = Literal["file", "pipe", "url"]
@@ -226,11 +228,6 @@ class InputListing:
         if self.passed_over:
             text += f"; passed over: {reasons_in_words(Counter(skipped.reason for skipped in self.passed_over))}"
         return text
-
-
-def counted(count: int, noun: str) -> str:
-    plural = "" if count == 1 else "s"
-    return f"{count:,} {noun}{plural}"
 
 
 def reasons_in_words(reasons: Counter[str]) -> str:

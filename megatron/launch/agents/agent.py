@@ -37,7 +37,7 @@ from megatron.launch.agents.restart_policy import Failure, ending
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
 from megatron.launch.host_environment import CoresError, ModulesError, require_devices
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
-from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, shell_status
+from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, counted, shell_status
 from megatron.runtime.descriptors import raise_limit
 from megatron.runtime.devices import launched_device
 from megatron.runtime.messages import MissingSecretError, find_secret
@@ -197,7 +197,7 @@ class Agent:
         if previous is None or previous.num_nodes == membership.num_nodes or membership.node != 0:
             return
         per_node, count = self._options.ranks_per_node, membership.num_nodes
-        nodes = "1 node" if count == 1 else f"{count} nodes"
+        nodes = counted(count, "node")
         report(f"{count * per_node} ranks on {nodes} from now on, instead of {previous.num_nodes * per_node}")
 
     def _watch(self) -> Failure | Event:

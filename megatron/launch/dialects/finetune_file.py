@@ -26,7 +26,7 @@ from megatron.options.dialect import (
     suggestion,
 )
 from megatron.options.flags import flag
-from megatron.options.presets import is_finetune_file, read_preset
+from megatron.options.stored import is_finetune_file, read_preset
 
 DEEPSPEED_FILE = "ds_config.json"
 WHOLE_FILE = ("full", "train")

@@ -8,7 +8,7 @@ from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import Script, variables_of
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Entry
-from megatron.runtime.terminal import folded
+from megatron.runtime.commands import folded
 from megatron.settings.parser import help_text, sections_text
 
 PURPOSE: dict[Script, str] = {

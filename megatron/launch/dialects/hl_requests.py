@@ -27,7 +27,7 @@ from megatron.launch.preflight import UNREADABLE
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Translation, flag_words, one_of, suggestion
 from megatron.options.flags import dashed, flag
-from megatron.options.presets import ALTERNATIVES, UNSET, read_preset
+from megatron.options.stored import ALTERNATIVES, UNSET, read_preset
 from megatron.runtime.device_hpu import HPU
 from megatron.settings.parser import build_parser
 from megatron.weights.huggingface_config import preset_of

@@ -7,7 +7,6 @@ compares the keys with those that the installed release reads.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from megatron.options.config import Config, ConfigError
 from megatron.options.deepspeed_file import read_settings
+from megatron.options.dialect import nearest, suggestion
 from megatron.options.training import TrainingConfig
 from megatron.parallel.layout import Layout, LayoutError
 from megatron.plan.zero import has_gradient_buffers, reduce_bucket_size, zero_settings
@@ -278,10 +278,7 @@ def _remedy(name: str, known: list[str], section: str) -> str:
     # `enabled` is a key of most sections, so it belongs to none in particular
     if homes and name != "enabled":
         return f" there; put it into {homes[0] or 'the top level'}"
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return "; remove it"
+    return f"; {suggestion(nearest(name, known), 'remove it')}"
 
 
 def _is_off(value: Any) -> bool:

@@ -22,14 +22,7 @@ from megatron.parallel.shards import shard_of
 from megatron.plan.flops import declared_layers
 from megatron.plan.pipeline import stage_bounds
 from megatron.runtime.accelerator import marked
-from megatron.training.deepspeed.pipeline_executor import (
-    Headers,
-    Shapes,
-    StageModule,
-    WeightPass,
-    check_stream,
-    tensors_of,
-)
+from megatron.training.deepspeed import pipeline_executor
 from megatron.training.deepspeed.releases import prints_steps
 from megatron.training.engine import Engine, to_device
 from megatron.training.losses import StepLosses
@@ -105,7 +98,7 @@ class PipelineEngine(Engine):
         # innermost, so that the marks, counters and timers around it see all of a pass
         table = table | {ForwardPass: self.ctx.state.fp8.around(table[ForwardPass])}
         # the table of DeepSpeed has no WeightPass
-        passes = (kind for kind in (ForwardPass, BackwardPass, WeightPass) if kind in table)
+        passes = (kind for kind in (ForwardPass, BackwardPass, pipeline_executor.WeightPass) if kind in table)
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
         if not self.config.uses_own_schedule:  # ours leaves out what is frozen by itself
             engine._INSTRUCTION_MAP[BackwardPass] = marked(_if_needed(table[BackwardPass]))
@@ -133,7 +126,7 @@ class PipelineEngine(Engine):
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:
         table = self.deepspeed._INSTRUCTION_MAP
         # there the gradients of weights are deferred until this instruction
-        last = WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass
+        last = pipeline_executor.WeightPass if self.config.parallel.schedule == "zero-bubble" else BackwardPass
         self.deepspeed._INSTRUCTION_MAP = table | {
             ForwardPass: _of_first_chunk(table[ForwardPass], before=before_forward),
             last: _of_first_chunk(table[last], after=after_backward),
@@ -175,7 +168,7 @@ def _if_needed(backward: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(backward)
     def run(engine: Any, buffer_id: int) -> None:
-        outputs = tensors_of(engine.pipe_buffers["outputs"][buffer_id])
+        outputs = pipeline_executor.tensors_of(engine.pipe_buffers["outputs"][buffer_id])
         # frozen layers before the first trained one: autograd would raise an error
         if engine.is_last_stage() or any(tensor.requires_grad for tensor in outputs):
             backward(engine, buffer_id)
@@ -191,8 +184,8 @@ def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
     What is sent is compared with what was announced, and what is received must be whole. Gradients have the shapes of
     what was received.
     """
-    headers = Headers(ctx)
-    announced: Shapes = []
+    headers = pipeline_executor.Headers(ctx)
+    announced: pipeline_executor.Shapes = []
 
     def send(stream: Any, stage: int) -> None:
         # in place: the instruction that compares holds this list
@@ -214,14 +207,14 @@ def _announce_on_hosts(engine: Any, ctx: ParallelContext) -> None:
     }
 
 
-def _checked_send(send: Callable[..., None], announced: Shapes) -> Callable[..., None]:
+def _checked_send(send: Callable[..., None], announced: pipeline_executor.Shapes) -> Callable[..., None]:
     """Return DeepSpeed's instruction, which sends nothing of another shape than was announced before."""
 
     @functools.wraps(send)
     def run(engine: Any, buffer_id: int) -> None:
         # else DeepSpeed announces the shape in this very instruction
         if not (engine.dynamic_shape or engine.first_output_send):
-            check_stream(engine.pipe_buffers["outputs"][buffer_id], announced)
+            pipeline_executor.check_stream(engine.pipe_buffers["outputs"][buffer_id], announced)
         send(engine, buffer_id)
 
     return run
@@ -233,10 +226,10 @@ def _checked_receive(receive: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(receive)
     def run(engine: Any, buffer_id: int) -> None:
         # the first one of all has been marked where its shape was received
-        for buffer in tensors_of(engine.pipe_recv_buf):
+        for buffer in pipeline_executor.tensors_of(engine.pipe_recv_buf):
             mark(buffer)
         receive(engine, buffer_id)
-        for buffer in tensors_of(engine.pipe_recv_buf):
+        for buffer in pipeline_executor.tensors_of(engine.pipe_recv_buf):
             check_filled(buffer)
 
     return run
@@ -261,7 +254,7 @@ def pipeline_module(
     """Allocate the layers of this rank's stage. Collective."""
     # without no_grad, its broadcast of tied weights would become part of their autograd graph
     with default_dtype(compute_dtype(config)), torch.no_grad():
-        module = StageModule(
+        module = pipeline_executor.StageModule(
             specs,
             stage_bounds(config, declared_layers(config)),
             topology=ctx.topology,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from megatron.generation.jsonl import ids_of, rows_of
 from megatron.generation.model import InferenceModel, ModelOrigin, training_model
 from megatron.generation.options import GenerationOptions
 from megatron.generation.prompts import Ends, PromptEncoder
-from megatron.generation.requests import Completion, Reason, Request
+from megatron.generation.requests import Completion, Request
 from megatron.generation.text import GeneratedText, GrowingTexts
 from megatron.observability.metrics import GeneratedAnswer, MetricsLog
 from megatron.options.config import Config
@@ -145,11 +145,7 @@ class Answers(Interlude):
         ends, requests = self._ends[is_chat], [each for each in self._requests if each.is_chat == is_chat]
         prompts = {request.number: request.prompt for request in requests}
         options = replace(self._options, stop=ends.strings)
-        texts = GrowingTexts(lambda number: GeneratedText(self._tokenizer, prompts[number], options))
-
-        def is_finished(number: int, sample: int, ids: Sequence[int]) -> Reason | None:
-            return "stop" if ends.strings and texts.is_stopped(number, sample, ids) else None
-
+        texts = GrowingTexts(options.stop, lambda number: GeneratedText(self._tokenizer, prompts[number], options))
         # no graphs: they would be captured at each evaluation, and hold memory that training needs
         settings = BatchSettings(batch_size=min(len(requests), BatchSettings().batch_size), use_graphs=False)
         yield from generate(
@@ -158,7 +154,7 @@ class Answers(Interlude):
             self._options,
             eos_ids=ends.ids,
             settings=settings,
-            is_finished=is_finished,
+            is_finished=texts.reason,
             on_token=lambda *token: self._watchdog.beat(),
         )
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folders import checkpoint_folders, read_metadata
+from megatron.checkpoint.folders import checkpoint_folders, of_run, read_metadata
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.lineage import of_run
 from megatron.checkpoint.reader import own_run
 from megatron.models.adapters import Module, modules_of, weight_of, with_adapters
 from megatron.models.registry import family_of

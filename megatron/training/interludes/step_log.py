@@ -1,0 +1,122 @@
+"""The log line of the steps since the last one: mean loss, metrics, times, memory and slow ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from torch import Tensor
+
+from megatron.observability.metrics import MetricsLog
+from megatron.observability.rank_times import Straggler, StragglerStats
+from megatron.observability.step_metrics import StepMetrics
+from megatron.options.progress import Progress
+from megatron.parallel.shards import named_parameters
+from megatron.resilience.watchdog import Watchdog
+from megatron.runtime import accelerator
+from megatron.training.engine import Engine, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Sums over the steps between two log lines. Metrics stay on the device until they are read: no step waits."""
+
+    def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
+        self._engine, self._progress, self._log, self._watchdog = engine, progress, log, watchdog
+        self._every = engine.config.logging.log_interval
+        self._fallbacks: set[str] = set()
+        self._straggler: Straggler | None = None
+        if engine.config.logging.log_straggler:
+            num_trained = sum(p.numel() for _, p in named_parameters(engine.module) if p.requires_grad)
+            self._straggler = Straggler(engine.ctx, engine.config, num_trained)
+        self.restart()
+
+    def restart(self) -> None:
+        self._steps = self._nan_steps = 0
+        self._loss = 0.0
+        self._metrics: Tensor | None = None
+        """Sums and weights of the metrics on this rank over the finite steps."""
+        self._began_s = time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not training."""
+        self._began_s += seconds
+
+    def count_positions(self, number: int) -> None:
+        """Count the places of the data that this rank has read for a step."""
+        if self._straggler is not None:
+            self._straggler.count_step(number)
+
+    def add(self, result: StepResult) -> None:
+        self._steps += 1
+        if not math.isfinite(result.loss):
+            self._nan_steps += 1
+            return
+        self._loss += result.loss
+        self._metrics = self._engine.metric_table.joined(self._metrics, result.metrics)
+
+    def write_if_due(self, result: StepResult | None, lr: float, size: int) -> None:
+        """Write the line of the steps so far, every log_interval steps. Collective.
+
+        `result` None: the last step of the interval was left out.
+        """
+        if self._progress.iteration % self._every == 0 and self._steps:
+            self._write(result, lr, size)
+            self.restart()
+
+    def _write(self, result: StepResult | None, lr: float, size: int) -> None:
+        engine, progress = self._engine, self._progress
+        elapsed_s, num_finite = (time.perf_counter() - self._began_s) / self._steps, self._steps - self._nan_steps
+        progress.nan_iterations += self._nan_steps
+        loss, grad_norm = math.nan, None
+        if num_finite:
+            loss = self._loss / num_finite
+        if result is not None and result.grad_norm is not None:
+            grad_norm = float(result.grad_norm)
+        self._log.log_step(
+            StepMetrics(
+                iteration=progress.iteration,
+                steps=self._steps,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=self._log.tokens_of(progress.consumed_samples),
+                elapsed_s=elapsed_s,
+                learning_rate=lr,
+                global_batch_size=size,
+                lm_loss=loss,
+                straggler=self._slow_ranks(),
+                metrics=engine.read_metrics(self._metrics),
+                loss_scale=engine.loss_scale,
+                grad_norm=grad_norm,
+                skipped_iterations=progress.skipped_iterations,
+                nan_iterations=progress.nan_iterations,
+                memory=accelerator.memory_stats(),
+                compiled_graphs=accelerator.current().compiled_graphs(),
+            )
+        )
+        self._name_fallbacks()
+        timers = engine.timers.read(self._steps, engine.ctx)
+        self._log.log_timers(progress.iteration, progress.consumed_samples, timers)
+
+    def _slow_ranks(self) -> StragglerStats | None:
+        if self._straggler is None:
+            return None
+        times = self._straggler.read()
+        if times is not None:
+            note = times.stragglers and f"until step {self._progress.iteration}: {times.stragglers}"
+            self._watchdog.note_stragglers(note)
+        return times
+
+    def _name_fallbacks(self) -> None:
+        """Warn once, from one rank of each stage, of an operator that the CPU computes for the device."""
+        ctx = self._engine.ctx
+        if ctx.batch_rank or ctx.tensor_rank:
+            return
+        fallbacks = accelerator.current().cpu_fallbacks()
+        if new := sorted(fallbacks.keys() - self._fallbacks):
+            self._fallbacks |= set(new)
+            named = ", ".join(f"{name} ({fallbacks[name]} calls)" for name in new)
+            log.warning(
+                "HPU lacks these operators, so rank %d computed them on the CPU, waiting each time: %s", ctx.rank, named
+            )
