@@ -60,7 +60,6 @@ class GenerationStatistics:
     new_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    decode_passes: int = 0
     cache_bytes: int = 0
     """Keys and values on this rank."""
     graphs: int = 0
@@ -339,7 +338,6 @@ class _Replica:
         for row, text in group.active.items():
             ids[row - group.first] = text.ids[-1]
             positions[row - group.first] = text.position
-        self._statistics.decode_passes += 1
         self._judge(group, rows, self._passes.decode(group.first, ids, positions), [])
 
     def _judge(

@@ -47,7 +47,9 @@ class PromptSource:
         self, command: GenerateCommand, encoder: PromptEncoder, faults: Callable[[Request], Sequence[str]]
     ) -> None:
         self._options, self._encoder, self._faults = command.prompts, encoder, faults
-        self._result_keys = (*RESULT_KEYS, *(ID_KEYS if command.prompts.token_ids else ()))
+        self._result_keys: tuple[str, ...] = RESULT_KEYS
+        if command.prompts.token_ids:
+            self._result_keys += ID_KEYS
         self.num_bad = 0
         """Lines that were left out."""
 
@@ -115,7 +117,9 @@ def _opened(path: str) -> IO[bytes]:
     if path != "-":
         return Path(path).open("rb")
     of_launcher = os.environ.get(INPUT_OF_LAUNCHER)
-    return sys.stdin.buffer if of_launcher is None else Path(of_launcher).open("rb")
+    if of_launcher is None:
+        return sys.stdin.buffer
+    return Path(of_launcher).open("rb")
 
 
 def _text_row(line: bytes) -> dict[str, Any]:
@@ -260,7 +264,9 @@ def as_result(
     if with_ids:
         result["prompt_ids"] = list(prompt.request.prompt)
         texts = [{**fields, "ids": list(each.ids)} for fields, each in zip(texts, completions, strict=True)]
-    return {**result, **texts[0]} if len(texts) == 1 else {**result, "completions": texts}
+    if len(texts) == 1:
+        return {**result, **texts[0]}
+    return {**result, "completions": texts}
 
 
 def _fields(completion: Completion, text: str, token: Callable[[int], str]) -> dict[str, Any]:

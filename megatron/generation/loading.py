@@ -79,8 +79,9 @@ def load_model(
     # 16-bit products that this device computes in float32 take longer, which the user should know
     if widened := widened_line(device_of(ctx.device.type), config.training.precision):
         say(widened)
-    step = iteration_of(loaded.folder.name) if isinstance(loaded, Checkpoint) else None
-    origin = dataclasses.replace(_origin(options, source, saved), ckpt_step=step)
+    origin = _origin(options, source, saved)
+    if isinstance(loaded, Checkpoint):
+        origin = dataclasses.replace(origin, ckpt_step=iteration_of(loaded.folder.name))
     tokenizer = raise_on_all_ranks(ctx, lambda: _tokenizer(options, config, origin))
     return InferenceModel(config, ctx, layers, module, tokenizer=tokenizer, origin=origin)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, Tokenizer
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.generation.model import InferenceModel, ModelOrigin
 
-Messages = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
 
 ANSWER = "\ufdd2"
@@ -56,11 +55,13 @@ class PromptEncoder:
     ):
         self.tokenizer = tokenizer_of(model)
         self._model, self._template_name, self._system = model, chat_template, system
-        folder = None if model.origin is None else model.origin.tokenizer
+        self._folder = Path()
         if tokenizer_model is not None:
-            path = Path(tokenizer_model)
-            folder = path if path.is_dir() else path.parent
-        self._folder = folder or Path()
+            self._folder = Path(tokenizer_model)
+            if not self._folder.is_dir():
+                self._folder = self._folder.parent
+        elif model.origin is not None and model.origin.tokenizer is not None:
+            self._folder = model.origin.tokenizer
 
     def text(self, prompt: str) -> tuple[int, ...]:
         """Return the ids of a text to continue. Raises DataError."""
@@ -144,7 +145,9 @@ def _end_marker(template: ChatTemplate) -> str | None:
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}]
     _, _, behind = template.render(messages).partition(ANSWER)
     mark = template.end_marker.match(behind.lstrip())
-    return None if mark is None else mark[0]
+    if mark is None:
+        return None
+    return mark[0]
 
 
 def _configured_ids(origin: ModelOrigin) -> list[int]:
@@ -152,7 +155,9 @@ def _configured_ids(origin: ModelOrigin) -> list[int]:
     given = (origin.generation_config or {}).get("eos_token_id")
     if given is None:
         return []
-    ids = given if isinstance(given, list) else [given]
+    ids = given
+    if not isinstance(given, list):
+        ids = [given]
     # bool is a subclass of int
     wrong = [each for each in ids if not isinstance(each, int) or isinstance(each, bool) or each < 0]
     if wrong:

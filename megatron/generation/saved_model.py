@@ -59,8 +59,9 @@ def inference_config(options: LoadOptions, saved: Config, device: str, *, lazy: 
     # kernels and the like are chosen for this device, not for that of the training
     of_machine = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_MACHINE}
     # adapters were trained on the rounded base; a model whose weights are its own is stored in full
-    quantized = saved.model.quantize_base if saved.lora.lora_rank is not None else "none"
-    quantize_base: Any = quantized if options.quantize_base == "auto" else options.quantize_base
+    quantize_base: Any = options.quantize_base
+    if quantize_base == "auto":
+        quantize_base = "none" if saved.lora.lora_rank is None else saved.model.quantize_base
     if options.merge_adapter and quantize_base != "none":
         raise ConfigError(
             [
@@ -69,7 +70,9 @@ def inference_config(options: LoadOptions, saved: Config, device: str, *, lazy: 
                 "out, or give --quantize-base none to merge into the base as its folder holds it"
             ]
         )
-    precision = saved.training.precision if options.precision == "auto" else options.precision
+    precision = options.precision
+    if precision == "auto":
+        precision = saved.training.precision
     config = Config(
         model=dataclasses.replace(
             saved.model,

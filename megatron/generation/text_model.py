@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from megatron.generation.saved_model import parallel_options
 from megatron.generation.session import Session
 from megatron.options.config import ConfigError
 from megatron.options.dialect import nearest, suggestion
-from megatron.options.flags import read_values
+from megatron.options.flags import KEYWORD, read_values
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import choose_device
 from megatron.runtime.devices import find_device
@@ -29,7 +29,6 @@ from megatron.runtime.devices import find_device
 Chat = Sequence[Mapping[str, Any]]
 """Messages: [{"role": "user", "content": "Hello"}, ...]."""
 Prompt = str | Chat
-Options = TypeVar("Options")
 
 OF_PROMPTS = ("system", "chat_template", "as_chat", "keep_special_tokens", "batch_size")
 OF_TEXTS = tuple(field.name for field in dataclasses.fields(GenerationOptions) if field.name != "logprobs")
@@ -85,8 +84,8 @@ class TextModel:
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         faults = _unknown(given, (*OF_TEXTS, *OF_PROMPTS))
-        texts = _read(GenerationOptions, {name: given[name] for name in OF_TEXTS if name in given}, faults)
-        prompts = _read(PromptOptions, {name: given[name] for name in OF_PROMPTS if name in given}, faults)
+        texts = read_values(GenerationOptions, _of(given, OF_TEXTS), faults, KEYWORD)
+        prompts = read_values(PromptOptions, _of(given, OF_PROMPTS), faults, KEYWORD)
         if texts is not None:
             faults += texts.faults()
         if prompts is not None and not has_chats and not prompts.as_chat:
@@ -118,8 +117,7 @@ def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel
     """
     names = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "load"]
     faults = _unknown(options, names)
-    known = {name: options[name] for name in names if name in options}
-    load = _read(LoadOptions, {"load": str(folder), **known}, faults)
+    load = read_values(LoadOptions, {"load": str(folder), **_of(options, names)}, faults, KEYWORD)
     if faults or load is None:
         raise ConfigError(faults)
     device = choose_device(load.device)  # before anything imports deepspeed
@@ -144,18 +142,11 @@ def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
+def _of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
+
+
 def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     others = [name for name in given if name not in known]
     use = f"use {', '.join(known)}"
     return [f"{name} is not an option here; {suggestion(nearest(name, known), use)}" for name in others]
-
-
-def _read(cls: type[Options], values: dict[str, Any], faults: list[str]) -> Options | None:
-    """Return the options of a dataclass; None where one is wrong, with each fault added by its name in Python."""
-    of_flags: list[str] = []
-    options = read_values(cls, values, of_flags)
-    # options are described as flags (`--top-k 0: ...`); here they are keyword arguments
-    for fault in of_flags:
-        name, rest = fault.removeprefix("--").split(" ", 1)
-        faults.append(f"{name.replace('-', '_')}={rest}")
-    return options

@@ -11,6 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from megatron.options.dialect import nearest, one_of, suggestion
 
 Options = TypeVar("Options")
+FLAG, KEYWORD = "{flag} {value}", "{name}={value}"
+"""Forms in which a message writes an option that is given: on a command line, and in Python."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -207,16 +209,21 @@ def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, An
     return values, without_value
 
 
-def read_values(cls: type[Options], values: Mapping[str, Any], faults: list[str]) -> Options | None:
-    """Return the options of a dataclass from plain values; None where one is wrong, with each fault added."""
+def read_values(
+    cls: type[Options], values: Mapping[str, Any], faults: list[str], given_as: str = FLAG
+) -> Options | None:
+    """Return the options of a dataclass from plain values; None where one is wrong, with each fault added.
+
+    `given_as`: FLAG or KEYWORD.
+    """
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        faults += _faults_of(error, cls, values)
+        faults += _faults_of(error, cls, values, given_as)
         return None
 
 
-def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any], given_as: str = FLAG) -> Iterator[str]:
     for wrong in error.errors():
         name, rule = str(wrong["loc"][0]), wrong["msg"]
         # a required option: its name is in no value that could be shown
@@ -227,7 +234,7 @@ def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any]) -> 
         text = " ".join(map(_written, given)) if isinstance(given, list) else str(given)
         if _is_pairs(get_type_hints(cls)[name]) and wrong["type"] == "missing":
             rule = "write KEY=VALUE"
-        yield f"{flag(name)} {text}: {_lowered(rule)}"
+        yield f"{given_as.format(flag=flag(name), name=name, value=text)}: {_lowered(rule)}"
 
 
 def _written(value: Any) -> str:

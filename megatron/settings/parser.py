@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import shutil
 from collections.abc import Sequence
@@ -138,8 +139,7 @@ def answer_to(name: str) -> str | None:
     name = name.replace("_", "-")
     for theirs, (ours, note) in _answers().items():
         # a family of flags of one subject, such as --mtp-*, has one row on the page
-        beginning = theirs[:-1] if theirs.endswith("*") else None
-        if name != theirs and (beginning is None or not name.startswith(beginning)):
+        if not fnmatch.fnmatchcase(name, theirs):
             continue
         answer = f"is {ours} here" if ours else "is not an option here"
         if note:
