@@ -128,12 +128,12 @@ def read_command(arguments: Sequence[str]) -> EvaluateCommand:
     """Return the command. Raises ConfigError with every fault."""
     namespace, rest = build_evaluate_parser().parse_known_args(flags.dashed(arguments))
     faults = flags.unknown_flags(rest, vars(namespace))
-    # of both, so that every fault is listed; the loop loses their types, which isinstance restores
-    load, evaluation = (flags.read_flags(cls, namespace, faults) for _, cls in GROUPS)
-    if isinstance(evaluation, EvaluationOptions):
-        faults += evaluation.faults()
-    if isinstance(load, LoadOptions):
-        faults += load.faults()
-    if faults or not isinstance(load, LoadOptions) or not isinstance(evaluation, EvaluationOptions):
+    load = flags.read_flags(LoadOptions, namespace, faults)
+    evaluation = flags.read_flags(EvaluationOptions, namespace, faults)
+    # of both, so that every fault is listed
+    for given in (evaluation, load):
+        if given is not None:
+            faults += given.faults()
+    if faults or load is None or evaluation is None:
         raise ConfigError(list(dict.fromkeys(faults)))
     return EvaluateCommand(load, evaluation)
