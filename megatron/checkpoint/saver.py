@@ -34,6 +34,7 @@ from megatron.checkpoint.format import (
 from megatron.checkpoint.reader import read_latest
 from megatron.checkpoint.save_folder import SaveFolder
 from megatron.checkpoint.writer import ManifestEntries, Writer, anonymous_memory, commit, header_bytes_for
+from megatron.runtime.commands import first_of
 from megatron.runtime.files import write_durably
 
 ABANDON_S = 2.0
@@ -369,9 +370,8 @@ class _Job:
         ranks = self._missing_ranks() if self._partial.exists() else []
         if not ranks:  # rank 0 has every file, but has not committed
             ranks = [0]
-        more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
         noun = "rank" if len(ranks) == 1 else "ranks"
-        return f"{noun} {', '.join(map(str, ranks[:10]))}{more}"
+        return f"{noun} {first_of([str(rank) for rank in ranks], 10)}"
 
     def _is_committed(self) -> bool:
         """Return True if the folder we wrote into has its final name, and `latest` names it."""

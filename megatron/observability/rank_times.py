@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD
 from megatron.resilience.rank_record import OWN_PHASES, RankPlace, RankRecord, Times
+from megatron.runtime.commands import first_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -151,9 +152,6 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
     own = [sum(each.own) for each in times]
     data = OWN_PHASES.index(DATA)
     waiting = max(times, key=lambda each: each.own[data])
-    named = [str(each) for each in stragglers[:SHOWN]]
-    if len(stragglers) > SHOWN:
-        named.append(f"and {len(stragglers) - SHOWN} more")
     return StragglerStats(
         own_time_min_s=min(own),
         own_time_median_s=statistics.median(own),
@@ -166,7 +164,7 @@ def straggler_stats(times: Sequence[RankRecord]) -> StragglerStats:
         data_wait_rank=waiting.place.rank,
         data_wait_host=waiting.place.host,
         straggler_ranks=tuple(each.place.rank for each in stragglers),
-        stragglers="; ".join(named),
+        stragglers=first_of([str(each) for each in stragglers], SHOWN, separator="; "),
     )
 
 

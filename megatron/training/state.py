@@ -33,6 +33,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
+from megatron.runtime.commands import first_of
 
 SHOWN_NAMES = 4
 """Parameters that an error names."""
@@ -128,10 +129,10 @@ class EngineState:
             elif (saved.shape, saved.pieces) != (shard.shape, shard.pieces):
                 wrong.append(f"{name} is {list(saved.shape)} there, {list(shard.shape)} here")
         if wrong:
-            more = f"; and {len(wrong) - SHOWN_NAMES} more" if len(wrong) > SHOWN_NAMES else ""
+            differences = first_of(wrong, SHOWN_NAMES, separator="; ")
             raise CheckpointError(
-                f"{checkpoint.folder} is of another model: {'; '.join(wrong[:SHOWN_NAMES])}{more}. Give the model's "
-                "own options, or another checkpoint"
+                f"{checkpoint.folder} is of another model: {differences}. Give the model's own options, or another "
+                "checkpoint"
             )
         # new adapters on a base have no state to restore
         if with_optimizer and not (self._has_adapters and is_base):
@@ -153,10 +154,9 @@ class EngineState:
         # moments of zero beside others that have seen many steps would be a wrong start in silence
         frozen = [name for name in held if checkpoint.kinds_of(name) != checkpoint.kinds]
         if frozen:
-            more = " ..." if len(frozen) > SHOWN_NAMES else ""
             raise CheckpointError(
-                f"{checkpoint.folder} has no optimizer state of {', '.join(frozen[:SHOWN_NAMES])}{more}, frozen when "
-                "it was saved; freeze the same parameters, or pass --no-load-optim"
+                f"{checkpoint.folder} has no optimizer state of {first_of(frozen, SHOWN_NAMES)}, frozen when it was "
+                "saved; freeze the same parameters, or pass --no-load-optim"
             )
 
     def restore(self, checkpoint: WeightSource, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
