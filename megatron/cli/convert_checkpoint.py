@@ -154,6 +154,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"compare logits, in float32, of models up to N parameters (default: {VERIFY_LIMIT:,}); tensors always",
     )
     arguments = parser.parse_args(argv)
+    _check(parser, arguments)
+    return arguments
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Read the largest size of a file, and exit with a message for flags that contradict each other."""
     size = re.fullmatch(r"([0-9]+) *([KMG]I?B)?", arguments.max_shard_size.upper())
     if not size or not int(size[1]):
         parser.error(
@@ -165,7 +171,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} is for --to hf and --to peft; {arguments.to} holds float32 weights")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
-    return arguments
 
 
 def progress_bar(model: WholeModel, what: str) -> tqdm[Any]:
