@@ -1,8 +1,7 @@
 """Checks of what a rank computes itself in a step, before it is summed over ranks or sent: which was not finite first?
 
 Once summed, a value that is not finite is so on every rank. Each check is one sum that stays on the device and is only
-read after a bad step. Before a sum over tensor-parallel ranks one channel is checked: a matrix product spreads what is
-not finite over the whole row.
+read after a bad step.
 """
 
 from __future__ import annotations
@@ -62,7 +61,10 @@ class FiniteChecks:
         """Check a rank's part [..., channels] of a sum over tensor-parallel ranks."""
         if torch.compiler.is_compiling() or not self._is_on:
             return
-        self._add(x if x.dim() < 2 else x[..., 0], COMPUTED, self.place)
+        # one channel: a matrix product spreads what is not finite over the whole row
+        if x.dim() > 1:
+            x = x[..., 0]
+        self._add(x, COMPUTED, self.place)
 
     def whole(self, x: Tensor | None, kind: str, place: PassPlace | None = None) -> None:
         """Check every number of a tensor; None, of a frozen stage, has none."""
@@ -70,6 +72,7 @@ class FiniteChecks:
             self._add(x, kind, place or self.place)
 
     def _add(self, x: Tensor, kind: str, place: PassPlace) -> None:
+        # in float32 at least: the sum of finite 16-bit numbers may leave their range
         self._sums.append(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)))
         self._kinds.append((kind, place))
 

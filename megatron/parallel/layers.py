@@ -49,6 +49,7 @@ class VocabParallelEmbedding(nn.Module):
             return self._rows(tokens_SB)
         ((start, stop),) = shard_of(self.weight).spans(self.ctx.tensor_rank, self.ctx.tensor_size)
         elsewhere = (tokens_SB < start) | (tokens_SB >= stop)
+        # another rank's tokens read row 0, and give zeros to the sum
         own = self._rows((tokens_SB - start).masked_fill(elsewhere, 0))
         own = own.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.ctx.sequence_parallel:
@@ -58,8 +59,13 @@ class VocabParallelEmbedding(nn.Module):
     def _rows(self, rows_SB: Tensor) -> Tensor:
         """Return these rows of this rank's part of the table, [S, B, H]."""
         into = own_sum(self.weight)
-        found = F.embedding(rows_SB, self.weight) if into is None else Lookup.apply(rows_SB, self.weight, into)
-        return found if self.adapters is None else self.adapters.embed(self, rows_SB, found)
+        if into is None:
+            found = F.embedding(rows_SB, self.weight)
+        else:
+            found = Lookup.apply(rows_SB, self.weight, into)
+        if self.adapters is None:
+            return found
+        return self.adapters.embed(self, rows_SB, found)
 
 
 class LayerNorm(nn.Module):
@@ -69,7 +75,9 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.epsilon = epsilon
         self.weight = shards.allocate("weight", ctx)
-        self.bias = shards.allocate("bias", ctx) if "bias" in shards else None
+        self.bias: nn.Parameter | None = None
+        if "bias" in shards:
+            self.bias = shards.allocate("bias", ctx)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.layer_norm(hidden, hidden.shape[-1:], self.weight, self.bias, self.epsilon)

@@ -71,13 +71,18 @@ class LinearMethod(ABC):
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         """[rows, B, in] -> [S, B, out/tp]"""
-        output = self.product(layer, enter_tensor_region(hidden, layer.ctx))
-        return output if layer.bias is None else output + layer.bias
+        return plus_bias(self.product(layer, enter_tensor_region(hidden, layer.ctx)), layer.bias)
 
     def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """[S, B, in/tp] -> [rows, B, out]; the bias is added once, after the sum over ranks."""
-        hidden = leave_tensor_region(self.product(layer, x), layer.ctx)
-        return hidden if layer.bias is None else hidden + layer.bias
+        return plus_bias(leave_tensor_region(self.product(layer, x), layer.ctx), layer.bias)
+
+
+def plus_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    """Return output + bias; the output itself without one."""
+    if bias is None:
+        return output
+    return output + bias
 
 
 class BaseMethod(LinearMethod):
@@ -91,7 +96,9 @@ class BaseMethod(LinearMethod):
         return self.linear(layer, x, None)
 
     def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        return self.linear(layer, x, layer.bias) if layer.ctx.tensor_size == 1 else super().row(layer, x)
+        if layer.ctx.tensor_size > 1:
+            return super().row(layer, x)
+        return self.linear(layer, x, layer.bias)  # no sum over ranks stands between product and bias
 
 
 class DenseMethod(BaseMethod):
@@ -133,7 +140,9 @@ class _Parameters(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias, None for what is deferred, added to its sum or not `needed`."""
         defers = self.deferred is not None and self.deferred.is_open
-        into = None if defers or not needed[0] else own_sum(self.weight)
+        into = None
+        if needed[0] and not defers:
+            into = own_sum(self.weight)
         if into is not None:
             add_product(into, grad.flatten(0, -2), inputs().flatten(0, -2))
             needed = (False, *needed[1:])
@@ -144,6 +153,7 @@ class _Parameters(NamedTuple):
         ]
         rows = grad.flatten(0, -2)
         if self.deferred is not None and defers:
+            # autograd accumulates them later, with all hooks of the parameters (pass_state.compute_deferred)
             if trained:
                 parameters = [parameter for parameter, _ in trained]
                 self.deferred.defer(parameters, lambda: [compute(rows, inputs) for _, compute in trained])
@@ -168,31 +178,34 @@ class _DeferringLinear(torch.autograd.Function):
         function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None
     ) -> Tensor:
         function.parameters = _Parameters(weight, bias, deferred)
-        function.save_for_backward(x if function.needs_input_grad[1] else None)
+        function.save_for_backward(products.kept(x, is_needed=function.needs_input_grad[1]))
         return products.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         (x,), parameters = function.saved_tensors, function.parameters
-        grad_x = products.mm(grad, parameters.weight) if function.needs_input_grad[0] else None
+        grad_x = None
+        if function.needs_input_grad[0]:
+            grad_x = products.mm(grad, parameters.weight)
         return grad_x, *parameters.gradients(function.needs_input_grad[1:3], grad, lambda: x), None
 
 
 class _ColumnLinear(torch.autograd.Function):
     """x @ W^T + b from the residual stream, with the backward's communication behind its matrix products.
 
-    Forward keeps only this rank's rows of x under sequence parallelism and gathers them again in backward, as
-    Korthikanti et al. do: the gathered copy would undo the memory that sequence parallelism saves. A deferred gradient
-    of the weight gathers them only when it is computed. A frozen weight needs no x in backward, and a frozen x no
-    communication.
+    A frozen weight needs no x in backward, and a frozen x no communication.
     """
 
     @staticmethod
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         function.ctx, function.parameters = ctx, _Parameters(weight, bias, ctx.state.deferred)
-        function.save_for_backward(x if function.needs_input_grad[1] else None, weight)
-        return products.linear(all_gather_rows(x, ctx) if ctx.sequence_parallel else x, weight, bias)
+        # this rank's rows, gathered again in backward as Korthikanti et al. do: the gathered copy would undo the
+        # memory that sequence parallelism saves
+        function.save_for_backward(products.kept(x, is_needed=function.needs_input_grad[1]), weight)
+        if ctx.sequence_parallel:
+            x = all_gather_rows(x, ctx)
+        return products.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -202,32 +215,45 @@ class _ColumnLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = function.needs_input_grad
         grad = grad.contiguous()
         defers = ctx.state.deferred is not None and ctx.state.deferred.is_open
-        full, grad_x, gathering, reducing = x, None, None, None
+        full, grad_full, grad_x, works = x, None, None, []
         if needs_weight and ctx.sequence_parallel and not defers:
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
-            gathering = all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True)
+            works.append(all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True))
         if needs_x:
-            grad_x = grad_full = products.mm(grad, weight)
-            if gathering is not None:
-                with ctx.state.clock.phase(WAIT):
-                    wait_for([gathering])
-            ctx.state.checks.partial(grad_full)
-            if ctx.sequence_parallel:
-                grad_x = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
-                reducing = reduce_scatter_into(grad_x, grad_full, group=ctx.tensor_group, async_op=True)
-            else:
-                reducing = dist.all_reduce(grad_x, group=ctx.tensor_group, async_op=True)
-        elif gathering is not None:
-            with ctx.state.clock.phase(WAIT):
-                wait_for([gathering])
-        gathers_later = ctx.sequence_parallel and defers
-        gradients = function.parameters.gradients(
-            (needs_weight, needs_bias), grad, lambda: all_gather_rows(x, ctx) if gathers_later else full
-        )
-        if reducing is not None:
-            with ctx.state.clock.phase(WAIT):
-                wait_for([reducing])
+            grad_full = products.mm(grad, weight)
+        # one collective at a time: the rows of x have come behind the first product, the sum goes behind the others
+        _end(works, ctx)
+        if grad_full is not None:
+            grad_x, work = _start_sum(grad_full, ctx)
+            works.append(work)
+
+        def inputs() -> Tensor:
+            # a deferred gradient of the weight gathers the rows only when it is computed
+            if ctx.sequence_parallel and defers:
+                return all_gather_rows(x, ctx)
+            return full
+
+        gradients = function.parameters.gradients((needs_weight, needs_bias), grad, inputs)
+        _end(works, ctx)
         return grad_x, *gradients, None
+
+
+def _start_sum(grad_full: Tensor, ctx: ParallelContext) -> tuple[Tensor, Any]:
+    """Start to sum the ranks' gradients of a layer's input; return where this rank's rows will be, and the work."""
+    ctx.state.checks.partial(grad_full)
+    if not ctx.sequence_parallel:
+        return grad_full, dist.all_reduce(grad_full, group=ctx.tensor_group, async_op=True)
+    own = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
+    return own, reduce_scatter_into(own, grad_full, group=ctx.tensor_group, async_op=True)
+
+
+def _end(works: list[Any], ctx: ParallelContext) -> None:
+    """Wait for the collectives that were started, and forget them."""
+    if not works:
+        return
+    with ctx.state.clock.phase(WAIT):
+        wait_for(works)
+    works.clear()
 
 
 class ParallelLinear(nn.Module):
@@ -253,7 +279,9 @@ class ParallelLinear(nn.Module):
             else:
                 self.register_parameter(name, shards.allocate(name, ctx))
         self.weight_shard = shards["weight"]
-        self.base: BaseMethod = QUANTIZED if self.weight_shard.quantized else DENSE
+        self.base: BaseMethod = DENSE
+        if self.weight_shard.quantized:
+            self.base = QUANTIZED
         self.method = shards.method or self.base
         if "bias" not in shards:
             self.register_parameter("bias", None)
@@ -262,7 +290,9 @@ class ParallelLinear(nn.Module):
         """Return this rank's weight, dequantised to `dtype` where it is held in 4 bits."""
         if hasattr(self, "packed"):
             return self.packed.to_dense()
-        return self.quantized.dense(dtype) if self.weight_shard.quantized else self.weight
+        if self.weight_shard.quantized:
+            return self.quantized.dense(dtype)
+        return self.weight
 
 
 class ColumnParallelLinear(ParallelLinear):

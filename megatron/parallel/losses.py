@@ -65,8 +65,10 @@ class Head:
 
     def logits_buffer(self) -> Tensor:
         """Return memory for the logits of the largest chunk; new memory for each would cost more than the sums."""
+        row = self.num_rows
         # a matrix product on a device is fast only where rows begin at a multiple of 16 bytes
-        row = self.num_rows if self.hidden_NH.is_cpu else -(-self.num_rows // 64) * 64
+        if not self.hidden_NH.is_cpu:
+            row = -(-row // 64) * 64
         return self.hidden_NH.new_empty((chunk_size(*self.hidden_NH.shape), row))[:, : self.num_rows]
 
     def logits(self, part: slice, buffer: Tensor) -> Tensor:
@@ -74,11 +76,15 @@ class Head:
         logits = products.mm(hidden[:, first[1]], first[0].t(), out=buffer[: hidden.shape[0]])
         for rows, channels in more:
             products.add_mm_(logits, hidden[:, channels], rows.t())
-        return logits if self.cap is None else cap_(logits, self.cap)
+        if self.cap is None:
+            return logits
+        return cap_(logits, self.cap)
 
     def cap_slope(self, logits: Tensor) -> Tensor | None:
         """Return the derivative of the soft cap at these capped logits; None: without a cap."""
-        return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1.0)
+        if self.cap is None:
+            return None
+        return (logits / self.cap).square_().neg_().add_(1.0)  # that of tanh is 1 - tanh^2
 
     def hidden_gradient(self, grad_logits: Tensor, into: Tensor) -> Tensor:
         for rows, channels in self._products:
@@ -105,15 +111,17 @@ class Head:
         if self.smoothing:
             own_means = logits.sum(-1, keepdim=True, dtype=sum_dtype(logits.dtype)) / self.vocabulary
             label_logits = torch.cat([label_logits, own_means], -1)
-        if self.ctx.tensor_size == 1:
-            sums = softmax_(logits) if to_softmax else row_sums(logits)
+        if self.ctx.tensor_size == 1 and to_softmax:
+            sums = softmax_(logits)
             return sums.log_probs(label_logits), sums
-        sums, parts = join_rows(row_sums(logits), label_logits, self.ctx)
-        label_logits = parts.amax(0)
-        if self.smoothing:
-            label_logits[:, -1] = parts[:, :, -1].sum(0)
-        if to_softmax:
-            normalise_(logits, sums)
+        sums = row_sums(logits)
+        if self.ctx.tensor_size > 1:
+            sums, parts = join_rows(sums, label_logits, self.ctx)
+            label_logits = parts.amax(0)  # -inf on all ranks but the one that holds the label
+            if self.smoothing:
+                label_logits[:, -1] = parts[:, :, -1].sum(0)
+            if to_softmax:
+                normalise_(logits, sums)
         return sums.log_probs(label_logits), sums
 
     def smoothed(self, log_probs: Tensor) -> Tensor:
@@ -144,6 +152,7 @@ class Head:
 
 def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
     """Join the sums of rows that the tensor-parallel ranks hold; return them and each rank's columns, [ranks, C, K]."""
+    # side by side, so that a chunk needs one collective
     mine = torch.cat([torch.stack([*own]), columns_CK.t()])
     parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
     ctx.state.checks.partial(own.total)
@@ -170,8 +179,10 @@ class InputGradients:
         """`needs`: that of hidden states, and that of the weight, whose tokens count by `token_weights_N`."""
         needs_hidden, needs_weight = needs
         self._head = head
-        self.hidden = torch.empty_like(hidden_NH) if needs_hidden else None
+        self.hidden: Tensor | None = None
         self.weight: WeightGradient | None = None
+        if needs_hidden:
+            self.hidden = torch.empty_like(hidden_NH)
         if needs_weight:
             self.weight = WeightGradient(weight, head.num_rows, len(head.slices()), token_weights_N, into)
 
@@ -185,6 +196,7 @@ class InputGradients:
             self.weight.add(part, grad_logits, self._head.inputs(part))
 
 
+# torch calls a function's forward with autograd off; `needs_input_grad` does not show whether it was on before
 def _needed(function: Any, *, with_gradients: bool) -> tuple[bool, bool]:
     """Return whether hidden states and weight need gradients; `with_gradients`: autograd was on where it is applied."""
     needs_hidden, needs_weight = function.needs_input_grad[:2]
@@ -192,17 +204,18 @@ def _needed(function: Any, *, with_gradients: bool) -> tuple[bool, bool]:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of weighted token losses over several chunks. The gradients of both inputs are computed in forward, so that
-    no logits outlive their chunk and none are computed twice; backward only scales them by the gradient of the sum. Of
-    `head.into`, that gradient is known before.
-    """
+    """Sum of weighted token losses over several chunks."""
 
+    # The gradients of both inputs are computed in forward, so that no logits outlive their chunk and none are computed
+    # twice; backward only scales them by the gradient of the sum. Of `head.into`, that gradient is known before.
     @staticmethod
     def forward(
         function: Any, hidden_NH: Tensor, weight: Tensor, token_weights_N: Tensor, head: Head, with_gradients: bool
     ) -> Tensor:
         needs = _needed(function, with_gradients=with_gradients)
-        factors_N = token_weights_N if head.into is None else token_weights_N * head.into.loss_gradient
+        factors_N = token_weights_N
+        if head.into is not None:
+            factors_N = token_weights_N * head.into.loss_gradient
         gradients = InputGradients(head, hidden_NH, weight, needs, factors_N, head.into)
         buffer, log_probs_N = head.logits_buffer(), torch.empty_like(token_weights_N)
         for part in head.slices():
@@ -234,23 +247,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # in the dtype of the sums: a 16-bit factor would bend all gradients by up to 0.4 %
             grad_hidden = (grad_hidden * (token_weights_N * grad).unsqueeze(-1)).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = scaled(grad_weight, grad if unit is None else unit * grad, function.weight_dtype)
+            if unit is not None:
+                grad = unit * grad
+            grad_weight = scaled(grad_weight, grad, function.weight_dtype)
         return grad_hidden, grad_weight, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-probability of each label. How much a token weighs in the gradient of the weight is known only in backward: a
-    single chunk keeps the gradient of its logits until then, several compute their logits a second time. Of a frozen
-    weight they need no logits then: the gradient of each token's hidden state is computed in forward, and scaled later.
-    """
+    """Log-probability of each label."""
 
+    # How much a token weighs in the gradient of the weight is known only in backward: a single chunk keeps the gradient
+    # of its logits until then, several compute their logits a second time. Of a frozen weight they need no logits then:
+    # the gradient of each token's hidden state is computed in forward, and scaled later.
     @staticmethod
     def forward(function: Any, hidden_NH: Tensor, weight: Tensor, head: Head, with_gradients: bool) -> Tensor:
         slices, buffer, results = head.slices(), head.logits_buffer(), []
         needs_hidden, needs_weight = _needed(function, with_gradients=with_gradients)
         keeps_logits = len(slices) == 1 and (needs_hidden or needs_weight)
         makes_gradient = needs_hidden and not needs_weight and not keeps_logits
-        grad_hidden = torch.empty_like(hidden_NH) if makes_gradient else None
+        grad_hidden = None
+        if makes_gradient:
+            grad_hidden = torch.empty_like(hidden_NH)
         for part in slices:
             logits = head.logits(part, buffer)
             slope = head.cap_slope(logits)
@@ -280,7 +297,9 @@ class _TokenLogProbs(torch.autograd.Function):
         head: Head = function.head
         token_weights_N = -grad_N
         gradients = InputGradients(head, hidden_NH, weight, function.needs_input_grad[:2], token_weights_N, head.into)
-        buffer = head.logits_buffer() if kept is None else kept
+        buffer = kept
+        if kept is None:
+            buffer = head.logits_buffer()
         for part in head.slices():
             logits = buffer[: part.stop - part.start]
             if kept is None:
@@ -298,6 +317,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _weighted_sum(log_probs_N: Tensor, token_weights_N: Tensor) -> Tensor:
     """Return the sum of weighted losses. A token of weight 0 counts for nothing, whatever its label is."""
+    # a label outside the vocabulary has -inf, and 0 times that is NaN
     return -torch.where(token_weights_N == 0, 0.0, log_probs_N * token_weights_N).sum()
 
 
@@ -329,9 +349,10 @@ def linear_cross_entropy(
     """
     if token_weights_BS.requires_grad:
         raise ValueError("token weights take no gradient here; multiply the result of token_log_probs by them instead")
+    into = None
     # not in float16, which could not hold hidden states times the weight of one token of a large batch
-    adds = is_total and weight.dtype != torch.float16
-    into = getattr(weight, "gradient_sum", None) if adds else None
+    if is_total and weight.dtype != torch.float16:
+        into = getattr(weight, "gradient_sum", None)
     head = head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx, into, smoothing=label_smoothing)
     token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
     arguments = head, torch.is_grad_enabled()
@@ -378,8 +399,10 @@ def head_of(
     hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
     if places_K is not None:
         hidden_NH = hidden_NH.index_select(0, places_K)
+    trained, base = weight, None
     up = _up(weight)
-    trained, base = (weight, None) if up is None else (up, weight)
+    if up is not None:  # an adapter's B is trained in place of the weight
+        trained, base = up, weight
     rows, vocabulary = own_vocabulary(weight, ctx), shard_of(weight).shape[0]
     return Head(hidden_NH, trained, labels_NK, *rows, ctx, into, base, smoothing, vocabulary, _cap(weight))
 

@@ -55,7 +55,12 @@ class _Plus(torch.autograd.Function):
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         (low, up), (_, needs_low, needs_up) = function.saved_tensors, function.needs_input_grad
-        return grad, products.mm(grad, up) if needs_low else None, _up_gradient(grad, low) if needs_up else None
+        grad_low = grad_up = None
+        if needs_low:
+            grad_low = products.mm(grad, up)
+        if needs_up:
+            grad_up = _up_gradient(grad, low)
+        return grad, grad_low, grad_up
 
 
 class _AdaptedProduct(torch.autograd.Function):
@@ -75,11 +80,12 @@ class _AdaptedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         x, low, down, up = function.saved_tensors
-        layer, grad_low, grad_x = function.layer, products.mm(grad, up), None
+        layer, grad_low, grad_x, grad_bias = function.layer, products.mm(grad, up), None, None
         if function.needs_input_grad[0]:
             grad_x = products.mm(grad, layer.dense_weight(grad.dtype))
             products.add_mm_(_rows(grad_x), grad_low.flatten(0, -2), down)
-        grad_bias = grad.flatten(0, -2).sum(0) if function.needs_input_grad[1] else None
+        if function.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
         grad_down = products.mm(grad_low.flatten(0, -2).t(), x.flatten(0, -2))
         return grad_x, grad_bias, grad_down, _up_gradient(grad, low), None
 
@@ -114,6 +120,7 @@ def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: Par
     parameters = [layer.get_parameter(f"lora_{name}{adapter.suffix}") for name in "AB"]
     wide = torch.promote_types(local.dtype, torch.float32)
     found = [torch.empty(shard_of(p).shape, dtype=wide, device=local.device) for p in parameters]
+    # one rank decomposes the whole weight, so that every layout starts alike
     if ctx.tensor_rank == 0 and ctx.grad_rank == 0:
         seed = derive_seed(parameters[0].full_name)
         computed = _factors(whole.assemble(parts).to(wide), adapter, seed)
@@ -139,7 +146,11 @@ def _factors(weight: Tensor, adapter: Adapter, seed: int) -> tuple[Tensor, Tenso
     if adapter.svd_iterations is None:
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
     else:
-        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        devices = []
+        if weight.is_cuda:
+            devices.append(weight.device)
+        # the decomposition starts from random numbers: they are the adapter's, and the model's draws stay as they are
+        with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             left, values, right = torch.svd_lowrank(weight, rank, niter=adapter.svd_iterations)
         right = right.t()
@@ -177,17 +188,15 @@ class LowRankMethod(LinearMethod):
     def start(self, layer: ParallelLinear) -> dict[str, Tensor]:
         """Return DoRA's magnitudes, the norms at the start, and PiSSA's factors."""
         found: dict[str, Tensor] = {}
-        norms = self._norms(layer, self._down(layer), self._up(layer)) if self.use_dora else None
+        norms = None
+        if self.use_dora:
+            norms = self._norms(layer, self._down(layer), self._up(layer))
         for adapter, rows in self._row_blocks(layer):
             if adapter is not None and norms is not None:
                 found[magnitude_of(adapter)] = norms[rows]
             if adapter is not None and adapter.is_principal:
-                weight, local = layer.weight_shard, layer.dense_weight(layer.weight.dtype)[rows]
-                pieces = weight.pieces[adapter.first : adapter.stop] if weight.dim == 0 else weight.pieces
-                whole = Shard(
-                    (sum(pieces) if weight.dim == 0 else weight.shape[0], weight.shape[1]), weight.dim, pieces
-                )
-                found |= start_of(layer, adapter, local, whole, layer.ctx)
+                local = layer.dense_weight(layer.weight.dtype)[rows]
+                found |= start_of(layer, adapter, local, _adapted_rows(layer.weight_shard, adapter), layer.ctx)
         return found
 
     def _with_adapters(
@@ -204,9 +213,10 @@ class LowRankMethod(LinearMethod):
             return base(layer, x)
         if self.is_principal:
             base = partial(self._without_start, base)
-        inputs = dropped(x, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
+        inputs = dropped(x, self.dropout, layer, sharded=sharded)
         down, up = self._down(layer), self._up(layer)
         communicates = layer.ctx.tensor_size > 1 and layer.weight_shard.dim == 0
+        # base and adapter in one node of the graph, which keeps neither of their outputs
         if inputs is x and not (self.use_dora or self.is_principal or communicates):
             return adapted_product(layer, x, bias, down, up)
         output, low = base(layer, x), self._entered(layer, products.linear(inputs, down))
@@ -220,7 +230,9 @@ class LowRankMethod(LinearMethod):
             inside = base(layer, inputs)
             output = output - inside  # in a statement of its own: `plus` writes over `inside`
             output = output + plus(inside, low, up) * gains
-        return output if bias is None else output + bias * (1 - gains)
+        if bias is None:
+            return output
+        return output + bias * (1 - gains)  # the gains scale the weight's product, and have multiplied the bias too
 
     def _without_start(
         self, base: Callable[[ParallelLinear, Tensor], Tensor], layer: ParallelLinear, x: Tensor
@@ -230,7 +242,9 @@ class LowRankMethod(LinearMethod):
         return plus(base(layer, x), low, -self._up(layer, START))
 
     def _entered(self, layer: ParallelLinear, low: Tensor) -> Tensor:
-        return enter_tensor_region(low, layer.ctx) if layer.weight_shard.dim == 0 else low
+        if layer.weight_shard.dim != 0:
+            return low
+        return enter_tensor_region(low, layer.ctx)
 
     def _gains(self, layer: ParallelLinear, down: Tensor, up: Tensor) -> Tensor:
         """Return the factor of each output, [out/tp]: its magnitude by its norm, 1 without an adapter."""
@@ -288,7 +302,17 @@ class LowRankMethod(LinearMethod):
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Return the parts below each other; one part without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([*parts])
+
+
+def _adapted_rows(weight: Shard, adapter: Adapter) -> Shard:
+    """Return the rows of a weight that have this adapter, as a tensor of their own that is cut as the weight is."""
+    if weight.dim != 0:
+        return Shard(weight.shape, weight.dim, weight.pieces)
+    pieces = weight.pieces[adapter.first : adapter.stop]
+    return Shard((sum(pieces), weight.shape[1]), 0, pieces)
 
 
 def magnitude_of(adapter: Adapter) -> str:
@@ -301,13 +325,14 @@ def row_norms(weight: Tensor, down: Tensor, up: Tensor, ctx: ParallelContext, *,
 
     weight [out, in], down [R, in], up [out, R]; `is_partial`: `in` is cut over the tensor-parallel ranks.
     """
+    # |w + u D|^2 = |w|^2 + (2 w D^T + u D D^T) u^T for the rows w and u: no product has more channels than the adapter
     wide = torch.promote_types(weight.dtype, torch.float32)
     own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
     both = 2 * products.mm(weight, down.t()) + products.mm(up, products.mm(down, down.t()))
     squares = own + (both.to(wide) * up).sum(1)
     if is_partial and ctx.tensor_size > 1:
         squares = all_reduce(squares, ctx)
-    return squares.clamp(min=0).sqrt()
+    return squares.clamp(min=0).sqrt()  # rounding may leave the square of a row of zeros below 0
 
 
 def gain(magnitude: Tensor, norms: Tensor) -> Tensor:
@@ -316,11 +341,14 @@ def gain(magnitude: Tensor, norms: Tensor) -> Tensor:
     return magnitude / norms.masked_fill(norms == 0, 1)
 
 
-def dropped(x: Tensor, probability: float, ctx: ParallelContext, *, sharded: bool) -> Tensor:
-    """Return x with dropout from the adapters' stream: `sharded`, this tensor-parallel rank's own."""
-    if probability == 0.0:
+def dropped(x: Tensor, probability: float, layer: Any, *, sharded: bool) -> Tensor:
+    """Return x with the dropout of a layer's adapters, from their stream: `sharded`, this tensor-parallel rank's own.
+
+    Where nothing is dropped it is x itself.
+    """
+    if probability == 0.0 or not layer.training:
         return x
-    with ctx.state.streams.adapters(sharded=sharded):
+    with layer.ctx.state.streams.adapters(sharded=sharded):
         return F.dropout(x, probability)
 
 
@@ -351,7 +379,9 @@ class VocabularyAdapters:
 
     def is_used(self, name: str, ctx: ParallelContext) -> bool:
         """Return whether this pipeline stage uses an adapter's parameter: a tied weight is on the first and last."""
-        return ctx.is_first_stage if name.startswith("lora_embedding") else ctx.is_last_stage
+        if name.startswith("lora_embedding"):
+            return ctx.is_first_stage
+        return ctx.is_last_stage
 
     def embed(self, layer: Vocabulary, rows_SB: Tensor, found: Tensor) -> Tensor:
         """Return the rows of the table that the base has `found`, [S, B, H], with the adapter's added."""
@@ -368,9 +398,11 @@ class VocabularyAdapters:
         if self.output is None or not layer.ctx.state.adapters.is_on:
             return hidden, weight
         sharded = layer.ctx.sequence_parallel
-        inputs = dropped(hidden, self.dropout if layer.training else 0.0, layer.ctx, sharded=sharded)
+        inputs = dropped(hidden, self.dropout, layer, sharded=sharded)
         down, up = self._factors(layer)
-        started = [self._factors(layer, START)] if self.output.is_principal else []
+        started = []
+        if self.output.is_principal:
+            started.append(self._factors(layer, START))
         less = [(products.linear(hidden, start_down), -start_up) for start_down, start_up in started]
         if not self.use_dora:
             return with_adapter(hidden, weight, [(products.linear(inputs, down), up), *less])

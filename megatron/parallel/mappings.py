@@ -105,19 +105,25 @@ def copy_to_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
 
     For an activation of which each rank goes on to use a part.
     """
-    return x if ctx.tensor_size == 1 else _Copy.apply(x, ctx)
+    if ctx.tensor_size == 1:
+        return x
+    return _Copy.apply(x, ctx)
 
 
 # Not overlapped: what follows a row-parallel product needs its sum. Chunks of product and sum pay where a copy engine
 # moves one while the next is multiplied; over gloo each costs 0.5 ms more.
 def reduce_from_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum the ranks' partial results; backward is the identity. Operator g."""
-    return x if ctx.tensor_size == 1 else _Reduce.apply(x, ctx)
+    if ctx.tensor_size == 1:
+        return x
+    return _Reduce.apply(x, ctx)
 
 
 def gather_from_sequence(x_SBH: Tensor, ctx: ParallelContext) -> Tensor:
     """[S/tp, B, H] -> [S, B, H]; backward sums over ranks and keeps own rows."""
-    return x_SBH if ctx.tensor_size == 1 else _GatherSequence.apply(x_SBH, ctx)
+    if ctx.tensor_size == 1:
+        return x_SBH
+    return _GatherSequence.apply(x_SBH, ctx)
 
 
 def reduce_scatter_to_sequence(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
@@ -125,12 +131,16 @@ def reduce_scatter_to_sequence(partial_SBH: Tensor, ctx: ParallelContext) -> Ten
 
     Raises LayoutError if tp does not divide S.
     """
-    return partial_SBH if ctx.tensor_size == 1 else _ReduceScatterSequence.apply(partial_SBH, ctx)
+    if ctx.tensor_size == 1:
+        return partial_SBH
+    return _ReduceScatterSequence.apply(partial_SBH, ctx)
 
 
 def enter_tensor_region(hidden: Tensor, ctx: ParallelContext) -> Tensor:
     """From the residual stream to what every rank of a layer sees: [S, B, H] on each."""
-    return gather_from_sequence(hidden, ctx) if ctx.sequence_parallel else copy_to_tensor_region(hidden, ctx)
+    if ctx.sequence_parallel:
+        return gather_from_sequence(hidden, ctx)
+    return copy_to_tensor_region(hidden, ctx)
 
 
 def leave_tensor_region(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
@@ -157,4 +167,6 @@ class _GatherHeads(torch.autograd.Function):
 # a subgroup and counted once in the norm.
 def gather_channels(x: Tensor, ctx: ParallelContext) -> Tensor:
     """[..., C/tp] of each rank -> [..., C]; backward sums over ranks and keeps own channels."""
-    return x if ctx.tensor_size == 1 else _GatherHeads.apply(x, ctx)
+    if ctx.tensor_size == 1:
+        return x
+    return _GatherHeads.apply(x, ctx)

@@ -103,8 +103,7 @@ class _Joined(torch.autograd.Function):
 class LayerTerms:
     """Loss terms and metrics of layers, as they declare them (`LayerDeclaration.loss_terms`, `metrics`).
 
-    Their gradient joins the main loss's where the layer stands, so no stage sends a term to another; their values go to
-    the engine, which adds them up over the step.
+    Their values go to the engine, which adds them up over the step.
     """
 
     def __init__(self) -> None:
@@ -144,12 +143,16 @@ class LayerTerms:
         """
         if self._record is None:
             return hidden
-        count: Tensor | float = float(hidden.shape[0] * hidden.shape[1]) if weights is None else weights.sum()
-        totals = {name: (loss if weights is None else loss * weights).sum() for name, loss in losses.items()}
+        count: Tensor | float = float(hidden.shape[0] * hidden.shape[1])
+        if weights is not None:
+            count = weights.sum()
+            losses = {name: loss * weights for name, loss in losses.items()}
+        totals = {name: loss.sum() for name, loss in losses.items()}
         with torch.no_grad():
             self._record({**{name: (total, count) for name, total in totals.items()}, **(metrics or {})})
         if not (torch.is_grad_enabled() and totals):
             return hidden
+        # the gradient joins the main loss's where the layer stands, so no stage sends a term to another
         term = torch.stack([self._coefficients[name] * total for name, total in totals.items()]).sum()
         if not term.requires_grad:  # a frozen router, over frozen layers
             return hidden

@@ -1,8 +1,7 @@
 """Clock that divides a rank's time into phases: its own passes and update, and its waits for data and for other ranks.
 
 A moment belongs to the innermost phase that it lies in, so phases never overlap. On a CPU a phase is timed by the
-host's clock. On a device, events are recorded in its stream between the phases and compared when the log interval reads
-the loss: no step waits for the device because of a clock, and the times are those of the device.
+host's clock, on a device by events in its stream.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ class HostTicks:
         return [end - begin for _, begin, end in spans]
 
 
+# Events are compared when the log interval reads the loss: no step waits for the device because of a clock, and the
+# times are those of the device, not of the host that starts its operators.
 class DeviceTicks:
     """Events of the device's current stream, reused. Their times are known once the device has reached them."""
 
@@ -42,7 +43,10 @@ class DeviceTicks:
         self._free: list[Any] = []
 
     def now(self) -> Any:
-        event = self._free.pop() if self._free else self._make(enable_timing=True)
+        if self._free:
+            event = self._free.pop()
+        else:
+            event = self._make(enable_timing=True)
         event.record()
         return event
 
@@ -51,13 +55,16 @@ class DeviceTicks:
             return []
         spans[-1][2].synchronize()
         found = [begin.elapsed_time(end) / 1000 for _, begin, end in spans]
+        # by identity: most events end one span and begin the next
         self._free += {id(event): event for _, *both in spans for event in both}.values()
         return found
 
 
 def ticks_of(device: torch.device) -> HostTicks | DeviceTicks:
     """Return the ticks by which work on a device is timed."""
-    return DeviceTicks() if device_of(device.type).waits_are_costly else HostTicks()
+    if device_of(device.type).waits_are_costly:
+        return DeviceTicks()
+    return HostTicks()
 
 
 class PhaseClock:
@@ -156,5 +163,7 @@ class StepClock:
 
         The device must have ended the last step.
         """
+        if self._clock is None:
+            return []
         steps, self._steps = self._steps, []
-        return [] if self._clock is None else [self._clock.sum_spans(spans) for spans in steps]
+        return [self._clock.sum_spans(spans) for spans in steps]

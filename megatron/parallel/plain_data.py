@@ -78,8 +78,7 @@ def _tagged(value: Any) -> Any:
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return {TAG: [_name(type(value)), _tagged_all(getattr(value, name) for name in fields)]}
     if isinstance(value, tuple):  # or a NamedTuple
-        kind = TUPLE if type(value) is tuple else _name(type(value))
-        return {TAG: [kind, _tagged_all(value)]}
+        return {TAG: [_name(type(value)), _tagged_all(value)]}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return _tagged(value.tolist())
     raise TypeError(f"ranks exchange plain data, and {type(value).__qualname__} is not; convert it first")
@@ -95,10 +94,14 @@ def _untagged(value: Any) -> Any:
         if form.kind == kind:
             return form.value(content)
     items = _untagged_all(content)
-    return tuple(items) if kind == TUPLE else _class(kind)(*items)
+    if kind == TUPLE:
+        return tuple(items)
+    return _class(kind)(*items)
 
 
 def _name(kind: type) -> str:
+    if kind is tuple:
+        return TUPLE
     if not kind.__module__.startswith("megatron."):
         raise TypeError(f"ranks exchange plain data, and {kind.__qualname__} of {kind.__module__} is not; convert it")
     return f"{kind.__module__}:{kind.__qualname__}"
@@ -106,7 +109,10 @@ def _name(kind: type) -> str:
 
 def _class(name: str) -> type:
     module, _, qualified = name.partition(":")
-    kind = vars(sys.modules[module])[qualified] if module.startswith("megatron.") else None
+    kind = None
+    # of a module that is imported already: a message runs no code, not even that of an import
+    if module.startswith("megatron."):
+        kind = vars(sys.modules[module])[qualified]
     if not (isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple))):
         raise TypeError(f"{name} is neither a dataclass nor a NamedTuple of this package")
     return kind

@@ -4,9 +4,6 @@ Tensor-parallel ranks hold the same residual stream, so its dropout must be the 
 hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
 The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed. Adapters
 have two of their own, and a user's loss function one, so that the model draws what it would draw without them.
-
-All are seeded again at each step from the run's seed and the samples consumed, so a resumed run draws what the
-uninterrupted one would have drawn, and no generator state needs saving.
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ class RandomStreams:
         self.step_key = 0
         """Key of the step, equal on all ranks: for what is drawn without a generator."""
 
+    # from the samples consumed: a resumed run draws what the uninterrupted one would have drawn, and no generator's
+    # state needs saving
     def seed_step(self, seed: int, consumed_samples: int, stage: int, grad_rank: int, tensor_rank: int) -> None:
         """Start the streams for one step. Stages and data-parallel ranks always draw apart."""
         self.step_key = derive_seed(seed, consumed_samples, "step")
@@ -51,7 +50,9 @@ class RandomStreams:
 
     def adapters(self, *, sharded: bool) -> AbstractContextManager[None]:
         """Draw from the adapters' stream inside: `sharded`, this tensor-parallel rank's own."""
-        return self._drawing("adapters sharded" if sharded else "adapters")
+        if sharded:
+            return self._drawing("adapters sharded")
+        return self._drawing("adapters")
 
     def loss(self) -> AbstractContextManager[None]:
         """Draw from the stream of a user's loss function inside, which tensor-parallel ranks share."""
@@ -104,5 +105,7 @@ def dropout(x: Tensor, probability: float, training: bool, streams: RandomStream
     """Inverted dropout from the right stream: `sharded` where tensor-parallel ranks hold different values."""
     if not training or probability == 0.0:
         return x
-    with streams.sharded() if sharded else nullcontext():
+    if not sharded:
+        return torch.nn.functional.dropout(x, probability)
+    with streams.sharded():
         return torch.nn.functional.dropout(x, probability)

@@ -78,7 +78,9 @@ class Shard:
         """Return [start, stop) along `dim` of the full (padded) tensor that `rank` of `size` holds, a pair a piece."""
         spans, begin = [], 0
         for index, piece in enumerate(self.pieces):
-            length = piece + (self.padding if index == len(self.pieces) - 1 else 0)
+            length = piece
+            if index == len(self.pieces) - 1:
+                length += self.padding
             if length % size:
                 raise LayoutError(f"{length} rows of {self.shape} cannot be split over {size} tensor-parallel ranks")
             part = length // size
@@ -96,6 +98,7 @@ class Shard:
 
     def take(self, full: Tensor, rank: int, size: int) -> Tensor:
         """Return the local tensor of `rank`: full -> local. Contiguous, its own storage."""
+        # imported where it is needed, here and below: a plan and the launcher read declarations alone
         import torch
 
         if tuple(full.shape) != self.shape:
@@ -126,10 +129,8 @@ class Shard:
         return whole.narrow(self.dim, 0, self.shape[self.dim]).contiguous()
 
     def initial(self, name: str, seed: int, rank: int, size: int) -> Tensor:
-        """Return the local tensor at the start of a run, float32: drawn over the full tensor by (seed, name), then cut.
-
-        So every layout starts from the same model. Drawn on the CPU, so every device does too.
-        """
+        """Return a rank's tensor at the start of a run, float32: drawn over the full one by (seed, name), then cut."""
+        # so every layout starts from the same model; drawn on the CPU, so every device does too
         import torch
 
         from megatron.parallel.rng import derive_seed
@@ -193,7 +194,9 @@ class Shards(Mapping[str, Shard]):
     def method(self) -> Any:
         """Linear method declared for this module; None: dense."""
         declared = self._layer.methods.get(self._prefix.removesuffix("."))
-        return None if declared is None else declared.linear_method()
+        if declared is None:
+            return None
+        return declared.linear_method()
 
     def full_name(self, name: str) -> str:
         return self._layer.full_name(self._prefix + name)
@@ -248,7 +251,9 @@ class LayerDeclaration:
     def number(self) -> int | None:
         """Number of a transformer layer, `layers.<number>`; None for the others."""
         room, _, number = self.name.partition(".")
-        return int(number) if room == "layers" else None
+        if room != "layers":
+            return None
+        return int(number)
 
     @property
     def projects(self) -> bool:
@@ -277,7 +282,9 @@ class LayerDeclaration:
 
         An empty prefix is the layer itself: an embedding, or the output projection.
         """
-        start = f"{prefix}." if prefix else ""
+        start = ""
+        if prefix:
+            start = f"{prefix}."
         weight = self.shards[f"{start}weight"]
         added = {
             # of an expert's weight they lie where it does
@@ -310,10 +317,8 @@ def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dt
 
 
 def _summed(gradient: Tensor, ctx: ParallelContext) -> Tensor:
-    """Sum over the tensor-parallel ranks in at least float32, rounded once.
-
-    16-bit sums would round at each rank, and these are small.
-    """
+    """Sum over the tensor-parallel ranks in at least float32, rounded once."""
+    # 16-bit sums would round at each rank, and these are small
     import torch
     import torch.distributed as dist
 
@@ -338,12 +343,10 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def alias(parameter: Tensor) -> Tensor:
-    """Return the parameter as a tensor that a module may return.
-
-    DeepSpeed starts its bookkeeping of a backward pass, clearing old gradients included, from hooks on the outputs of
-    the model. A parameter that is itself an output gets its gradient before any hook has run, and loses it; this
-    view's gradient passes a hook first.
-    """
+    """Return the parameter as a tensor that a module may return."""
+    # DeepSpeed starts its bookkeeping of a backward pass, clearing old gradients included, from hooks on the outputs of
+    # the model. A parameter that is itself an output gets its gradient before any hook has run, and loses it; this
+    # view's gradient passes a hook first.
     view = parameter.view_as(parameter)
     view.shard = shard_of(parameter)  # type: ignore[attr-defined]
     view.gradient_sum = getattr(parameter, "gradient_sum", None)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.live_bytes import LiveBytes
 from megatron.models.attention_kernels import Scores, SDPAttention
 from megatron.models.positions import Packing, alibi_slopes
-from megatron.parallel.operators import products
+from megatron.parallel.operators import block_sizes, products
 from megatron.runtime import accelerator, device_cpu
 from megatron.runtime.device_cpu import CPU
 from megatron.runtime.device_cuda import CUDA
@@ -70,7 +70,7 @@ def test_a_linear_layer_and_its_gradients_are_rounded_once(
     dtype: torch.dtype, blocks: tuple[int, int, int], widened: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in zip(("ROWS", "SUMMED", "COLUMNS"), blocks, strict=True):
-        monkeypatch.setattr(products, name, size)
+        monkeypatch.setattr(block_sizes, name, size)
     x, weight, bias, grad = (each.double() for each in numbers((50, 2, 96), (40, 96), (40,), (50, 2, 40), dtype=dtype))
     output, grad_x, grad_weight, _ = linear_and_gradients(dtype, 50)
     rows = grad.flatten(0, 1).t(), x.flatten(0, 1)

@@ -91,8 +91,8 @@ def test_triton_equals_float64() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.parallel.operators.softmax_triton import run
+    from megatron.parallel.operators import triton_kernels
 
-    softmax._run = lambda logits, given, *, write: RowSums(*run(logits, given, write=write))
+    softmax._run = lambda logits, given, *, write: RowSums(*triton_kernels.softmax(logits, given, write=write))
     for one in (torch.float32, torch.bfloat16, torch.float16):
         compare(one)

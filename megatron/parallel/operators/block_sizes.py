@@ -20,8 +20,6 @@ ATTENTION_QUERIES = 64
 """Queries of a block of attention on a CPU: their scores stay in the cache from product to product."""
 
 
-# Each chunk reads and writes the float32 sum of the weight's gradient: with fewer tokens that takes longer than the
-# products.
 def least_tokens(hidden_size: int) -> int:
     """Return the fewest tokens of one of several chunks."""
     return min(max(MIN_CHUNK_TOKENS, hidden_size), ENOUGH_TOKENS)
@@ -51,10 +49,20 @@ FEW_ROWS, FEW_COLUMNS = 64, 128
 """With so few rows a converted block of the weight is read as often as it is written, so it is to stay in the cache."""
 
 
+def most_columns(num_rows: int) -> int:
+    """Return the columns of the largest block of a product with so many rows."""
+    if num_rows > FEW_ROWS:
+        return COLUMNS
+    return FEW_COLUMNS
+
+
 def block_bytes(m: int, k: int, n: int, *, adds: bool = False) -> int:
     """Return the bytes of a block in float32 of [m, k] times [k, n], both factors and the sum.
 
     `adds`: the sum is that of a float32 tensor, in place.
     """
-    rows, summed, columns = min(m, ROWS), min(k, SUMMED), min(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS)
-    return 4 * (rows * summed + summed * columns + (0 if adds else rows * columns))
+    rows, summed, columns = min(m, ROWS), min(k, SUMMED), min(n, most_columns(m))
+    numbers = rows * summed + summed * columns
+    if not adds:
+        numbers += rows * columns
+    return 4 * numbers

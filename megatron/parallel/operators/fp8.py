@@ -21,7 +21,7 @@ from megatron.options.config import Config, num_microbatches
 from megatron.options.training import Fp8Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.costs import Activation, MatrixProduct
-from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear
+from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear, plus_bias
 from megatron.parallel.mappings import enter_tensor_region
 from megatron.parallel.pass_state import Fp8Passes
 from megatron.parallel.shards import LayerDeclaration
@@ -41,17 +41,20 @@ def transformer_engine() -> Any:
 
 def with_fp8(layers: Iterable[LayerDeclaration], config: Config) -> list[LayerDeclaration]:
     """Return the layers with the matrix products of transformer layers in fp8."""
-    return [layer if layer.number is None else _with_fp8(layer, config) for layer in layers]
+    return [_with_fp8(layer, config) for layer in layers]
 
 
 def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
+    if layer.number is None:
+        return layer
     for name, shard in layer.shards.items():
         if not isinstance(shard.cost, MatrixProduct):
             continue
-        activation = shard.cost.reads if isinstance(shard.cost.reads, Activation) else None
-        if activation is not None and not config.fp8.fp8_mlp_row_parallel:
-            continue
-        smooth = config.fp8.fp8_smooth_swiglu and activation is not None and activation.is_gated
+        smooth = False
+        if isinstance(shard.cost.reads, Activation):  # the MLP's second product
+            if not config.fp8.fp8_mlp_row_parallel:
+                continue
+            smooth = config.fp8.fp8_smooth_swiglu and shard.cost.reads.is_gated
         layer = layer.with_method(name.removesuffix(".weight"), Fp8Method(config.fp8, smooth_swiglu=smooth))
     return layer
 
@@ -67,6 +70,7 @@ def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
         amax_compute_algo=fp8.fp8_amax_compute_algo,
         amax_history_len=history,
         override_linear_precision=engine.recipe._OverrideLinearPrecision(False, False, not fp8.fp8_wgrad),
+        # a stage of one rank has no other rank's amax to join
         reduce_amax=fp8.fp8_amax_reduce and ctx.world_size > ctx.num_stages,
     )
     group = _stage_group(ctx)
@@ -79,6 +83,7 @@ def _stage_group(ctx: ParallelContext) -> dist.ProcessGroup | None:
         return None
     if ctx.num_stages == 1:
         return dist.group.WORLD
+    # in torch every rank makes every group, also those that it is not in
     groups = [dist.new_group(ctx.ranks_of(stage)) for stage in range(ctx.num_stages)]
     return groups[ctx.stage]
 
@@ -97,11 +102,13 @@ class Fp8Method(BaseMethod):
         passes = layer.ctx.state.fp8
         if not passes.is_on:
             return DENSE.linear(layer, x, bias)
-        if self._product is None:
+        if self._product is None:  # evaluation and generation, which stay in 16 bits, need no engine
             self._product = self._build(layer)
-        is_first = passes.is_first_microbatch if self._converts_once else None
+        is_first = None
+        if self._converts_once:
+            is_first = passes.is_first_microbatch
         output = self._product(x, layer.weight, is_first_microbatch=is_first)
-        return output if bias is None else output + bias
+        return plus_bias(output, bias)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         if not layer.ctx.state.fp8.is_on:
@@ -111,7 +118,9 @@ class Fp8Method(BaseMethod):
     def _build(self, layer: ParallelLinear) -> Callable[..., Tensor]:
         """Return the engine's layer, which is given the weight with each call and holds none."""
         out_features, in_features = layer.weight.shape
-        smooth = {"use_fp8_smooth_swiglu": True} if self._smooth_swiglu else {}  # the argument is new in 1.22
+        smooth = {}
+        if self._smooth_swiglu:  # an argument that is new in 1.22
+            smooth["use_fp8_smooth_swiglu"] = True
         product: Callable[..., Tensor] = transformer_engine().Linear(
             in_features,
             out_features,

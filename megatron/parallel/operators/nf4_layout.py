@@ -53,10 +53,12 @@ def num_bytes(shard: Shard, tensor_size: int) -> int:
 def dequantized_bytes(shard: Shard, tensor_size: int, number_size: int) -> int:
     """Bytes that one product with a rank's weight allocates for a moment: the dense weight, and what is made for it."""
     numel = math.prod(shard.local_shape(tensor_size))
-    # float32 values, and 32-bit codes of two numbers each, or products in float32 that are then rounded
-    part = (6 if number_size == 4 else 8) * min(numel, DEQUANTIZED_AT_ONCE)
+    temporary = 6  # a number: its float32 value, and a 32-bit code of two
+    if number_size < 4:
+        temporary = 8  # its value, and the product in float32 that is then rounded
     # scales, codes and groups of the blocks
-    return numel * number_size + 12 * numel // BLOCK + part
+    of_blocks = 12 * numel // BLOCK
+    return numel * number_size + of_blocks + temporary * min(numel, DEQUANTIZED_AT_ONCE)
 
 
 def cut_fault(name: str, shard: Shard, tensor_size: int) -> str | None:

@@ -1,8 +1,5 @@
 """Matrix products, of 16-bit numbers through float32 where the processor has no instruction for them.
 
-torch's own products take 5 to 100 times as long there as those of float32. A product of two 16-bit numbers is exact in
-float32, so the sum is that of a float32 product, and the result is rounded once. No whole matrix is held in float32,
-but blocks of it, each converted again for each product.
 Shapes: [m, k] times [k, n].
 """
 
@@ -17,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.operators.block_sizes import COLUMNS, FEW_COLUMNS, FEW_ROWS, ROWS, SUMMED
+from megatron.parallel.operators import block_sizes
 from megatron.runtime.accelerator import processor
 
+# torch's own products take 5 to 100 times as long there as those of float32. A product of two 16-bit numbers is exact
+# in float32, so the sum is that of a float32 product, and the result is rounded once.
 WIDENED = frozenset(
     dtype
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -40,7 +39,7 @@ def widens(x: Tensor) -> bool:
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a [..., k] times b [k, n], written to `out` [m, n] if that is given."""
     if not widens(a):
-        return a @ b if out is None else torch.mm(a, b, out=out)
+        return torch.matmul(a, b, out=out)
     if out is not None:
         return _multiply(a, b, out, beta=0)
     result = a.new_empty((*a.shape[:-1], b.shape[1]))
@@ -55,20 +54,24 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> Tensor:
     return _multiply(a, b, total, beta=beta)
 
 
+# no whole matrix is held in float32, but blocks of it, each converted again for each product
 def _multiply(a: Tensor, b: Tensor, total: Tensor, *, beta: int) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     if k == 0:
-        return total.mul_(beta) if beta else total.zero_()
-    for columns in _blocks(n, COLUMNS if m > FEW_ROWS else FEW_COLUMNS):
-        for rows in _blocks(m, ROWS):
+        if beta:
+            return total.mul_(beta)
+        return total.zero_()  # 0 times memory that was never written may be NaN
+    for columns in _blocks(n, block_sizes.most_columns(m)):
+        for rows in _blocks(m, block_sizes.ROWS):
             target = total[rows, columns]
             if beta or target.dtype == torch.float32:
                 sums = target.float()  # the target itself, if it is float32
             else:
                 sums = torch.empty(target.shape)
-            for summed in _blocks(k, SUMMED):
-                is_first = summed.start == 0
-                sums.addmm_(a[rows, summed].float(), b[summed, columns].float(), beta=beta if is_first else 1)
+            share = beta  # of what is there; the blocks after the first are added to it
+            for summed in _blocks(k, block_sizes.SUMMED):
+                sums.addmm_(a[rows, summed].float(), b[summed, columns].float(), beta=share)
+                share = 1
             if sums is not target:
                 target.copy_(sums)
     return total
@@ -102,18 +105,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias: [..., in] -> [..., out]."""
     if not widens(x):
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling():
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    if torch.compiler.is_compiling():  # which fuses the conversions with what stands around the product
+        if bias is not None:
+            bias = bias.float()
+        return F.linear(x.float(), weight.float(), bias).to(x.dtype)
     if not torch.is_grad_enabled():
         return _forward(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def kept(x: Tensor, *, is_needed: bool) -> Tensor | None:
+    """Return what an autograd function saves of a tensor: nothing, unless its backward pass needs it."""
+    if is_needed:
+        return x
+    return None
+
+
+# Autograd does not record what a forward pass computes for its backward: a second derivative would lack terms, and is
+# refused, here as in all functions of this room.
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         needs_x, needs_weight, _ = function.needs_input_grad
-        function.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        function.save_for_backward(kept(x, is_needed=needs_weight), kept(weight, is_needed=needs_x))
         return _forward(x, weight, bias)
 
     @staticmethod
@@ -121,9 +135,14 @@ class _Linear(torch.autograd.Function):
     def backward(function: Any, grad: Tensor) -> Any:
         (x, weight), (needs_x, needs_weight, needs_bias) = function.saved_tensors, function.needs_input_grad
         rows = grad.flatten(0, -2)
-        grad_x = mm(grad, weight) if needs_x else None
-        grad_weight = mm(rows.t(), x.flatten(0, -2)) if needs_weight else None
-        return grad_x, grad_weight, rows.sum(0) if needs_bias else None
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = mm(grad, weight)
+        if needs_weight:
+            grad_weight = mm(rows.t(), x.flatten(0, -2))
+        if needs_bias:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -143,7 +162,12 @@ class _AddMM(torch.autograd.Function):
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         (a, b), (_, needs_a, needs_b) = function.saved_tensors, function.needs_input_grad
-        return grad, mm(grad, b.t()) if needs_a else None, mm(a.t(), grad) if needs_b else None
+        grad_a = grad_b = None
+        if needs_a:
+            grad_a = mm(grad, b.t())
+        if needs_b:
+            grad_b = mm(a.t(), grad)
+        return grad, grad_a, grad_b
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +187,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         function.weights = weights
-        function.save_for_backward(x if any(function.needs_input_grad[2:]) else None, ends)
+        function.save_for_backward(kept(x, is_needed=any(function.needs_input_grad[2:])), ends)
         return F.grouped_mm(x, stacked(weights).transpose(-2, -1), offs=ends)
 
     @staticmethod
@@ -171,8 +195,9 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(function: Any, grad: Tensor) -> Any:
         x, ends = function.saved_tensors
         needs_x, _, *needs_weights = function.needs_input_grad
-        grad = grad.contiguous()
-        grad_x = F.grouped_mm(grad, stacked(function.weights), offs=ends) if needs_x else None
+        grad, grad_x = grad.contiguous(), None
+        if needs_x:
+            grad_x = F.grouped_mm(grad, stacked(function.weights), offs=ends)
         of_weights: Sequence[Tensor | None] = [None] * len(needs_weights)
         if x is not None:
             every = F.grouped_mm(grad.t(), x, offs=ends)

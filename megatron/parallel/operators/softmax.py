@@ -1,7 +1,6 @@
 """Softmax in place over rows of 16-bit logits, computed in float32, and its row sums.
 
-C tokens of a chunk, V vocabulary rows of this rank. On CUDA a Triton kernel reads each row once from memory and writes
-it once; elsewhere torch's softmax runs over blocks that stay in the cache.
+C tokens of a chunk, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -52,10 +51,12 @@ def _run(logits: Tensor, given: RowSums | None, *, write: bool) -> RowSums:
     if not logits.shape[1]:
         nothing = logits.new_zeros(logits.shape[0], dtype=sum_dtype(logits.dtype))
         return given or RowSums(nothing - torch.inf, nothing)
+    # On CUDA a Triton kernel reads each row once from memory and writes it once; elsewhere torch's softmax runs over
+    # blocks that stay in the cache. The kernel's sums are float32.
     if logits.is_cuda and has_triton() and logits.dtype != torch.float64:
-        from megatron.parallel.operators.softmax_triton import run
+        from megatron.parallel.operators import triton_kernels
 
-        return RowSums(*run(logits, given, write=write))
+        return RowSums(*triton_kernels.softmax(logits, given, write=write))
     return _run_blocks(logits, given, write=write)
 
 
@@ -69,15 +70,20 @@ def _run_blocks(logits: Tensor, given: RowSums | None, *, write: bool) -> RowSum
     tokens, columns = logits.shape
     dtype = sum_dtype(logits.dtype)
     sums = given or RowSums(*(torch.empty(tokens, dtype=dtype, device=logits.device) for _ in range(2)))
-    size = BLOCK_LOGITS if logits.is_cpu else BLOCK_LOGITS_OF_A_DEVICE
+    size = BLOCK_LOGITS
+    if not logits.is_cpu:
+        size = BLOCK_LOGITS_OF_A_DEVICE
     rows = max(1, min(tokens, size // columns))
     # allocated once: memory that is new to the process costs more than the arithmetic
-    wide = torch.empty((0 if logits.dtype == dtype else rows, columns), dtype=dtype, device=logits.device)
+    wide = None
+    if logits.dtype != dtype:
+        wide = torch.empty((rows, columns), dtype=dtype, device=logits.device)
     softmax = torch.empty((rows, columns), dtype=dtype, device=logits.device)
     for begin in range(0, tokens, rows):
         part = slice(begin, min(begin + rows, tokens))
-        block = logits[part]
-        x = block if logits.dtype == dtype else wide[: block.shape[0]].copy_(block)
+        x = block = logits[part]
+        if wide is not None:
+            x = wide[: block.shape[0]].copy_(block)
         y = torch.softmax(x, -1, out=softmax[: block.shape[0]])
         peak, total = x.amax(-1), y.amax(-1).reciprocal_()  # the softmax of the largest logit is 1 / sum
         if given is None:

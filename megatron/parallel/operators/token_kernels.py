@@ -25,7 +25,9 @@ def most_keys(num_threads: int) -> float:
 
     That takes as long as 2^17 numbers to start, and twice as long for each number. Measured on two threads.
     """
-    return math.inf if num_threads == 1 else max(2**17, 2**22 // num_threads)
+    if num_threads == 1:
+        return math.inf
+    return max(2**17, 2**22 // num_threads)
 
 
 try:
@@ -54,6 +56,7 @@ def takes(*tensors: Tensor) -> bool:
     return True
 
 
+# reads and writes the model's dtype once, where torch's operators pass over copies in float32
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
     """Return x / rms(x) * weight over the last dimension."""
     if x.numel() > most_numbers(torch.get_num_threads()) or not takes(x, weight):
@@ -81,7 +84,10 @@ def rotate(q_SBnd: Tensor, k_SBkd: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     rotated = []
     for x in (q_SBnd, k_SBkd):
         num_tokens, num_rows, heads, size = x.shape
-        stride = x.stride(0) if num_rows == 1 else x.stride(1)
+        # queries and keys are slices of one product's result: a row of them does not end where the next begins
+        stride = x.stride(1)
+        if num_rows == 1:
+            stride = x.stride(0)
         is_even = num_tokens == 1 or num_rows == 1 or x.stride(0) == num_rows * stride
         is_whole = x.stride(3) == 1 and (heads == 1 or x.stride(2) == size)
         if x.dtype not in DTYPES or not is_even or not is_whole or cos.numel() * 2 != num_tokens * num_rows * size:
@@ -120,11 +126,12 @@ def attend(
     assert positions.shape == (rows,)
     assert positions.dtype == torch.int64
     context = qkv.new_empty((1, rows, num_heads * head_size))
+    cos, sin = angles or (None, None)
     operators.attend(
         qkv=qkv.data_ptr(),
-        cos=0 if angles is None else angles[0].data_ptr(),
-        sin=0 if angles is None else angles[1].data_ptr(),
-        slopes=0 if slopes is None else slopes.data_ptr(),
+        cos=_address(cos),
+        sin=_address(sin),
+        slopes=_address(slopes),
         positions=positions.data_ptr(),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
@@ -139,7 +146,15 @@ def attend(
     return context
 
 
+# addresses are passed rather than tensors, so that the extension is not tied to a version of torch
+def _address(x: Tensor | None) -> int:
+    """Return the address of a tensor's numbers; 0, the null pointer, of none."""
+    if x is None:
+        return 0
+    return x.data_ptr()
+
+
 def _are_plain(angles: tuple[Tensor, Tensor] | None, slopes: Tensor | None) -> bool:
     """Return whether the angles and slopes that there are can be read as float32 numbers one behind the other."""
-    found = [*(angles or ()), *([] if slopes is None else [slopes])]
+    found = [x for x in (*(angles or ()), slopes) if x is not None]
     return all(x.dtype == torch.float32 and x.is_contiguous() for x in found)

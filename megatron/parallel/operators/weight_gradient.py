@@ -37,11 +37,7 @@ class GradientSum(ABC):
 
 
 class WeightGradient:
-    """Sum over tokens of weight x gradient of the outputs [V] x inputs [H], chunk by chunk, as `total` [rows, H].
-
-    Several chunks are summed in float32, because rounding the sum after each would lose the shares of the later ones. A
-    single chunk is rounded once by the product itself, so it needs no float32 sum; float16 could not hold it.
-    """
+    """Sum over tokens of weight x gradient of the outputs [V] x inputs [H], chunk by chunk, as `total` [rows, H]."""
 
     def __init__(
         self,
@@ -62,10 +58,13 @@ class WeightGradient:
         if into is not None:
             self.total, has_gradient = into.open()
         else:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            is_rounded = num_chunks == 1 and weight.dtype != torch.float16
-            self.total = torch.empty_like(weight, dtype=weight.dtype if is_rounded else wide)
-            if self.total.dtype != weight.dtype:
+            # rounding the sum after each chunk would lose the shares of the later ones; a single one is rounded once by
+            # the product itself, and needs no float32 sum; float16 could not hold it
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            if num_chunks == 1 and weight.dtype != torch.float16:
+                dtype = weight.dtype
+            self.total = torch.empty_like(weight, dtype=dtype)
+            if dtype != weight.dtype:
                 self.unit = _largest(token_weights_N)
                 token_weights_N = token_weights_N / self.unit
         if not has_gradient:
@@ -114,8 +113,9 @@ def own_sum(weight: Tensor) -> GradientSum | None:
 
     Only where one operator multiplies and adds; torch.compile could not trace it.
     """
-    adds = adds_products_in_float32(weight.device) and not torch.compiler.is_compiling()
-    return getattr(weight, "gradient_sum", None) if adds else None
+    if torch.compiler.is_compiling() or not adds_products_in_float32(weight.device):
+        return None
+    return getattr(weight, "gradient_sum", None)
 
 
 def add_product(into: GradientSum, grad_outputs_NO: Tensor, inputs_NI: Tensor) -> None:
@@ -155,11 +155,9 @@ def adds_products_in_float32(device: torch.device) -> bool:
 
 
 def _largest(token_weights_N: Tensor) -> Tensor:
-    """Return the largest absolute weight, by which weights are divided before they are rounded to 16 bits.
-
-    The equal weights of pretraining become 1 and lose nothing. float16 could not hold one token's share of a large
-    batch, whose loss scale is known only in backward.
-    """
+    """Return the largest absolute weight, by which weights are divided before they are rounded to 16 bits."""
+    # the equal weights of pretraining become 1 and lose nothing; float16 could not hold one token's share of a large
+    # batch, whose loss scale is known only in backward
     if not token_weights_N.numel():
         return token_weights_N.new_ones(())
     return token_weights_N.abs().amax().clamp(min=torch.finfo(token_weights_N.dtype).tiny)  # tiny: no token counts
@@ -168,8 +166,9 @@ def _largest(token_weights_N: Tensor) -> Tensor:
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x [rows, H] times a float32 scalar, rounded once to `dtype`, without a float32 temporary of its size."""
     result = torch.empty_like(x, dtype=dtype)
-    # CUDA converts as it writes; elsewhere the product is a temporary
-    step = max(1, len(x) if x.is_cuda else BLOCK_NUMBERS // max(1, x.shape[1]))
+    step = max(1, BLOCK_NUMBERS // max(1, x.shape[1]))
+    if x.is_cuda:  # which converts as it writes; elsewhere the product is a temporary
+        step = max(1, len(x))
     for begin in range(0, len(x), step):
         block = slice(begin, begin + step)
         # of one dimension: a factor of none would be rounded to the dtype of x before the product
