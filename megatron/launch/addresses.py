@@ -92,7 +92,9 @@ def host_key(name: str) -> str:
     """Return the one way to write a host without its user: names differ in neither case nor a last dot."""
     address = address_of(name)
     number = ip_address(address)
-    return str(number) if number is not None else address.removesuffix(".").lower()
+    if number is not None:
+        return str(number)
+    return address.removesuffix(".").lower()
 
 
 def is_own(name: str) -> bool:
@@ -125,7 +127,9 @@ def is_example(name: str) -> bool:
 
 def endpoint_of(host: str, port: int) -> str:
     """Return HOST:PORT, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{host}:{port}"
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

@@ -51,8 +51,9 @@ CHECKED_SEQUENCES = 1 << 24
 def missing_start(config: Config) -> Iterator[str]:
     """Yield a fault if the folder to load holds no weights, unless the run goes on in the folder that it saves to."""
     options, skip_train = config.checkpoint, config.training.skip_train
-    # an evaluation without `load` measures what the run has saved
-    load = options.load or (options.save if skip_train else None)
+    load = options.load
+    if skip_train:  # an evaluation without `load` measures what the run has saved
+        load = load or options.save
     if load is None or not (skip_train or options.needs_start):
         return
     if is_empty(Path(load)) and (skip_train or not _holds_run(options.save)):
@@ -120,8 +121,10 @@ def _check_run(folder: Path, config: Config) -> None:
     step = config.checkpoint.ckpt_step
     # newest first, as the ranks choose
     chosen = next((path for path in checkpoint_folders(folder) if step in (None, iteration_of(path.name))), None)
-    saved = None if chosen is None else saved_model_options(chosen)
-    if chosen is not None and saved is not None:
+    if chosen is None:
+        return
+    saved = saved_model_options(chosen)
+    if saved is not None:
         check_model_options(chosen, *saved, config)
 
 
@@ -272,7 +275,9 @@ def check_layout(
     model, ranks = tensor * pipeline, data * tensor * pipeline
     if ranks == devices:
         return
-    remedy = f"use a data-parallel size of {devices // model}" if devices % model == 0 else "change the layout"
+    remedy = "change the layout"
+    if devices % model == 0:
+        remedy = f"use a data-parallel size of {devices // model}"
     if ranks % request.nodes == 0:
         remedy += f", or {ranks // request.nodes} devices a node (HL_NGPU_PER_NODE, --devices-per-node)"
     yield (
@@ -452,14 +457,15 @@ def check_descriptors(config: Config, device: str, world_size: int) -> Iterator[
 
 def check_remote(words: Sequence[str], request: LaunchRequest) -> Iterator[str]:
     """Yield what keeps the launcher from reaching other machines."""
-    by_pdsh = request.launcher == "pdsh"
-    for program in ("pdsh", "ssh") if by_pdsh else ("ssh",):
+    programs, name = ["ssh"], "mpirun"
+    if request.launcher == "pdsh":
+        programs, name = ["pdsh", "ssh"], "DeepSpeed's launcher"
+    for program in programs:
         if shutil.which(program) is None:
-            name = "DeepSpeed's launcher" if by_pdsh else "mpirun"
             yield f"{program} is not installed; {name} needs it for the hosts of {request.hostsfile}"
-    for word in words if by_pdsh else ():
+    for word in words:
         # pdsh puts its own values in place of %h, %n and %u
-        if "%" in word or "\n" in word:
+        if request.launcher == "pdsh" and ("%" in word or "\n" in word):
             yield f"{word!r} holds a % or a line end, which pdsh would change on its way to the hosts; write it without"
     # DeepSpeed's launcher splits each line at its =, an empty one too, and ends by a ValueError without one
     for path, number, line in deepspeed_env_lines():

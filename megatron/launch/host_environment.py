@@ -38,7 +38,9 @@ def rank_cores(ranks: int, cores_per_rank: int, ranks_per_socket: int, sockets: 
     fewest, together = min(map(len, sockets)), min(ranks, per_socket)
     needed, most = cores_per_rank * together, fewest // together
     if needed > fewest:
-        remedy = f"set it to {most} or less" if most else "leave it out"
+        remedy = "leave it out"
+        if most:
+            remedy = f"set it to {most} or less"
         raise CoresError(
             f"HL_PE={cores_per_rank} (--cores-per-rank) for {together} ranks on each socket needs {needed} cores, but "
             f"a socket has {fewest} for this process; {remedy}"
@@ -89,8 +91,7 @@ class ModulesError(ValueError):
 def require_devices(ranks: int) -> None:
     """Raise ModulesError where the launched device's record yields a fault. For agents of other machines."""
     device = launched_device()
-    faults = [] if device is None else list(device.check_ranks(ranks))
-    if faults:
+    if device is not None and (faults := list(device.check_ranks(ranks))):
         raise ModulesError(" ".join(faults))
 
 

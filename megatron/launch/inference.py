@@ -76,7 +76,9 @@ class InferenceCommand(Generic[C]):
         A single rank runs in this process, as does one that torchrun or another launcher has started; the agent that
         starts training starts several. `argv` None: the process's own, which then ends here.
         """
-        arguments = list(sys.argv[1:] if argv is None else argv)
+        arguments = list(argv or ())
+        if argv is None:
+            arguments = sys.argv[1:]
         if "--help" in arguments or "-h" in arguments:
             self._print_help(with_variables="--variables" in arguments)
             return DONE
@@ -130,7 +132,9 @@ class InferenceCommand(Generic[C]):
     def _run_here(self, flags: Sequence[str], *, ends: bool) -> int:
         """Run a rank in this process."""
         status = status_of(importlib.import_module(self.main).main, flags)
-        return leave(status) if ends else status
+        if ends:
+            return leave(status)
+        return status
 
 
 def plan_text(plan: LaunchPlan) -> str:
@@ -155,7 +159,9 @@ def add_launch_flags(parser: argparse.ArgumentParser, script: Script) -> None:
 
 def launch_request(namespace: argparse.Namespace, script: Script, environment: Mapping[str, str]) -> LaunchRequest:
     """Return what the launch flags and, with --variables, the HL_* variables request; flags come first."""
-    request = inference_request(environment, script) if namespace.variables else LaunchRequest()
+    request = LaunchRequest()
+    if namespace.variables:
+        request = inference_request(environment, script)
     faults: list[str] = []
     options, unread = read_known_flags(RankOptions, namespace, faults)
     for field in dataclasses.fields(RankOptions):
@@ -169,8 +175,9 @@ def plan_ranks(
     main: str, request: LaunchRequest, flags: Sequence[str], command: Command, *, is_chat: bool
 ) -> LaunchPlan:
     """Return the plan of the ranks that run the module `main`. Problems are added to request.faults."""
-    load = command.load
-    device = load.device if load.device != "auto" else request.device
+    load, device = command.load, command.load.device
+    if device == "auto":
+        device = request.device
     if not devices.is_device(device):
         device = detect_device(allow_hpu=device != "no-hpu")
     ranks = Layout.of(load).model_size * (request.data_parallel_size or 1)
@@ -193,7 +200,7 @@ def plan_ranks(
     else:
         request.faults += checks.check_local_devices(device, num_devices)
         request.faults += checks.check_plugin(device, request.activate)
-        request.faults += checks.check_precision(device, "fp32" if load.precision == "auto" else load.precision)
+        request.faults += checks.check_precision(device, load.precision)
     if is_chat and hosts:
         request.faults.append("--chat needs its ranks on this machine; leave the hostsfile out")
     environment = _rank_environment(request, command, device, num_devices)
@@ -222,8 +229,9 @@ def _rank_environment(request: LaunchRequest, command: Command, device: str, num
     if record.is_host:
         environment.setdefault("OMP_NUM_THREADS", threads_per_rank(num_devices))
     if command.use_graphs:
-        given = {**os.environ, **environment}
-        lazy = given[LAZY_MODE] != "0" if given.get(LAZY_MODE) else None
+        given, lazy = {**os.environ, **environment}, None
+        if given.get(LAZY_MODE):
+            lazy = given[LAZY_MODE] != "0"
         size = command.load.tensor_model_parallel_size
         request.faults += devices.graph_faults("use_graphs", device, lazy=lazy, tensor_size=size, environment=given)
         # HPU graphs are captured in lazy mode alone

@@ -30,7 +30,9 @@ class FineTuning(RowOptions):
     @classmethod
     def of(cls, model: str, files: str | Sequence[str | float], folder: str) -> FineTuning:
         """Return the data of a file, or of a list of files, with or without weights before them."""
-        words = [files] if isinstance(files, str) else map(str, files)
+        if isinstance(files, str):
+            files = [files]
+        words = map(str, files)
         return cls(model=model, data=shlex.join(words), folder=folder)
 
     @property
@@ -74,8 +76,9 @@ def file_words(text: str) -> list[str]:
 
     Raises ValueError.
     """
-    # a file whose name has blanks needs no quotes
-    return [text] if Path(text).exists() else shlex.split(text)
+    if Path(text).exists():  # a file whose name has blanks needs no quotes
+        return [text]
+    return shlex.split(text)
 
 
 @dataclass
@@ -199,7 +202,9 @@ def _parse_line(content: str, number: int, earlier: Sequence[Host]) -> Host | st
         return f": {fault}"
     for first in earlier:
         if host_key(first.name) == host_key(name):
-            also = "" if name == first.name else f", {first.name}: users and case make no other host"
+            also = ""
+            if name != first.name:
+                also = f", {first.name}: users and case make no other host"
             return f" repeats the host of line {first.line}{also}; give each host one line"
     return Host(name, int(slots), number)
 

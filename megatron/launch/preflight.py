@@ -59,7 +59,9 @@ class ConfigOnRanks:
     def device(self) -> Device | None:
         """Record of the device; None: other machines must detect theirs themselves."""
         name = self.config.parallel.device
-        return devices.find_device(name) if devices.is_device(name) else None
+        if not devices.is_device(name):
+            return None
+        return devices.find_device(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +197,9 @@ def _choose_device(request: LaunchRequest, command: CommandLine) -> str | None:
     names = {config.parallel.device for config in command.configs}
     if len(names) > 1:
         return None
-    # the flag of training wins over the launcher's own, which HL_DEVICE sets
-    requested = request.device if names == {"auto"} else names.pop()
+    requested = names.pop()
+    if requested == "auto":  # else the flag of training wins over the launcher's own, which HL_DEVICE sets
+        requested = request.device
     if devices.is_device(requested):
         return requested
     if request.nodes > 1 and request.rendezvous is None:
@@ -351,8 +354,12 @@ def _notes_of_device(layout: ConfigOnRanks, *, lazy: bool | None) -> Iterator[st
     if lazy is None or layout.device is None:
         return
     yield from slow_mode(layout.config, lazy=lazy)
-    compiled = "layers are compiled" if layout.config.training.torch_compile else "nothing is compiled"
-    mode = f"lazy mode ({LAZY_MODE}=1)" if lazy else f"eager mode ({LAZY_MODE}=0), {compiled}"
+    if lazy:
+        mode = f"lazy mode ({LAZY_MODE}=1)"
+    elif layout.config.training.torch_compile:
+        mode = f"eager mode ({LAZY_MODE}=0), layers are compiled"
+    else:
+        mode = f"eager mode ({LAZY_MODE}=0), nothing is compiled"
     yield f"HPU in {mode}; HL_USE_LAZY_MODE and HL_USE_TORCH_COMPILE (--torch-compile) choose"
 
 
@@ -392,7 +399,7 @@ def _rank_environment(request: LaunchRequest, layout: ConfigOnRanks, *, lazy: bo
     device = layout.config.parallel.device
     environment = dict(request.environment)
     if lazy is not None:
-        environment[LAZY_MODE] = "1" if lazy else "0"
+        environment[LAZY_MODE] = str(int(lazy))
     # after the user's: what the device needs is not to be overridden
     environment |= devices.rank_variables(device)
     if layout.config.data.eval_graphs:
@@ -447,7 +454,9 @@ def _name_of_results(request: LaunchRequest, command: CommandLine) -> str:
     """Return the name of the results folder, "" where sizes that cannot be read would be in it."""
     # the name has sizes in it, which must be the ones that the run will have
     first, *others = _layouts(request, command.config, _choose_device(request, command), lazy=None)
-    return "" if others or len(command.configs) > 1 else _run_folder(first)
+    if others or len(command.configs) > 1:
+        return ""
+    return _run_folder(first)
 
 
 def _run_folder(layout: ConfigOnRanks) -> str:

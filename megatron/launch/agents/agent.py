@@ -143,17 +143,16 @@ class Agent:
         is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
         if is_final or self._options.max_restarts == 0:
             return self._end_after(failure)
-        # after a kill the others only wait for the dead rank
-        self._ranks.wait_for_end(0.0 if failure.returncode < 0 else FAILED_GRACE_S)
+        if failure.returncode >= 0:  # after a kill the others only wait for the dead rank
+            self._ranks.wait_for_end(FAILED_GRACE_S)
         self._note_failures(failure)
         self._ranks.end()
         return None
 
     def _stop_between(self, number: int) -> int:
         """End the run on all nodes at a signal that came between two attempts; return the exit status."""
-        failure = f"{self._failures[0]}; " if self._failures else ""
-        name = signal.Signals(number).name
-        report(f"{failure}{name}: the run stops here, with the checkpoints that it has saved")
+        stop = f"{signal.Signals(number).name}: the run stops here, with the checkpoints that it has saved"
+        report("; ".join([*map(str, self._failures[:1]), stop]))
         self._ranks.end()
         self._rendezvous.close(DONE)
         return DONE
@@ -182,10 +181,12 @@ class Agent:
         self._ranks.give_places(self._membership)
 
     def _join(self) -> None:
-        is_interruptible = self._options.nodes > 1 or self._membership is not None
         previous = self._membership
+        guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._options.nodes > 1 or previous is not None:
+            guard = interruptible(SIGNALS, self._received)
         try:
-            with interruptible(SIGNALS, self._received) if is_interruptible else contextlib.nullcontext():
+            with guard:
                 self._membership = self._rendezvous.join(self._failures, self._ranks.saved)
         except InterruptedBySignal as interrupted:
             if self._membership is previous:
@@ -235,7 +236,10 @@ class Agent:
         # a rank that ended by itself has printed its error; a killed one, and a fork server, print nothing
         elif failure.returncode < 0 or failure.member:
             report(str(failure))
-        if not self._ranks.wait_for_end(HUNG_GRACE_S if failure.returncode == HUNG else FAILED_GRACE_S):
+        grace_s = FAILED_GRACE_S
+        if failure.returncode == HUNG:
+            grace_s = HUNG_GRACE_S
+        if not self._ranks.wait_for_end(grace_s):
             report(f"{failure}; ending the ranks that still run")
         self._ranks.end()
         self._rendezvous.close(status)
@@ -278,7 +282,9 @@ class Agent:
         """Report, once for all nodes, what a signal makes the ranks do."""
         if self._membership is None or self._membership.node != 0:
             return
-        stop = "stop after this step and save" if self._options.main == "megatron.train" else "stop"
+        stop = "stop"
+        if self._options.main == "megatron.train":
+            stop = "stop after this step and save"
         report(f"{signal.Signals(number).name}: the ranks {stop}; a second signal ends them at once")
 
 
@@ -295,7 +301,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     """Run this node's part of a run to its end, and return the exit status."""
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
     # the backward pass of a pipeline imports sympy, which the fork server then does once for all ranks
-    os.environ["MEGATRON_PIPELINE"] = "1" if has_pipeline(train_flags) else "0"
+    os.environ["MEGATRON_PIPELINE"] = str(int(has_pipeline(train_flags)))
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     # before any process starts: a limit is inherited
     raise_limit()
@@ -349,8 +355,7 @@ def has_pipeline(train_flags: Sequence[str]) -> bool:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     options, train_flags = parse(arguments)
-    outputs = (sys.stdout.fileno(), sys.stderr.fileno()) if options.ends_with_connection else ()
-    if not outputs:  # no launcher waits for its messages
+    if not options.ends_with_connection:  # no launcher waits for its messages
         owned(lambda: run_agent(options, train_flags))
     # before any rank starts, which would take the place of this agent in Open MPI's variables for its own
     if options.by_mpirun:
@@ -362,7 +367,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         announce(f"ended {status}")
         return status
 
-    owned(run_announced, outputs)
+    owned(run_announced, (sys.stdout.fileno(), sys.stderr.fileno()))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def without_messages(line: bytes) -> tuple[bytes, list[tuple[str, int | None]]]:
     """Return a line without the messages in it, and host and status of each; None: it is ready."""
     messages: list[tuple[str, int | None]] = []
     for match in _MESSAGE.finditer(line):
-        status = None if match[3] is None else int(match[3])
+        status = None
+        if match[3] is not None:
+            status = int(match[3])
         messages.append((match[1].decode(), status))
     rest = _MESSAGE.sub(b"", line)
     # pdsh has put its prefix before the message, of which nothing else is left
@@ -137,8 +139,10 @@ class AgentOptions(NodeOptions):
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is True:
+                value = 1
             if value != field.default:
-                words += [flag(field.name), "1" if value is True else str(value)]
+                words += [flag(field.name), str(value)]
         return words
 
 
@@ -179,14 +183,16 @@ KEEP_SECRET = (  # in one line, for csh
 
 def agent_options(plan: LaunchPlan) -> AgentOptions:
     """Return the options that the agents of all nodes have in common."""
-    rendezvous = plan.rendezvous
+    rendezvous, min_nodes = plan.rendezvous, None
+    if plan.min_nodes < plan.nodes:
+        min_nodes = plan.min_nodes
     if plan.hosts:
         rendezvous = endpoint_of(plan.hosts[0].address, plan.master_port or RENDEZVOUS_PORT)
     elif plan.master_port is not None and rendezvous is None:
         rendezvous = f"127.0.0.1:{plan.master_port}"
     return AgentOptions(
         nodes=plan.nodes,
-        min_nodes=plan.min_nodes if plan.min_nodes < plan.nodes else None,
+        min_nodes=min_nodes,
         rendezvous=rendezvous,
         run_id=plan.run_id,
         max_restarts=plan.max_restarts,
@@ -259,5 +265,7 @@ def secret_file(plan: LaunchPlan) -> str:
     An agent that pdsh starts has the number of its host, %n. One that mpirun starts takes any of the files, all
     of which are alike.
     """
-    number = "%n" if plan.launcher == "pdsh" else "*"
+    number = "*"
+    if plan.launcher == "pdsh":
+        number = "%n"
     return f".megatron-{plan.run_id}.{number}"

@@ -83,8 +83,10 @@ class HelperProcesses:
         pid = _server_pid()
         if pid is None or pid == self._lost_server:
             return None
-        # its connections end a moment before its process does
-        code = _ended(pid, END_S if is_likely else 0.0)
+        within_s = 0.0
+        if is_likely:
+            within_s = END_S  # its connections end a moment before its process does
+        code = _ended(pid, within_s)
         if code is None:
             return None
         self._lost_server = pid
@@ -104,7 +106,9 @@ class HelperProcesses:
             warnings.simplefilter("ignore")  # of what is reported here
             resource_tracker.ensure_running()
         if self._tracker not in (None, _tracker_pid()):
-            how = "has ended" if code is None else ending(code)
+            how = "has ended"
+            if code is not None:
+                how = ending(code)
             report(f"multiprocessing's resource tracker {how}; no rank needs it, and it is started again")
         self._tracker = _tracker_pid()
 
@@ -137,8 +141,10 @@ def _ended(pid: int | None, timeout_s: float = 0.0) -> int | None:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return None
+        if end is not None and end.si_code == os.CLD_EXITED:
+            return end.si_status
         if end is not None:
-            return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            return -end.si_status
         if time.monotonic() >= deadline_s:
             return None
         time.sleep(LOOK_S)

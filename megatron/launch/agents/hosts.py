@@ -23,7 +23,7 @@ from megatron.launch.agents.restart_policy import ending
 from megatron.launch.child_processes import noted_signals, python_path
 from megatron.launch.plan import LaunchPlan
 from megatron.resilience.shutdown import SIGNALS
-from megatron.runtime.commands import shell_status
+from megatron.runtime.commands import DONE, shell_status
 from megatron.runtime.descriptors import raise_limit
 
 # Time for hosts to answer after their agents have been killed. pdsh tries to reach a lost host for 10 s.
@@ -53,10 +53,12 @@ def run_plan(plan: LaunchPlan) -> int:
     if not plan.hosts:
         os.environ.update(environment)
         return run_agent(agent_options(plan), plan.train_flags)
+    alive = KEEP_ALIVE
+    if plan.min_nodes < len(plan.hosts):
+        alive = SHORT_KEEP_ALIVE
     # the user's own come first, and ssh keeps the first value of each
-    alive = SHORT_KEEP_ALIVE if plan.min_nodes < len(plan.hosts) else KEEP_ALIVE
-    own = os.environ.get("PDSH_SSH_ARGS_APPEND")
-    environment["PDSH_SSH_ARGS_APPEND"] = " ".join([own, *alive] if own else alive)
+    words = (os.environ.get("PDSH_SSH_ARGS_APPEND"), *alive)
+    environment["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, words))
     if plan.nodes > 1:
         raise_limit()  # of open files: several for each host
         send_secret(plan, environment)
@@ -66,12 +68,15 @@ def run_plan(plan: LaunchPlan) -> int:
 def remote_command(plan: LaunchPlan) -> list[str]:
     """Return the command that starts DeepSpeed's launcher over the hosts of the plan."""
     variables = [f"{name}={value}" for name, value in sorted(plan.environment.items())]
+    forced = []
+    if len(plan.hosts) == 1:  # or it would run here instead of on the one host
+        forced.append("--force_multi")
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner"),
         *("--hostfile", plan.hostsfile or ""),
         *("--num_nodes", str(len(plan.hosts)), "--num_gpus", "1"),
         *("--master_addr", plan.hosts[0].address, "--master_port", str(plan.master_port or RENDEZVOUS_PORT)),
-        *([] if len(plan.hosts) > 1 else ["--force_multi"]),  # or it would run here instead of on the one host
+        *forced,
         *("--no_ssh_check", "--no_local_rank", "--no_python"),  # pdsh says which hosts ssh does not reach
         # Other machines inherit no environment: it travels in the command, or in the user's .deepspeed_env. DeepSpeed's
         # launcher shows its one process one device, by this variable also on HPU, but the agent's ranks need all that
@@ -127,8 +132,9 @@ class PdshOutput(AgentsOutput):
         self.all_failed.add(host)
         if self.failed is None:
             # DeepSpeed's launcher ends with -n for a process that signal n killed; 255 is ssh's own failure
-            is_signal = 192 <= status < LOST_HOST
-            self.failed = host, shell_status(status - 256) if is_signal else status
+            if 192 <= status < LOST_HOST:
+                status = shell_status(status - 256)
+            self.failed = host, status
 
     def ends(self, plan: LaunchPlan) -> bool:
         """Return whether the run cannot continue on the other hosts: without the first one it never does."""
@@ -154,8 +160,9 @@ def run_on_hosts(command: Sequence[str], environment: Mapping[str, str], plan: L
         )
     if output.failed is None:
         return _status_without_failure(runner.returncode, output.ended, plan)
-    # those that were left may have continued to the end
-    return output.failed[1] if output.ends(plan) else 0
+    if output.ends(plan):
+        return output.failed[1]
+    return DONE  # those that were left have continued to the end
 
 
 def _status_without_failure(returncode: int, ended: int, plan: LaunchPlan) -> int:

@@ -49,15 +49,19 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 def find_mpirun() -> str | None:
     """Return the path of mpirun: of the folder MPI_ROOT, where that is set, else of PATH."""
-    root = os.environ.get("MPI_ROOT")
-    return shutil.which("mpirun", path=str(Path(root, "bin")) if root else None)
+    root, folder = os.environ.get("MPI_ROOT"), None
+    if root:
+        folder = str(Path(root, "bin"))
+    return shutil.which("mpirun", path=folder)
 
 
 def mpirun_fault() -> str | None:
     """Return why mpirun cannot start a run, with the remedy."""
     path, root, other = find_mpirun(), os.environ.get("MPI_ROOT"), "or set HL_LAUNCHER_TYPE=pdsh (--launcher pdsh)"
     if path is None:
-        lacks = f"MPI_ROOT={root} holds no bin/mpirun" if root else "mpirun is not installed"
+        lacks = "mpirun is not installed"
+        if root:
+            lacks = f"MPI_ROOT={root} holds no bin/mpirun"
         return f"{lacks}; install Open MPI 4 or 5 on every host, {other}"
     command = [path, "--version"]
     try:
@@ -68,8 +72,9 @@ def mpirun_fault() -> str | None:
     version = re.search(r"\(Open MPI\) (\d+)\.", output)
     if version and int(version[1]) >= 4:
         return None
-    is_hydra = "HYDRA" in output.upper()
-    kind = "that of MPICH or Intel MPI (Hydra)" if is_hydra else repr(output.partition("\n")[0])
+    kind = repr(output.partition("\n")[0])
+    if "HYDRA" in output.upper():
+        kind = "that of MPICH or Intel MPI (Hydra)"
     return f"{path} is {kind}, but the launcher needs Open MPI 4 or newer; put its folder first in PATH, {other}"
 
 
@@ -91,9 +96,8 @@ def check_mpirun(request: LaunchRequest, hosts: Sequence[Host]) -> Iterator[str]
                 f"{request.hostsfile}, line {host.line}: mpirun takes a name or an IPv4 address, not {host.name}; set "
                 "`User` and `HostName` for a name of it in ~/.ssh/config"
             )
-    fault = None if request.dry_run else mpirun_fault()
-    if fault:
-        yield fault
+    if not request.dry_run:
+        yield from filter(None, [mpirun_fault()])
 
 
 # mpirun starts agents, not ranks: it would end all ranks a second after a failure or a SIGTERM, before they save.
@@ -131,11 +135,15 @@ def run_with_mpirun(plan: LaunchPlan, environment: dict[str, str]) -> int:
 
 def _parameters(*, has_restarts: bool) -> dict[str, str]:
     """Return parameters of mpirun, by the names that version 4 gives them."""
-    alive = SHORT_KEEP_ALIVE if has_restarts else KEEP_ALIVE
+    alive = KEEP_ALIVE
+    if has_restarts:
+        alive = SHORT_KEEP_ALIVE
     names = [f"oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")]
     own = {"odls_base_sigkill_timeout": KILL_TIMEOUT_S, **dict(zip(names, alive, strict=True))}
     shared = os.environ.get("PDSH_SSH_ARGS_APPEND")
-    return own | {"plm_rsh_args": shared} if shared else own
+    if shared:
+        own["plm_rsh_args"] = shared
+    return own
 
 
 @contextlib.contextmanager
@@ -191,12 +199,16 @@ def _run(command: Sequence[str], environment: Mapping[str, str], plan: LaunchPla
     # a second signal ends the ranks by the one that mpirun has passed on, or a start by no signal of its own
     is_by_signal = status == 128 + _passed_on(requested)
     is_early = status != 0 and output.ready < plan.nodes
-    return shell_status(-requested) if is_by_signal or is_early else status
+    if is_by_signal or is_early:
+        return shell_status(-requested)
+    return status
 
 
 def _passed_on(number: int) -> int:
     """Return the signal that mpirun passes on for one."""
-    return number if number in PASSED_ON else signal.SIGUSR1
+    if number in PASSED_ON:
+        return number
+    return signal.SIGUSR1
 
 
 class _PassedSignals:

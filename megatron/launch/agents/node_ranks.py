@@ -205,8 +205,9 @@ class NodeRanks:
     def server_failure(self) -> Failure | None:
         """Return the failure of the fork server, with which all ranks have ended; None: it runs, or there is none."""
         failure = self._helpers.server_failure(is_likely=OF_LOST_SERVER in self.codes)
-        step = max((link.step for link in self._links.values()), default=0)
-        return None if failure is None else dataclasses.replace(failure, step=step)
+        if failure is None:
+            return None
+        return dataclasses.replace(failure, step=max((link.step for link in self._links.values()), default=0))
 
     def _start_failure(self, local_rank: int, error: Exception) -> Failure:
         """Return why a process could not be started: the fork server has ended, or the system refuses."""

@@ -87,7 +87,9 @@ class NodesRendezvous(Rendezvous):
         try:
             self._client = self._client or self._connected()
             is_first = self._server is not None
-            own = listen_address(self._host) if is_first else self._address
+            own = self._address
+            if is_first:
+                own = listen_address(self._host)
             # sorted by the server: False, the first node, leads, since it serves the rendezvous and cannot be replaced
             order = [not is_first, number, self._address, os.getpid()]
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
@@ -131,7 +133,9 @@ class NodesRendezvous(Rendezvous):
             self._server.stop(rendezvous_server.LINGER_S)
 
     def end_status(self, timeout_s: float) -> int | None:
-        return self._client.wait_for_end(timeout_s) if self._client is not None else None
+        if self._client is None:
+            return None
+        return self._client.wait_for_end(timeout_s)
 
     def leave(self) -> None:
         if self._client is not None:
@@ -167,7 +171,9 @@ class NodesRendezvous(Rendezvous):
         return self._address == address or is_loopback(address)
 
     def _connect(self) -> Connection:
-        address = listen_address(self._host) if self._server is not None else self._host
+        address = self._host
+        if self._server is not None:
+            address = listen_address(self._host)
         connected = socket.create_connection((address, self._port), timeout=CONNECT_TIMEOUT_S)
         return Connection(connected, self._secret, is_server=False)
 

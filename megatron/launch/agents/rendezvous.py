@@ -102,10 +102,12 @@ class Rendezvous:
             if not decision.restarts:
                 raise RunEndedError(decision.status)
             _wait(decision.delay_s)
-        endpoint = self._options.rendezvous
+        endpoint, port = self._options.rendezvous, 0
+        if endpoint:
+            _, port = split_endpoint(endpoint)
         try:
             # held until rank 0 listens on it, so that no other program takes the port in between
-            held = bound_socket(LOOPBACK, split_endpoint(endpoint)[1] if endpoint else 0)
+            held = bound_socket(LOOPBACK, port)
         except OSError as error:
             raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None
         return Membership(0, 1, LOOPBACK, held.getsockname()[1], held, self._policy.restarts)

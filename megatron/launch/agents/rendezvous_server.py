@@ -219,8 +219,7 @@ class Server(threading.Thread):
 
     def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
         node = self._nodes[connection]
-        saved = message["saved"]
-        self._policy.note_saved(None if saved is None else int(saved))
+        self._policy.note_saved(_number(message["saved"]))
         node.failures = [Failure.from_json(failure) for failure in message["failures"]]
         node.joined_s = node.heard_s
         self._replace(connection, str(message["agent"]))
@@ -242,8 +241,9 @@ class Server(threading.Thread):
     def _refuse(self, connection: Connection, host: str) -> None:
         """Refuse a node with other code, and before the first round all nodes: the run lacks one of its own."""
         self._nodes[connection].order, self._nodes[connection].stage = None, NodeStage.CONNECTED
-        # a node that comes late does not end the run of the others
-        refused = list(self._nodes) if self._is_first_round else [connection]
+        refused = [connection]  # a node that comes late does not end the run of the others
+        if self._is_first_round:
+            refused = list(self._nodes)
         self._send_all(refused, kind="refused", host=host)
 
     def _note_done(self, connection: Connection, message: dict[str, Any]) -> None:
@@ -253,8 +253,7 @@ class Server(threading.Thread):
             node.stage = NodeStage.DONE
 
     def _end_run(self, connection: Connection, message: dict[str, Any]) -> None:
-        status = message["status"]
-        self._close(None if status is None else int(status))
+        self._close(_number(message["status"]))
 
     def _close(self, status: int | None) -> None:
         self._is_closed, self._end_status = True, status
@@ -298,13 +297,17 @@ class Server(threading.Thread):
         members = sum(node.has_number for node in self._nodes.values())
         if members == self._max_nodes:
             self._inform_spares()
+        num_waiting = 0
         # nodes join where there are places, also of a member that is lost, but not of one that may return
-        has_places = 0 < members < self._max_nodes - returning
-        self._send_news(News(len(self._waiting()) if has_places else 0, self._has_lost_ranks), now_s)
+        if 0 < members < self._max_nodes - returning:
+            num_waiting = len(self._waiting())
+        self._send_news(News(num_waiting, self._has_lost_ranks), now_s)
 
     def _drop_silent(self, now_s: float) -> None:
         for connection, node in list(self._nodes.items()):
-            limit_s = KEEP_ALIVE_S * LOST_BEATS if connection.is_known else INTRODUCTION_S
+            limit_s = INTRODUCTION_S
+            if connection.is_known:
+                limit_s = KEEP_ALIVE_S * LOST_BEATS
             if now_s - node.heard_s > limit_s:
                 self._drop(connection, was_silent=True)
 
@@ -331,8 +334,9 @@ class Server(threading.Thread):
         if NodeStage.MEMBER in stages or NodeStage.DONE not in stages:
             return
         self._round = []
-        # where a node has joined again, its agent has stopped the ranks of all: the run has not ended
-        kind = "done" if stages == {NodeStage.DONE} else "again"
+        kind = "done"
+        if stages != {NodeStage.DONE}:
+            kind = "again"  # a node has joined, whose agent has stopped the ranks of all: the run has not ended
         self._send_all((one for one in left if self._nodes[one].stage is NodeStage.DONE), kind=kind)
 
     def _send_news(self, news: News, now_s: float) -> None:
@@ -428,9 +432,17 @@ class Server(threading.Thread):
         if node is None:
             return
         if node.stage is NodeStage.MEMBER and not self._is_closed:
-            # one that was silent has had its time to return
-            since_s = time.monotonic() - (RETURN_S if was_silent else 0.0)
+            since_s = time.monotonic()
+            if was_silent:
+                since_s -= RETURN_S  # it has had its time to return
             self._missing[node.agent] = node, since_s
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.close()
+
+
+def _number(value: Any) -> int | None:
+    """Return a number that a node sends. Raises ValueError and TypeError for what is none."""
+    if value is None:
+        return None
+    return int(value)

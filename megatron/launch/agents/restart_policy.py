@@ -64,7 +64,9 @@ class Failure:
     @classmethod
     def of_member(cls, member: str, host: str, returncode: int, *, step: int = 0, fault: str = "") -> Failure:
         """Return the failure of a member other than a rank. `fault`: an error of the system, which may pass."""
-        state = "failed" if fault else ""
+        state = ""
+        if fault:
+            state = "failed"
         return cls(NO_RANK, host, returncode, step, state=state, fault=fault, may_pass=bool(fault), member=member)
 
     @classmethod
@@ -115,17 +117,19 @@ class Failure:
         """Step and phase."""
         if not self.step:
             return "before the first step"
-        return f"in step {self.step}, {self.phase}" if self.phase else f"in step {self.step}"
+        return ", ".join(filter(None, (f"in step {self.step}", self.phase)))
 
     @property
     def end(self) -> str:
         """The rank and its end."""
         name = self.member or f"rank {self.rank}"
         text = f"{name} on {self.host} {ending(self.returncode)}"
-        return f"{text} {self.when}: {self.fault}" if self.state == "failed" else text
+        if self.state == "failed":
+            text += f" {self.when}: {self.fault}"
+        return text
 
     def __str__(self) -> str:
-        return f"{self.end}; {self.remark}" if self.remark else self.end
+        return "; ".join(filter(None, (self.end, self.remark)))
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,9 @@ class RestartPolicy:
         progressed = self._take_progress()
         causes = _causes(failures)
         first = next(iter(causes or failures), None)
-        cause = lost if lost and not causes else str(first)
+        cause = str(first)
+        if lost and not causes:
+            cause = lost
         # an error that may pass never makes a crash loop: it uses up restarts alone
         # as a set, since attempts are counted
         self._attempts.update({one.signature for one in causes if not one.may_pass})
@@ -186,7 +192,9 @@ class RestartPolicy:
             return Decision(_crash_loop(repeated[0]), restarts=False, status=ABORTED, has_progressed=progressed)
         if self._used >= self._max_restarts:
             text = f"{cause}; all {self._max_restarts} restarts are used up without a new checkpoint"
-            status = FAILED if first is None else shell_status(first.returncode)
+            status = FAILED
+            if first is not None:
+                status = shell_status(first.returncode)
             return Decision(text, restarts=False, status=status, has_progressed=progressed)
         self._used += 1
         self.restarts += 1
