@@ -215,7 +215,7 @@ class Sides:
     def open_many(self) -> bool:
         """Print the seconds to open a million pairs with their reference; return True if the aim is reached."""
         from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-        from megatron.data.label_file import open_reference, reference_path
+        from megatron.data.label_file import label_path, open_reference
         from megatron.data.preference.dataset import open_pairs
 
         prefix, generator = self._folder / "many", np.random.default_rng(0)
@@ -225,7 +225,7 @@ class Sides:
             for number, lengths in enumerate((1 + np.minimum(drawn, 199)).tolist()):
                 builder.add_document(ids[number % 50 :][: sum(lengths)], lengths)
             builder.finalize()
-        path = reference_path(str(prefix), {})
+        path = label_path(str(prefix), "reference", {})
         open_reference(path, MANY_PAIRS, {})
         config = self._config("packed", "many")
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, seq_length=32))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.cli.data import preprocess_data, train_tokenizer
-from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import preprocess_chats
+from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
 from tests import runs
 from tests.ranks import RankPools
 from tests.tasks import chats

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.data.extension import helpers
-from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
+from megatron.data.index.index_cache import Arrays, ArraySpec, CachedArrays, cached_arrays
 from megatron.data.index.indexed import DataError
 
 SURPLUS = 0.005
@@ -107,15 +107,14 @@ class BlendedDataset:
     Made by blend_by_weight or blend_by_size. `mixture` names the rule and the weights, for the fingerprint.
     """
 
-    def __init__(self, datasets: Sequence[BlendMember], arrays: Arrays, cache_paths: list[Path], *mixture: Any):
+    def __init__(self, datasets: Sequence[BlendMember], index: CachedArrays, *mixture: Any):
         self.datasets = list(datasets)
-        self.dataset_index: NDArray[np.int16] = arrays["dataset_index"]
+        self.dataset_index: NDArray[np.int16] = index.arrays["dataset_index"]
         """Dataset of each sample."""
-        self.dataset_sample_index: NDArray[np.int64] = arrays["dataset_sample_index"]
+        self.dataset_sample_index: NDArray[np.int64] = index.arrays["dataset_sample_index"]
         """Number of each sample in its dataset."""
-        self.cache_paths = cache_paths
+        self.cache_paths, self._index_files = index.paths, index.files
         """Files of the blend's own arrays; none without a cache."""
-        self._index_files = mapped_files(cache_paths, arrays)
         # without the numbers of epochs, which a longer run changes
         content = digest("blend", 2, mixture, [content_of(dataset.fingerprint) for dataset in self.datasets])
         self.fingerprint = content + "-" + digest([dataset.fingerprint for dataset in self.datasets])
@@ -184,9 +183,9 @@ def blend_by_weight(
         return _named(helpers.build_blend_index(normalized, sum(due)))
 
     key = "blend-" + digest("weights", 2, normalized.tolist(), sum(due))
-    arrays, paths = _cached(cache_dir, key, sum(due), build_index)
+    index = _cached(cache_dir, key, sum(due), build_index)
     # the index is built first: only it knows how many samples each dataset gives
-    drawn = _count_drawn(arrays, len(due), paths)
+    drawn = _count_drawn(index, len(due))
     datasets: list[BlendMember] = []
     for d, share in enumerate(due):
         dataset = build(d, with_surplus(share))
@@ -194,7 +193,7 @@ def blend_by_weight(
             # many small weights can exceed the surplus; megatron-core then fails at that sample, hours later
             dataset = build(d, drawn[d])
         datasets.append(dataset)
-    return BlendedDataset(datasets, arrays, paths, "weights", normalized.tolist())
+    return BlendedDataset(datasets, index, "weights", normalized.tolist())
 
 
 def blend_by_size(
@@ -213,29 +212,31 @@ def blend_by_size(
         return _named(helpers.build_exhaustive_blend_index(sizes, size))
 
     key = "blend-" + digest("sizes", 1, sizes.tolist(), size)
-    arrays, paths = _cached(cache_dir, key, size, build_index)
-    _count_drawn(arrays, len(sizes), paths)
-    return BlendedDataset(datasets, arrays, paths, "sizes")
+    index = _cached(cache_dir, key, size, build_index)
+    _count_drawn(index, len(sizes))
+    return BlendedDataset(datasets, index, "sizes")
 
 
 def _named(index: tuple[NDArray[np.int16], NDArray[np.int64]]) -> Arrays:
     return {"dataset_index": index[0], "dataset_sample_index": index[1]}
 
 
-def _cached(folder: Path | None, key: str, size: int, build: Callable[[], Arrays]) -> tuple[Arrays, list[Path]]:
+def _cached(folder: Path | None, key: str, size: int, build: Callable[[], Arrays]) -> CachedArrays:
     specs = {
         "dataset_index": ArraySpec((size,), np.dtype(np.int16)),
         "dataset_sample_index": ArraySpec((size,), np.dtype(np.int64)),
     }
-    return cached_arrays(folder, key, specs, build), cached_paths(folder, key, specs)
+    return cached_arrays(folder, key, specs, build)
 
 
-def _count_drawn(arrays: Arrays, num_datasets: int, paths: list[Path]) -> list[int]:
+def _count_drawn(index: CachedArrays, num_datasets: int) -> list[int]:
     """Return the samples drawn from each dataset. Raises DataError if the arrays name unknown datasets."""
-    index = arrays["dataset_index"]
-    if not 0 <= index.min(initial=0) <= index.max(initial=0) < num_datasets:
-        raise DataError(f"{paths[0]} names datasets outside the {num_datasets} of the blend; it is damaged, delete it")
-    drawn: list[int] = np.bincount(index, minlength=num_datasets).tolist()
+    numbers = index.arrays["dataset_index"]
+    if not 0 <= numbers.min(initial=0) <= numbers.max(initial=0) < num_datasets:
+        raise DataError(
+            f"{index.paths[0]} names datasets outside the {num_datasets} of the blend; it is damaged, delete it"
+        )
+    drawn: list[int] = np.bincount(numbers, minlength=num_datasets).tolist()
     return drawn
 
 

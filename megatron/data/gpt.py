@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.data.blend import SeparateSets, TokenDataset, blend_by_size, blend_by_weight, digest, sets_of
 from megatron.data.extension import helpers
-from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays, cached_paths, mapped_files
+from megatron.data.index.index_cache import Arrays, ArraySpec, cached_arrays
 from megatron.data.index.indexed import DataError, IndexedDataset, check_vocabulary
 from megatron.options.config import Config, DataConfig
 from megatron.options.data import parse_data_path, parse_split
@@ -125,14 +125,12 @@ class GPTDataset:
             "sample_index": ArraySpec((self._plan.num_samples + 1, 2), offsets),
             "shuffle_index": ArraySpec((self._plan.num_samples,), sample_ids),
         }
-        key = "gpt-" + digest(self.fingerprint)
-        arrays = cached_arrays(cache_dir, key, self._specs, self._build_index)
-        self.cache_paths = cached_paths(cache_dir, key, self._specs)
+        index = cached_arrays(cache_dir, "gpt-" + digest(self.fingerprint), self._specs, self._build_index)
+        self.cache_paths, self._index_files = index.paths, index.files
         """Files of the three arrays; none without a cache."""
-        self._index_files = mapped_files(self.cache_paths, arrays)
-        self.document_index: NDArray[np.int32] = arrays["document_index"]
-        self.sample_index: NDArray[np.signedinteger] = arrays["sample_index"]
-        self.shuffle_index: NDArray[np.integer] = arrays["shuffle_index"]
+        self.document_index: NDArray[np.int32] = index.arrays["document_index"]
+        self.sample_index: NDArray[np.signedinteger] = index.arrays["sample_index"]
+        self.shuffle_index: NDArray[np.integer] = index.arrays["shuffle_index"]
         # reads in C++, without the interpreter's lock, and checks each id, pointer and offset
         self._reader = helpers.SampleReader(
             data.tokens,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,25 +52,28 @@ def create_label_file(path: Path, facts: Facts, num_samples: int, num_labels: in
         kinds["log_probs"] = "F16", [num_labels, top_k]
         kinds["ids"] = "U16" if num_tokens <= 1 << 16 else "U32", [num_labels, top_k]
     kinds["done"] = "U8", [num_samples]
-    # safetensors, which other tools can read
-    header: dict[str, Any] = {"__metadata__": dict(facts)}
-    size = 0
-    for name, (kind, shape) in kinds.items():
-        end = size + np.dtype(NUMPY_TYPES[kind]).itemsize * int(np.prod(shape))
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [size, end]}
-        size = end
+    header, size = _header_of(facts, kinds)
     with replacing(path) as file:
-        begin = file.write(_header_bytes(header))
+        begin = file.write(header)
         file.flush()
         # a mapped page that the disk has no place for would end the process by a signal
         os.posix_fallocate(file.fileno(), begin, size)
 
 
-def _header_bytes(header: dict[str, Any]) -> bytes:
-    """Return the beginning of a safetensors file; spaces align the numbers after it."""
+def _header_of(facts: Facts, kinds: Mapping[str, tuple[str, list[int]]]) -> tuple[bytes, int]:
+    """Return the beginning of a file of tensors, each of a type and a shape, and the bytes that follow.
+
+    It is one of safetensors, which other tools can read; spaces align the numbers after it.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(facts)}
+    size = 0
+    for name, (kind, shape) in kinds.items():
+        end = size + np.dtype(NUMPY_TYPES[kind]).itemsize * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [size, end]}
+        size = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, size
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -98,7 +102,7 @@ class LabelFile:
             for name, entry in header.items():
                 kind, shape, (first, end) = np.dtype(NUMPY_TYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
                 # a shape of another size would read the next tensor
-                if end - first != kind.itemsize * int(np.prod(shape)):
+                if end - first != kind.itemsize * math.prod(shape):
                     raise ValueError(name)
                 tensors[name] = np.memmap(path, kind, mode, begin + first, tuple(shape))
             self.log_probs, self.done = tensors["log_probs"], tensors["done"]
@@ -149,18 +153,16 @@ TENSOR = "log_probs"
 Values = np.memmap[tuple[int, int], np.dtype[np.float32]]
 
 
-def reference_path(prefix: str, facts: Mapping[str, str]) -> Path:
-    """Return the file of a dataset for a reference with these facts."""
-    return Path(f"{prefix}.reference-{digest(json.dumps(facts, sort_keys=True))[:16]}.safetensors")
-
-
-def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Values:
+def open_reference(path: Path, num_rows: int, facts: Facts) -> Values:
     """Return the numbers [rows, 2] of a file, to which writing writes the file; a new one holds NaN.
 
     Raises DataError if it is not the file of these facts, OSError if it cannot be written.
     """
     if not path.exists():
-        _create(path, num_rows, facts)
+        beginning, _ = _header_of(facts, {TENSOR: ("F32", [num_rows, 2])})
+        with replacing(path) as file:
+            file.write(beginning)
+            file.write(np.full((num_rows, 2), np.nan, "<f4").tobytes())
     header, begin = read_header(path)
     stored = header.get("__metadata__", {})
     # KEY is a digest of the facts: another reference has another file, unless it was renamed
@@ -184,10 +186,3 @@ def open_reference(path: Path, num_rows: int, facts: Mapping[str, str]) -> Value
     if (values > 0).any():
         raise DataError(f"{path} holds log-probabilities above 0: it is damaged; remove it, and it is computed again")
     return values
-
-
-def _create(path: Path, num_rows: int, facts: Mapping[str, str]) -> None:
-    tensor = {"dtype": "F32", "shape": [num_rows, 2], "data_offsets": [0, 8 * num_rows]}
-    with replacing(path) as file:
-        file.write(_header_bytes({"__metadata__": dict(facts), TENSOR: tensor}))
-        file.write(np.full((num_rows, 2), np.nan, "<f4").tobytes())

@@ -11,8 +11,9 @@ import hashlib
 import logging
 from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,27 +122,19 @@ def seed_of(seed: int, epoch: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:4], "little")
 
 
-class Documents(Protocol):
-    """Documents of an indexed dataset, of equally many sequences each, and those in use."""
+@dataclass(frozen=True)
+class SampleFile:
+    """An indexed dataset, and the numbers of the samples in use."""
 
-    @property
-    def tokens(self) -> IndexedDataset: ...
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """[rows]"""
+    tokens: IndexedDataset
+    rows: NDArray[np.int64]
+    """[rows]"""
+    sequences: ClassVar[int] = 1
+    """Sequences of a sample."""
 
     def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each sequence, [rows, sequences]."""
-
-
-S = TypeVar("S")
-
-
-class SampleFile(Documents, Protocol):
-    """An indexed dataset, and the samples in use."""
-
-    def keep(self: S, kept: NDArray[np.bool_]) -> S:
-        """Return the file with some of its samples, [rows]."""
+        """Return the tokens of each sequence as they are stored, [rows, sequences]."""
+        return self.tokens.lengths.reshape(-1, self.sequences)[self.rows].astype(np.int64)
 
 
 F = TypeVar("F", bound=SampleFile)
@@ -162,12 +155,13 @@ class SampleDataset(ABC, Generic[F]):
             np.diff(self._firsts).tolist(),
             weights,
             seed,
-            lambda number, _: self._lengths_of(number),
+            lambda number, _: self.lengths_of(number),
         )
         self.fingerprint = ""
         """Equal for the same samples in the same order in every epoch."""
 
-    def _lengths_of(self, number: int) -> NDArray[np.int64]:
+    def lengths_of(self, number: int) -> NDArray[np.int64]:
+        """Return the places of the samples of a set of `epochs`."""
         first, end = self.epochs.firsts[number : number + 2]
         return self.lengths[first:end]
 
@@ -222,16 +216,12 @@ class PackedSamples:
         self.fingerprint = digest("packed", 1, samples.fingerprint, capacity)
 
     def _pack(self, number: int, each: int) -> Packs:
-        return pack_dataset(self._lengths_of(number), self._capacity, seed_of(self.samples.seed, each))
-
-    def _lengths_of(self, number: int) -> NDArray[np.int64]:
-        first, end = self.samples.epochs.firsts[number : number + 2]
-        return self.samples.lengths[first:end]
+        return pack_dataset(self.samples.lengths_of(number), self._capacity, seed_of(self.samples.seed, each))
 
     def _row_lengths(self, number: int, each: int) -> NDArray[np.int64]:
         # no row is empty, which reduceat would take for one of the next
         packs = self._packs(number, each)
-        return np.add.reduceat(self._lengths_of(number)[packs.order], packs.starts[:-1])
+        return np.add.reduceat(self.samples.lengths_of(number)[packs.order], packs.starts[:-1])
 
     def __len__(self) -> int:
         """Return the number of rows in an epoch."""

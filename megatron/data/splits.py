@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.blend import SeparateSets
 from megatron.data.gpt import SPLIT_WORDS, SPLITS
 from megatron.data.index.indexed import DataError
-from megatron.data.samples import Documents, SampleFile, shuffled
+from megatron.data.samples import SampleFile, shuffled
 from megatron.options.config import Config
 from megatron.options.data import parse_data_path, parse_split
 
@@ -151,38 +151,38 @@ def _without_repeats(file: F, earlier: Sequence[F], config: Config, split: int, 
     )
     if config.data.per_split:
         return file
-    return file.keep(~repeated)
+    return replace(file, rows=file.rows[~repeated])
 
 
 # What is repeated leaves the validation, not the training, whose data and fingerprint so stay what they are.
-def _repeats(held_out: Documents, others: Sequence[Documents]) -> NDArray[np.bool_]:
-    """Return which of the documents [rows] are also in one of the other files."""
-    signs, count = _signs(held_out), held_out.lengths().shape[1]
+def _repeats(held_out: SampleFile, others: Sequence[SampleFile]) -> NDArray[np.bool_]:
+    """Return which of the samples [rows] are also in one of the other files."""
+    signs = _signs(held_out)
     is_candidate = np.zeros(len(signs), np.bool_)
     contents: set[bytes] = set()
     for other in others:
         theirs = _signs(other)
         # contents are read of candidates only: reading all of a million pairs takes seconds
         is_candidate |= np.isin(signs, theirs)
-        contents |= {_content(other, int(number), count) for number in np.flatnonzero(np.isin(theirs, signs))}
+        contents |= {_content(other, int(number)) for number in np.flatnonzero(np.isin(theirs, signs))}
     is_repeated = np.zeros(len(signs), np.bool_)
     for number in np.flatnonzero(is_candidate).tolist():
-        is_repeated[number] = _content(held_out, number, count) in contents
+        is_repeated[number] = _content(held_out, number) in contents
     return is_repeated
 
 
-def _signs(file: Documents) -> NDArray[np.uint64]:
-    """Return a number for each document, equal for equal ones, from its lengths and a few of its tokens."""
+def _signs(file: SampleFile) -> NDArray[np.uint64]:
+    """Return a number for each sample, equal for equal ones, from its lengths and a few of its tokens."""
     file.tokens.files.check(always=True)
     # the tables are read through maps, which end the process if the file was cut off
     lengths = file.lengths()
-    starts = np.asarray(file.tokens.pointers[file.rows * lengths.shape[1]]) // file.tokens.dtype.itemsize
+    starts = np.asarray(file.tokens.pointers[file.rows * file.sequences]) // file.tokens.dtype.itemsize
     totals = lengths.sum(axis=1)
     parts = [*lengths.T]
     for part in range(LOOKED_AT):
         # from both ends: chats often begin alike
         offsets = starts + (totals - 1) * part // (LOOKED_AT - 1)
-        # an empty document has no token to look at; what is taken for it is of its neighbour, and does no harm
+        # an empty sample has no token to look at; what is taken for it is of its neighbour, and does no harm
         parts.append(np.take(file.tokens.tokens, offsets, mode="clip"))
     signs = np.zeros(len(totals), np.uint64)
     for each in parts:
@@ -191,10 +191,10 @@ def _signs(file: Documents) -> NDArray[np.uint64]:
     return signs
 
 
-def _content(file: Documents, number: int, count: int) -> bytes:
-    first = count * int(file.rows[number])
+def _content(file: SampleFile, number: int) -> bytes:
+    first = file.sequences * int(file.rows[number])
     digest = hashlib.blake2b(digest_size=16)
-    for sequence in range(first, first + count):
+    for sequence in range(first, first + file.sequences):
         ids = file.tokens.read(sequence).astype(np.int64)
         digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     return digest.digest()

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.chat.template import TEMPLATE_NAME, ChatTemplate, find_template, named_tokens, read_config
+from megatron.data.chat.template import TEMPLATE_NAME, ChatTemplate, find_template
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, Tokenizer
+from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, Tokenizer, named_tokens, read_config
 from megatron.data.tokenizers.library import LibraryTokenizer
 from megatron.generation.model import InferenceModel, ModelOrigin
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
-from megatron.data.label_file import Values, open_reference, reference_path
+from megatron.data.label_file import Values, label_path, open_reference
 from megatron.data.preference.dataset import PairDataset, PairFile
 from megatron.data.preference.preprocessing import SEQUENCES
 from megatron.parallel.context import ParallelContext
@@ -101,7 +101,7 @@ class StoredReference:
     def _open(self, values: NDArray[np.float32]) -> None:
         for file, place in self._pairs.by_file():
             facts = self.facts_of(file)
-            path = reference_path(file.tokens.prefix, facts)
+            path = label_path(file.tokens.prefix, "reference", facts)
             stored = open_reference(path, len(file.tokens) // SEQUENCES, facts)
             values[place] = stored[file.rows]
             self._files.append((file, place, path, stored))

@@ -35,7 +35,7 @@ class Builder:
 def test_existing_arrays_are_not_built(tmp_path: Path) -> None:
     build = Builder()
     for _ in range(3):
-        found = cached_arrays(tmp_path / "c", "key", SPECS, build)["numbers"]
+        found = cached_arrays(tmp_path / "c", "key", SPECS, build).arrays["numbers"]
         assert found.tolist() == list(range(5))
         assert not found.flags.writeable
     assert build.count == 1
@@ -66,7 +66,7 @@ def test_on_a_full_or_read_only_disk_arrays_are_built_in_memory(
 ) -> None:
     build = Builder()
     monkeypatch.setattr(place, refuse(error))
-    found = cached_arrays(tmp_path / "c", "key", SPECS, build)["numbers"]
+    found = cached_arrays(tmp_path / "c", "key", SPECS, build).arrays["numbers"]
     monkeypatch.undo()
     assert found.tolist() == list(range(5))
     assert build.count == 1
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_reported_and_rebuilt(
     else:
         np.save(path, content)
     build = Builder()
-    assert cached_arrays(tmp_path, "key", SPECS, build)["numbers"].tolist() == list(range(5))
+    assert cached_arrays(tmp_path, "key", SPECS, build).arrays["numbers"].tolist() == list(range(5))
     assert build.count == 1
     assert "key-numbers.npy" in caplog.text
     assert "rebuilt" in caplog.text
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_reported_and_rebuilt(
 
 def test_a_folder_in_place_of_a_file_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "key-numbers.npy").mkdir()
-    assert cached_arrays(tmp_path, "key", SPECS, Builder())["numbers"].tolist() == list(range(5))
+    assert cached_arrays(tmp_path, "key", SPECS, Builder()).arrays["numbers"].tolist() == list(range(5))
     assert "in memory" in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_the_lock_of_a_dead_process_is_released(tmp_path: Path) -> None:
     holder.stdout.close()
     (tmp_path / ".key-numbers.npy.partial-0123456789ab").write_bytes(b"half")  # what such a process leaves
     build = Builder()
-    assert cached_arrays(tmp_path, "key", SPECS, build)["numbers"].tolist() == list(range(5))
+    assert cached_arrays(tmp_path, "key", SPECS, build).arrays["numbers"].tolist() == list(range(5))
     assert build.count == 1
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import ChatJob
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import NotAccelerated, accelerate
 from megatron.data.tokenizers.build import build_tokenizer

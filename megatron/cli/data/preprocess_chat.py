@@ -23,8 +23,7 @@ from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.chat.encoder import Sample
-    from megatron.data.chat.job import ChatJob, ChatRows
-    from megatron.data.chat.preprocessing import ChatTotals
+    from megatron.data.chat.preprocessing import ChatJob, ChatRows, ChatTotals
     from megatron.data.prepare.block_encoder import JobInput
 
 TRAINED, DIMMED, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
@@ -124,8 +123,7 @@ def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written, and Finished."""
-    from megatron.data.chat.job import ChatJob
-    from megatron.data.chat.preprocessing import preprocess_chats
+    from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
     from megatron.data.prepare.block_encoder import find_input
 
     job = jobs.job_of(ChatJob, arguments)

@@ -95,10 +95,11 @@ class Boundaries:
         """Return what the model writes for message i. Raises TemplateFailure."""
         own = self.own_span(i)
         anchor = self._anchor(own)
-        base = anchor.end if anchor else 0
+        base, reference = 0, None
+        if anchor is not None:
+            base, reference = anchor.end, anchor.number
         later = [span.start for span in self._spans.of[i + 1 :] if span and span.start >= own.end]
         limit = min(later, default=None)
-        reference = anchor.number if anchor else None
         # two conversations of one layout, with equal text around the message, have equal boundaries relative to it:
         # most rows of a file are then read without renders of their parts
         key = (i, reference, self._layout, self._text[base : own.start], self._text[own.end : limit])
@@ -114,7 +115,9 @@ class Boundaries:
         """Return the end of a turn, behind which the next message begins at `limit`."""
         key = (own.number, self._layout, self._text[own.end : limit])
         known = self._memory.ends.get(key)
-        return self._memory.ends.keep(key, self._end(own)) if known is None else known
+        if known is None:
+            known = self._memory.ends.keep(key, self._end(own))
+        return known
 
     def _anchor(self, own: MessageSpan) -> MessageSpan | None:
         """Return the earlier message that ends last before this one: the reference point in other renders."""
@@ -144,15 +147,17 @@ class Boundaries:
             return InferencePrompt(alone, "")
         # the template refuses the beginning alone; it may accept the whole
         whole = render(self._messages, True)
-        return InferencePrompt(None, _added(whole.text, self._text) if whole else "")
+        if whole is None:
+            return InferencePrompt(None, "")
+        return InferencePrompt(None, _added(whole.text, self._text))
 
     def _prompt_alone(self) -> str:
         """Return the inference prompt without messages if the text begins with it; empty if not."""
         prompt, empty = self._locator.render([], True), self._locator.render([])
         # equal with and without the generation prompt: nothing shows where it begins
-        if prompt is None or prompt.text == (empty.text if empty else None):
+        if prompt is None or _writes_same(prompt, empty) or not self._text.startswith(prompt.text):
             return ""
-        return prompt.text if self._text.startswith(prompt.text) else ""
+        return prompt.text
 
     def _start(self, base: int, own: MessageSpan, prompt: InferencePrompt) -> tuple[int, bool]:
         """Return the offset at which the model starts to write, and whether the prompt shows it."""
@@ -183,8 +188,7 @@ class Boundaries:
         if len(upto) == len(self._messages):
             tail: str | None = rest
         else:
-            render = self._locator.render(upto)
-            tail = self._locator.tail(render, own) if render else None
+            tail = self._locator.tail(self._locator.render(upto), own)
         common = 0
         if tail is not None:
             # rstrip: a newline behind the end marker is often the template's separator of turns, not written by the
@@ -214,12 +218,13 @@ class Boundaries:
             return len(tail)
         # if the text of the turn goes on unchanged before a next message, no prompt is at its end
         followed = render([*upto, {"role": "user", "content": "next"}])
-        rest = self._locator.tail(followed, own) if followed else None
+        rest = self._locator.tail(followed, own)
         if rest is None or rest.startswith(tail.rstrip()):
             return len(tail)
-        earlier = render(upto[:-1]) if len(upto) > 1 else None
-        # reversed: the longest common suffix
-        shared_end = common_length(earlier.text[::-1], plain.text[::-1]) if earlier else 0
+        shared_end = 0
+        if len(upto) > 1 and (earlier := render(upto[:-1])) is not None:
+            # reversed: the longest common suffix
+            shared_end = common_length(earlier.text[::-1], plain.text[::-1])
         begin = max(len(tail) - shared_end, 0)
         # behind this the render with a next message differs, so it cannot belong to the turn
         certain = common_length(tail, rest)
@@ -261,8 +266,7 @@ def _end_of_header(text: str, header: str) -> int | None:
             return None
         # a header ends with a whole word or marker
         is_whole = size == len(header) or piece == whole or _HEADER_END.match(piece[-1])
-        offset = text.rfind(piece) if is_whole else -1
-        if offset >= 0:
+        if is_whole and (offset := text.rfind(piece)) >= 0:
             return offset + size
     return None
 

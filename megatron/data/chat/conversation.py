@@ -66,8 +66,7 @@ class Chat:
 
     def is_trained(self, number: int, unmask: bool = False) -> bool:
         """Return true if message `number` is trained. `unmask`: as if the row had it."""
-        flag = self.flags[number] if self.flags else None
-        if flag is not None:
+        if self.flags and (flag := self.flags[number]) is not None:
             return flag
         role = self.messages[number]["role"]
         return role == "assistant" or ((unmask or self.unmask) and role not in SYSTEM_ROLES)
@@ -86,8 +85,9 @@ class Chat:
     def part(self, head: int, start: int, end: int) -> Chat:
         """Return the conversation of the first `head` messages and of [start, end)."""
         numbers = [*range(head), *range(start, end)]
-        # the flags move with their messages
-        flags = tuple(self.flags[i] for i in numbers) if self.flags else ()
+        flags = self.flags
+        if flags:  # they move with their messages
+            flags = tuple(flags[i] for i in numbers)
         return replace(self, messages=[self.messages[i] for i in numbers], flags=flags)
 
 
@@ -129,7 +129,9 @@ def _given_messages(row: Mapping[str, Any]) -> list[Any]:
     given = list_of(row["messages"], "messages")
     if isinstance(given, list) and given:
         return given
-    what = "empty" if not given else f"{given!r:.40}"
+    what = f"{given!r:.40}"
+    if not given:
+        what = "empty"
     raise BadRow("no messages", f"'messages' is {what}; a conversation has at least one message, a list of objects")
 
 
@@ -146,6 +148,13 @@ def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:
         raise BadRow(kind, f"{what} is text that is not JSON ({error}); {remedy}") from None
+
+
+def an_object(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one for any other value."""
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def list_of(value: Any, key: str) -> Any:
@@ -175,10 +184,13 @@ def messages_or_text(value: Any, key: str) -> Any:
         raise BadRow(
             f"bad {key}", f"{key!r} begins as messages do, but is not JSON ({error}); write a list of messages"
         ) from None
-    messages = parsed if isinstance(parsed, list) else [parsed]
+    messages = parsed
+    if not isinstance(messages, list):
+        messages = [messages]
     # an answer may itself be JSON, such as {"role": "admin"}: without both keys of a message it is a text
-    is_chat = bool(messages) and all(isinstance(one, dict) and _speaks(one) for one in messages)
-    return messages if is_chat else value
+    if messages and all(isinstance(one, dict) and _speaks(one) for one in messages):
+        return messages
+    return value
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:
@@ -207,7 +219,9 @@ def _check_role(message: object, number: int) -> None:
     role = message.get("role")
     if role in ROLES or role == PRETRAINING:
         return
-    what = f"role {role!r} of message {number} is unknown" if "role" in message else f"message {number} has no role"
+    what = f"message {number} has no role"
+    if "role" in message:
+        what = f"role {role!r} of message {number} is unknown"
     raise BadRow("unknown role", f"{what}; the roles are {', '.join(ROLES)}")
 
 
@@ -225,7 +239,10 @@ def _checked(message: Message, number: int) -> Message:
         raise BadRow(
             "missing content", f"the content of message {number} ({role}) is missing; write the text, or drop it"
         )
-    text = content.strip() if isinstance(content, str) else _text_of_parts(content, message, number)
+    if isinstance(content, str):
+        text = content.strip()
+    else:
+        text = _text_of_parts(content, message, number)
     # a user may say nothing, and a tool return nothing; an empty answer would teach to end at once
     if is_assistant and not has_more and not text:
         raise BadRow("missing content", f"the content of message {number} (assistant) is empty; write what it answers")
@@ -241,7 +258,9 @@ def _text_of_parts(content: object, message: Message, number: int) -> str:
             f"{where} is a JSON {type(content).__name__}, not a string or a list of text parts; write it as text",
         )
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        kind = type(part).__name__
+        if isinstance(part, dict):
+            kind = part.get("type", "text")
         # an image or a sound that is left out would leave an answer to what the model has not seen
         if kind != "text" or not isinstance(part.get("text"), str):
             raise BadRow(
@@ -280,9 +299,9 @@ def _normalized(message: Message, number: int) -> Message:
 def _checked_call(call: object, number: int) -> dict[str, Any]:
     """Return a tool call with a name and arguments, an object or its JSON text. Raises BadRow."""
     # with or without {"function": ...} around it: both forms are common
-    described = call if isinstance(call, dict) else {}
-    function = described.get("function", described)
-    name = function.get("name") if isinstance(function, dict) else None
+    described = an_object(call)
+    function = an_object(described.get("function", described))
+    name = function.get("name")
     if not isinstance(name, str) or not name.strip():
         raise BadRow(
             "bad tool call",
@@ -297,8 +316,12 @@ def _checked_call(call: object, number: int) -> dict[str, Any]:
             f"the arguments of {name} in message {number} are {str(arguments)[:60]!r}; write a JSON object",
         )
     # JSON text stays text here: forms.py gives the template what it can write
-    function = {**function, "arguments": given if arguments else {}}
-    return {**described, "function": function} if "function" in described else function
+    function = {**function, "arguments": given}
+    if not arguments:
+        function["arguments"] = {}
+    if "function" not in described:
+        return function
+    return {**described, "function": function}
 
 
 def train_flag(message: Message, number: int) -> bool | None:

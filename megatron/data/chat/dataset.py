@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.gpt import SPLITS
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, Tokens, check_vocabulary
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import SampleDataset, SampleFile
 from megatron.data.splits import Splits, open_splits, rows_of_split
 from megatron.options.config import Config
 from megatron.runtime.commands import command_name
@@ -25,19 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ChatFile:
+class ChatFile(SampleFile):
     """A dataset of chats, and the numbers of those in use."""
 
-    tokens: IndexedDataset
     mask: IndexedDataset
-    rows: NDArray[np.int64]
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each chat, [rows, 1]."""
-        return self.tokens.lengths[self.rows, np.newaxis].astype(np.int64)
-
-    def keep(self, kept: NDArray[np.bool_]) -> ChatFile:
-        return replace(self, rows=self.rows[kept])
 
 
 class ChatDataset(SampleDataset[ChatFile]):
@@ -47,7 +38,7 @@ class ChatDataset(SampleDataset[ChatFile]):
         self, files: Sequence[ChatFile], weights: Sequence[float] | None, *, seed: int, vocab_size: int, said: str
     ):
         # n - 1 places: inputs without the last token, labels without the first
-        lengths = np.concatenate([file.tokens.lengths[file.rows].astype(np.int64) - 1 for file in files])
+        lengths = np.concatenate([file.lengths()[:, 0] - 1 for file in files])
         super().__init__(files, lengths, weights, seed)
         self._vocab_size = vocab_size
         self.loss_tokens: NDArray[np.int64] = np.concatenate([_loss_tokens(file) for file in files])
@@ -97,7 +88,8 @@ def open_chats(config: Config) -> Splits[ChatDataset]:
         if prefix not in opened:
             opened[prefix] = _open(prefix, config.model.vocab_size)
         tokens, mask = opened[prefix]
-        return ChatFile(tokens, mask, _usable(tokens, config, None if config.data.per_split else split))
+        rows = _usable(tokens, config, None if config.data.per_split else split)
+        return ChatFile(tokens, rows, mask)
 
     def build(files: Sequence[ChatFile], weights: Sequence[float] | None, said: str) -> ChatDataset:
         seed, vocab_size = config.training.seed, config.model.vocab_size

@@ -167,7 +167,6 @@ class ChatEncoder:
             # a place for each conversation first: samples of its parts follow once all texts are encoded
             results.append([])
             written += [(number, part, text) for part, text in parts]
-            counts.num_split += len(parts) > 1
         try:
             # all texts at once: the tokenizers are much faster on batches
             samples = self._tokenize([text for _, _, text in written])
@@ -176,6 +175,8 @@ class ChatEncoder:
             if len(chats) == 1:
                 return [BadRow("cannot be encoded", str(error))]
             return [self.encode([chat], counts)[0] for chat in chats]  # one by one, to find the refused text
+        # counted only now: those of a refused batch come a second time
+        counts.num_split += _num_repeated([number for number, _, _ in written])
         for (number, part, text), sample in zip(written, samples, strict=True):
             try:
                 kept = self._fitted(part, sample, counts)
@@ -412,3 +413,8 @@ def loss_mask(encoded: EncodedText, texts: Sequence[str], spans: Sequence[Sequen
 def _bytes_before(text: str, offset: int) -> int:
     """Return the bytes before a character of a text."""
     return offset if text.isascii() else len(text[:offset].encode())
+
+
+def _num_repeated(numbers: Sequence[int]) -> int:
+    """Return how many different numbers occur more than once."""
+    return sum(count > 1 for count in Counter(numbers).values())

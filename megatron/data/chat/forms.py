@@ -21,11 +21,15 @@ from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, Template
 
 
 def _object(arguments: Any) -> Any:
-    return orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        return orjson.loads(arguments)
+    return arguments
 
 
 def _json_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else _json(arguments)
+    if isinstance(arguments, str):
+        return arguments
+    return _json(arguments)
 
 
 def _json(value: Any) -> str:
@@ -47,8 +51,9 @@ class _Form:
 
     def of(self, message: Message) -> Message:
         """Return a message in this form."""
-        # some templates concatenate content without a test whether it is there
-        changed = {"content": "", **message} if self.fills_content else dict(message)
+        changed = dict(message)
+        if self.fills_content:  # some templates concatenate content without a test whether it is there
+            changed = {"content": "", **message}
         content = message.get("content")
         if self.joins_parts and isinstance(content, list):
             changed["content"] = "\n".join(part["text"] for part in content)
@@ -59,7 +64,9 @@ class _Form:
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.wraps_calls:
             call = _with_function(call)
-        return _converted(call, self.convert) if self.convert else call
+        if self.convert is None:
+            return call
+        return _converted(call, self.convert)
 
 
 def _forms_of(messages: Sequence[Message]) -> list[_Form]:
@@ -72,11 +79,15 @@ def _forms_of(messages: Sequence[Message]) -> list[_Form]:
     if not has_parts and not calls:
         return []
     # a form that changes nothing would render the same text twice
-    has_bare_calls = any("function" not in call for call in calls)
-    fills = (False, True) if calls else (False,)
-    joins = (False, True) if has_parts else (False,)
-    wraps = (False, True) if has_bare_calls else (False,)
-    conversions = (None, _object, _json_text) if calls else (None,)
+    fills, joins, wraps = [False], [False], [False]
+    conversions: list[Callable[[Any], Any] | None] = [None]
+    if has_parts:
+        joins.append(True)
+    if calls:
+        fills.append(True)
+        conversions += [_object, _json_text]
+    if any("function" not in call for call in calls):
+        wraps.append(True)
     # the last factor varies fastest: arguments are converted before anything else of a message is changed
     return [_Form(*form) for form in itertools.product(fills, joins, wraps, conversions)]
 

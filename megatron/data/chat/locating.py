@@ -74,7 +74,9 @@ class Locator:
             # the first area has marks for 3,200 texts, the others for more than 32,000 each
             if marked.is_whole:
                 with_marks = self.render(marked.messages, render.has_prompt)
-                return marked.read(with_marks.text, render.text) if with_marks else None
+                if with_marks is None:
+                    return None
+                return marked.read(with_marks.text, render.text)
         return None
 
     def _by_filler(self, i: int) -> MessageSpan | None:
@@ -109,24 +111,31 @@ class Locator:
             return None
         changed = [*messages[:i], {**messages[i], "content": self._filler}, *messages[i + 1 :]]
         filled = self.render(changed, render.has_prompt)
-        return filled.text if filled else None
+        if filled is None:
+            return None
+        return filled.text
 
     def leaves_out(self, i: int) -> bool:
         """Return true if the template does not write another content of message i either."""
         filled = self._filled(i, Render(self.messages, False, self.text))
         return filled is not None and self._filler not in filled
 
-    def tail(self, render: Render, anchor: MessageSpan | None) -> str | None:
+    def tail(self, render: Render | None, anchor: MessageSpan | None) -> str | None:
         """Return the text of a render after a message, whose span in the whole text is `anchor`; None if unknown.
 
         Without an anchor, it is all of the text.
         """
+        if render is None:
+            return None
         if anchor is None:
             return render.text
         if anchor.by_filler:
             around = self._text_around(anchor.number, render)
             # the content may have decided the text behind it
-            return around[1] if around and render.text.endswith(around[1]) else None
+            if around is None or not render.text.endswith(around[1]):
+                return None
+            return around[1]
         spans = self.by_marks(render, (anchor.number,))
-        own = spans.of[anchor.number] if spans else None
-        return render.text[own.end :] if own else None
+        if spans is None or (own := spans.of[anchor.number]) is None:
+            return None
+        return render.text[own.end :]

@@ -67,7 +67,9 @@ def read_generation(rendered: str) -> tuple[str, list[Span]]:
     # a tag within a macro or a nested one may write marks in another order
     is_paired = "".join(pieces[1::2]) == GENERATION_MARKS * (len(offsets) // 2)
     spans = [(start, end) for start, end in zip(offsets[::2], offsets[1::2], strict=False) if start < end]
-    return "".join(pieces[::2]), spans if is_paired else []
+    if not is_paired:
+        spans = []
+    return "".join(pieces[::2]), spans
 
 
 @dataclass(slots=True)
@@ -104,19 +106,20 @@ class MessageSpans:
         self.leaves.append(LeafSpan(number, kind, (start, end)))
         message = self.of[number]
         if message is None:
-            self.of[number] = MessageSpan(number, start, end, (start, end) if kind == CONTENT else None)
-            return
+            message = self.of[number] = MessageSpan(number, start, end)
         message.start = min(message.start, start)
         message.end = max(message.end, end)
         if kind == CONTENT:
             # parts of one content: from the first to the last of them
-            first = message.content[0] if message.content else start
+            first, _ = message.content or (start, end)
             message.content = (first, end)
 
     def content(self, number: int) -> Span | None:
         """Return the span of a message's content."""
         message = self.of[number]
-        return message.content if message else None
+        if message is None:
+            return None
+        return message.content
 
     def leaves_of(self, number: int) -> list[LeafSpan]:
         return [leaf for leaf in self.leaves if leaf.message == number]
@@ -163,7 +166,9 @@ class Marked:
         marked = {**function, "name": self._marked(i, CALL, function["name"])}
         if "arguments" in function:
             marked["arguments"] = self._marked_tree(i, function["arguments"])
-        return {**call, "function": marked} if "function" in call else marked
+        if "function" not in call:
+            return marked
+        return {**call, "function": marked}
 
     def _marked_tree(self, i: int, value: Any) -> Any:
         if isinstance(value, str):
@@ -203,12 +208,14 @@ class Marked:
             return None
         marks = list(zip(pieces[1::2], accumulate(map(len, texts)), strict=False))
         # where a text is written several times its last place counts, which is what dict keeps
-        last = dict(marks)
-        # the result of a call may repeat the name of the call, after it
-        first = dict(reversed(marks)) if self._has_calls else last
+        first = last = dict(marks)
+        if self._has_calls:  # the result of a call may repeat the name of the call, after it
+            first = dict(reversed(marks))
         spans = MessageSpans([None] * len(self.messages), [])
         for i, kind, content, before, after in self._leaves:
-            offsets = first if kind == CALL else last
+            offsets = last
+            if kind == CALL:
+                offsets = first
             start, end = offsets.get(before), offsets.get(after)
             # the mark behind the text shows that it is written; without it the leaf is left out
             if end is None:

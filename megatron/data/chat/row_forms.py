@@ -25,7 +25,7 @@ import orjson
 
 from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, SYSTEM, Row, texts_in
 from megatron.data.chat.conversation import ROW_KEYS as VARIABLE_KEYS
-from megatron.data.chat.conversation import BadRow, Chat, list_of, messages_or_text, parse_row
+from megatron.data.chat.conversation import BadRow, Chat, an_object, list_of, messages_or_text, parse_row
 from megatron.data.chat.template import Message
 from megatron.data.index.indexed import DataError
 from megatron.data.read.document_parser import value_at
@@ -166,13 +166,16 @@ class RowReader:
         else:
             chat = _chat(row, _of_pair(row, form, prompt_key, answer_key))
         _check_labels(row)
-        # of a text alone nothing is an answer to another text of it
-        unread = row.settle(texts_of(chat.messages)) if form == "text" else _settled(row, chat)
-        return form, chat, unread
+        if form != "text":
+            return form, chat, _settled(row, chat)
+        # nothing of a text alone is an answer to another text of it
+        return form, chat, row.settle(texts_of(chat.messages))
 
     def _form_of(self, row: Row) -> tuple[str, str, str]:
         """Return the form of a row and the keys of its prompt and answer. Raises BadRow."""
-        wanted = None if self.row_format in (AUTO, MIXED) else self.row_format
+        wanted = None
+        if self.row_format not in (AUTO, MIXED):
+            wanted = self.row_format
         # messages hold a whole conversation, beside which other columns may repeat parts of it
         for form, key in _CONVERSATIONS.items():
             if key in row and wanted in (None, form):
@@ -207,9 +210,10 @@ class RowReader:
     def _by_template(self, row: Row) -> tuple[Chat, tuple[str, ...]]:
         """Return the conversation of a prompt by the template and an answer, and the columns that were not read."""
         values = {name: _value(row, name) for name in self._fields}
-        without, *with_input = self._prompts
+        template, *with_input = self._prompts
         # Stanford Alpaca's rule: the prompt has another sentence for a row without input
-        template = with_input[0] if with_input and values["input"].strip() else without
+        if with_input and values["input"].strip():
+            template = with_input[0]
         prompt = ""
         for literal, name, _, _ in string.Formatter().parse(template):
             prompt += literal
@@ -219,9 +223,9 @@ class RowReader:
         if not answer.strip():
             raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
         chat = _chat(row, with_system(row, turn_of(prompt, answer)))
-        # who writes a template says what is read
-        is_own = self.prompt_template not in PROMPT_TEMPLATES
-        return chat, row.unread() if is_own else _settled(row, chat)
+        if self.prompt_template in PROMPT_TEMPLATES:
+            return chat, _settled(row, chat)
+        return chat, row.unread()  # who writes a template says what is read
 
 
 def _ambiguous(pairs: Sequence[tuple[str, str, str]]) -> BadRow:
@@ -277,7 +281,9 @@ def _value(row: Row, key: str) -> str:
     if value is None and key in FURTHER:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        what = f"has no {key!r}" if value is None else f"has {str(value)[:40]!r} as {key!r}"
+        what = f"has {str(value)[:40]!r} as {key!r}"
+        if value is None:
+            what = f"has no {key!r}"
         raise BadRow(f"bad {key}", f"the row {what}, of which the template needs a text or a number")
     return str(value)
 
@@ -310,7 +316,7 @@ def with_system(row: Row, messages: Any) -> Any:
         raise BadRow("bad system", f"the system text is {str(texts)[:60]!r}; write one text as 'system'")
     if not text.strip():
         return messages
-    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    first = an_object(next(iter(messages), None))
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
     # which of both the answers were written under cannot be known
@@ -326,11 +332,11 @@ def _of_pair(row: Row, form: str, prompt_key: str, answer_key: str) -> list[Mess
     if isinstance(prompt, list) or isinstance(answer, list):
         messages = _joined(prompt, answer, prompt_key, answer_key)
     else:
-        parts = [_text_at(row, prompt_key)]
+        keys = [prompt_key]
         # in other forms `context` beside a prompt is refused by settle, not guessed at
-        for key in FURTHER if form == "alpaca" else ():
-            if str(row.get(key, "")).strip():
-                parts.append(_text_at(row, key))
+        if form == "alpaca":
+            keys += [key for key in FURTHER if str(row.get(key, "")).strip()]
+        parts = [_text_at(row, key) for key in keys]
         last = turn_of("\n\n".join(parts), _text_at(row, answer_key))
         messages = [*history_of(row), *last]
     joined: list[Message] = with_system(row, messages)
@@ -379,7 +385,7 @@ def is_answer(message: Any) -> bool:
 def check_answer(answer: Sequence[Any], key: str) -> None:
     """Raise BadRow for messages that do not begin and end with the assistant's."""
     for end, what in ((answer[:1], "begins"), (answer[-1:], "ends")):
-        role = end[0].get("role") if end and isinstance(end[0], dict) else "nothing"
+        role = an_object(next(iter(end), None)).get("role", "nothing")
         if role != "assistant":
             raise BadRow(
                 f"bad {key}",
@@ -418,7 +424,7 @@ def _of_turn(turn: Any, number: int) -> Message:
     """Return the message of a turn of `from` and `value`; one of role and content stays. Raises BadRow."""
     if isinstance(turn, dict) and "from" not in turn and "role" in turn:
         return turn
-    speaker = turn.get("from") if isinstance(turn, dict) else None
+    speaker = an_object(turn).get("from")
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         *speakers, last = _ROLES
@@ -430,9 +436,10 @@ def _of_turn(turn: Any, number: int) -> Message:
     # such as weight, train and loss, which count here too
     others = {key: item for key, item in given.items() if item is not None}
     is_call = speaker == _CALL
-    # the value of a call is JSON, beside which a content may only repeat it
     is_other_role = others.get("role", role) != role
-    contents = (value, None) if is_call else (value,)
+    contents = [value]
+    if is_call:  # the value is JSON, beside which a content may only repeat it
+        contents.append(None)
     if is_other_role or others.get("content", value) not in contents:
         raise BadRow(
             "two speakers",
@@ -448,6 +455,6 @@ def _calls_in(value: Any, number: int) -> list[Message]:
         calls = orjson.loads(value)
     except (orjson.JSONDecodeError, TypeError):
         raise BadRow("bad tool call", f"the call in turn {number} is {str(value)[:40]!r}; write it as JSON") from None
-    # one call, or several at once
-    listed = calls if isinstance(calls, list) else [calls]
-    return [{"type": "function", "function": call} for call in listed]
+    if not isinstance(calls, list):  # one call, or several at once
+        calls = [calls]
+    return [{"type": "function", "function": call} for call in calls]

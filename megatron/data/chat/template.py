@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.data.chat.template_presets import PRESETS
 from megatron.data.index.indexed import DataError
+from megatron.data.tokenizers.base import CONFIG_NAME, read_config
 
 if TYPE_CHECKING:
     import jinja2
@@ -27,11 +28,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
-NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-"""Tokens that tokenizer_config.json names and templates may write by name."""
 
 # the fields of InstructLab's SpecialTokens that also have a name in tokenizer_config.json
 _NAMES_OF_FIELDS = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token"}
@@ -153,32 +151,6 @@ def _tokenizers_own(folder: Path) -> TemplateSource:
             f"{CONFIG_NAME}; give a chat template: a .jinja or .py file, or a preset ({', '.join(PRESETS)})"
         )
     return TemplateSource(template, str(folder / CONFIG_NAME), tool_use=tool_use)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; empty if it is missing. Raises DataError."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path} is not a readable JSON ({error}); copy it again") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{path} is not a JSON object; copy it again")
-    return config
-
-
-def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
-    tokens = {}
-    for name in NAMED_TOKENS:
-        token = config.get(name)
-        if isinstance(token, dict):  # an AddedToken, as older versions of transformers write it
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------

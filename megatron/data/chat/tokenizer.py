@@ -14,17 +14,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.chat.template import (
-    CONFIG_NAME,
-    TEMPLATE_NAME,
-    TOOL_TEMPLATE_NAME,
-    TemplateSource,
-    named_tokens,
-    read_config,
-)
+from megatron.data.chat.template import TEMPLATE_NAME, TOOL_TEMPLATE_NAME, TemplateSource
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.acceleration import AcceleratedTokenizer, NotAccelerated, accelerate, check_equal
-from megatron.data.tokenizers.base import KNOWN_EOD_TOKENS, refusal
+from megatron.data.tokenizers.base import CONFIG_NAME, KNOWN_EOD_TOKENS, named_tokens, read_config, refusal
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer, LibraryTokenizer
 from megatron.runtime.files import replacing
 

@@ -10,8 +10,9 @@ import contextlib
 import fcntl
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,47 @@ class ArraySpec:
     dtype: np.dtype[Any]
 
 
-def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec], build: Callable[[], Arrays]) -> Arrays:
+@dataclass(frozen=True)
+class CachedArrays:
+    """Arrays, and the files in which they are stored, in their order; none without a cache."""
+
+    arrays: Arrays
+    paths: list[Path]
+
+    @cached_property
+    def files(self) -> MappedFiles:
+        """The files that the arrays are maps of."""
+        maps: dict[Path, mmap.mmap] = {}
+        for path, array in zip(self.paths, self.arrays.values(), strict=False):
+            # an array built in memory has no file that could be truncated
+            base: Any = array.base
+            if isinstance(base, np.memmap) and isinstance(base.base, mmap.mmap):
+                maps[path] = base.base
+        return MappedFiles(maps, "delete it, and start again: it is rebuilt")
+
+
+def cached_arrays(
+    folder: Path | None, key: str, specs: Mapping[str, ArraySpec], build: Callable[[], Arrays]
+) -> CachedArrays:
     """Return the arrays named in `specs`: mapped from `folder`, or built and stored there.
 
     `key` must identify every input of `build`. If the folder cannot be written, the arrays are built in memory with a
     warning; if it is None, without one.
     """
     if folder is None:
-        return build()
-    paths = dict(zip(specs, cached_paths(folder, key, specs), strict=True))
+        return CachedArrays(build(), [])
+    paths = {name: folder / f"{key}-{name}.npy" for name in specs}
     arrays = _load(paths, specs)
-    if arrays is not None:
-        return arrays
+    if arrays is None:
+        arrays = _stored(folder, paths, specs, build)
+    return CachedArrays(arrays, list(paths.values()))
+
+
+def _stored(
+    folder: Path, paths: Mapping[str, Path], specs: Mapping[str, ArraySpec], build: Callable[[], Arrays]
+) -> Arrays:
+    """Return the arrays, built by one process of those that come here at once."""
+    arrays = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # ranks of a host come here at once: one builds, the others wait and map
@@ -67,24 +97,6 @@ def cached_arrays(folder: Path | None, key: str, specs: Mapping[str, ArraySpec],
         return arrays or build()
     # maps even for the builder, so that all ranks of a host share one copy in memory
     return _load(paths, specs) or arrays
-
-
-def cached_paths(folder: Path | None, key: str, specs: Mapping[str, ArraySpec]) -> list[Path]:
-    """Return the files in which cached_arrays stores the arrays."""
-    if folder is None:
-        return []
-    return [folder / f"{key}-{name}.npy" for name in specs]
-
-
-def mapped_files(paths: Sequence[Path], arrays: Arrays) -> MappedFiles:
-    """Return the files among `paths`, those of cached_arrays in its order, that the arrays are maps of."""
-    maps: dict[Path, mmap.mmap] = {}
-    for path, array in zip(paths, arrays.values(), strict=False):
-        # an array built in memory has no file that could be truncated
-        base: Any = array.base
-        if isinstance(base, np.memmap) and isinstance(base.base, mmap.mmap):
-            maps[path] = base.base
-    return MappedFiles(maps, "delete it, and start again: it is rebuilt")
 
 
 def _load(paths: Mapping[str, Path], specs: Mapping[str, ArraySpec]) -> Arrays | None:

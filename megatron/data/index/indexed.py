@@ -202,6 +202,11 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._bin) // self.dtype.itemsize
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of documents, sequences and tokens, as a manifest names them."""
+        return {"documents": self.num_documents, "sequences": len(self), "tokens": self.num_tokens}
+
     def release_memory(self) -> None:
         """Release the pages read so far, as a pass over the whole dataset should; the next read loads them again."""
         self._idx.madvise(mmap.MADV_DONTNEED)

@@ -130,16 +130,12 @@ def verify_sealed(prefix: Path, inputs: Sequence[IndexedDataset], progress: Repo
     """Read back what was written. Raises DataError if it differs from the inputs."""
     merged, checksums = IndexedDataset(prefix), read_checksums(prefix)
     assert checksums is not None
-    for name, written in _sizes_of(merged).items():
-        expected = sum(_sizes_of(data)[name] for data in inputs)
+    for name, written in merged.sizes.items():
+        expected = sum(data.sizes[name] for data in inputs)
         if written != expected:
             raise DataError(f"{prefix} holds {written} {name}, its inputs {expected}; they changed during the merge")
     for suffix in (".bin", ".idx"):
         checksums.compare(str(prefix), suffix, file_sha256(f"{prefix}{suffix}", progress))
-
-
-def _sizes_of(data: IndexedDataset) -> dict[str, int]:
-    return {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
 
 
 def open_inputs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from megatron.data.blend import SeparateSets, digest, sets_of
 from megatron.data.gpt import SPLITS
 from megatron.data.index.indexed import DataError, IndexedDataset, Tokens, check_vocabulary
 from megatron.data.preference.preprocessing import SEQUENCES
-from megatron.data.samples import SampleDataset, shuffled
+from megatron.data.samples import SampleDataset, SampleFile, shuffled
 from megatron.data.splits import Splits, open_splits, rows_of_split
 from megatron.options.config import Config
 from megatron.runtime.commands import command_name
@@ -64,19 +64,11 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PairFile:
-    """A dataset of pairs, and the numbers of those in use."""
+class PairFile(SampleFile):
+    """A dataset of pairs, each of prompt, chosen and rejected, and the numbers of those in use."""
 
-    tokens: IndexedDataset
-    rows: NDArray[np.int64]
     split: int
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens [rows, 3] of prompt, chosen and rejected, as they are stored."""
-        return self.tokens.lengths.reshape(-1, SEQUENCES)[self.rows].astype(np.int64)
-
-    def keep(self, kept: NDArray[np.bool_]) -> PairFile:
-        return replace(self, rows=self.rows[kept])
+    sequences: ClassVar[int] = SEQUENCES
 
 
 class PairDataset(SampleDataset[PairFile]):
@@ -140,7 +132,7 @@ class PairDataset(SampleDataset[PairFile]):
             )
         return side
 
-    def lengths_of(self, pairs: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def places_of(self, pairs: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places of prompts with any answers, by their numbers."""
         prompts, answers = self._stored
         return np.minimum(prompts[pairs, 0] + answers.reshape(-1)[numbers], self.limits.max_length) - 1
@@ -319,7 +311,7 @@ class AnswerDataset(SampleDataset[PairFile]):
         self._others[self.numbers] = others
         self.mismatched_lengths = np.zeros_like(pairs.answer_lengths)
         """[pairs, 2] Places of the prompts with another answer, 0 where a row lacks its own."""
-        self.mismatched_lengths.reshape(-1)[self.numbers] = pairs.lengths_of(self.numbers // 2, others)
+        self.mismatched_lengths.reshape(-1)[self.numbers] = pairs.places_of(self.numbers // 2, others)
         self.mismatched_reference: NDArray[np.float32] | None = None
         """[pairs, 2] Log-probabilities of the mismatched answers under a stored reference, once that is complete."""
         # numbers and order of the answers follow from the pairs

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron.data.chat.conversation import BadRow
-from megatron.data.chat.job import compile_templates, tokenizer_folder
+from megatron.data.chat.preprocessing import compile_templates, tokenizer_folder
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.index.indexed import DataError, IndexedDataset, best_dtype
@@ -23,7 +23,7 @@ from megatron.data.preference.formats import Preference, parse_preference
 from megatron.data.preference.rows import EXAMPLE, ROW_COLUMNS
 from megatron.data.prepare.block_encoder import JobInput, Output, Stream, find_input
 from megatron.data.prepare.pipeline import Pipeline, PreparationReport, Silence, percentiles
-from megatron.data.prepare.rows import RowBlockEncoder, RowEncoder, RowsJob
+from megatron.data.prepare.rows import RowEncoder, RowsJob
 
 SEQUENCES = 3
 """Sequences of a document: prompt, chosen, rejected."""
@@ -73,8 +73,11 @@ class PairRows(RowEncoder[Preference, Pair, PairCounts]):
         described_template: dict[str, str] | None,
     ):
         """`templates`: as PreferenceEncoder has them. `described_template`: name and SHA-256."""
+        rules = {"as_chat": job.as_chat, "append_eos": job.append_eos}
+        super().__init__(job, tokenizer, described_template, rules)
         self.job: PreferenceJob = job
-        self.tokenizer, self.described_template = tokenizer, described_template
+        dtype = best_dtype(tokenizer.vocab_size)
+        self.outputs = [Output(job.output_prefix, dtype, sequences_per_document=SEQUENCES)]
         self._encoder = PreferenceEncoder(templates, tokenizer, append_eos=job.append_eos)
 
     def no_counts(self) -> PairCounts:
@@ -99,6 +102,14 @@ class PairRows(RowEncoder[Preference, Pair, PairCounts]):
         # the empty array is for a block without pairs, of which NumPy would refuse the list
         return [Stream(np.concatenate([np.empty(0, np.int32), *parts]), lengths)]
 
+    def check(self, counts: PairCounts) -> None:
+        if counts.num_documents:
+            return
+        if not counts.num_rows:
+            raise DataError(f"no row in {', '.join(self.job.inputs)}; give a file with a JSON object a line, {EXAMPLE}")
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.bad.most_common())
+        raise DataError(f"no pair is left of {counts.num_rows} rows: {reasons}; correct the rows")
+
 
 @dataclass(frozen=True)
 class PreferenceTotals:
@@ -122,7 +133,8 @@ def preprocess_preferences(
     For large inputs `workers` above 1 starts other processes; they do not import the caller's script. Raises DataError
     or OSError, and then leaves no dataset, and Finished.
     """
-    encoder = _PairBlocks(job, files or find_input(job), job.encoder())
+    encoder = job.encoder()
+    encoder.read_from(files or find_input(job))
     counts = Pipeline(encoder, report or Silence()).run()
     lengths = np.asarray(IndexedDataset(job.output_prefix).lengths).reshape(-1, SEQUENCES)
     sums = lengths.sum(axis=0, dtype=np.int64).tolist()
@@ -132,34 +144,4 @@ def preprocess_preferences(
         "with the longer answer": percentiles(lengths[:, 0] + lengths[:, 1:].max(axis=1)),
     }
     num_tokens = dict(zip(("prompts", "chosen", "rejected"), sums, strict=True))
-    return PreferenceTotals(counts, len(lengths), num_tokens, encoder.encoder.tokenizer.vocab_size, of_parts)
-
-
-class _PairBlocks(RowBlockEncoder[PairCounts]):
-    def __init__(self, job: PreferenceJob, files: JobInput, encoder: PairRows):
-        super().__init__(job, files, encoder)
-        vocab_size = encoder.tokenizer.vocab_size
-        self.outputs = [Output(job.output_prefix, best_dtype(vocab_size), sequences_per_document=SEQUENCES)]
-        rules = {"as_chat": job.as_chat, "append_eos": job.append_eos}
-        self.notes = {
-            "tokenizer": self.tokenizer,
-            "chat_template": encoder.described_template,
-            "rules": rules,
-            "input": files.whole.digest,
-        }
-        self.options = {
-            **rules,
-            "bad_rows": job.bad_rows,
-            "ignore_columns": list(job.ignore_columns),
-            "split": job.split,
-            "exclude": list(job.exclude),
-            "max_documents": job.max_documents,
-        }
-
-    def check(self, counts: PairCounts) -> None:
-        if counts.num_documents:
-            return
-        if not counts.num_rows:
-            raise DataError(f"no row in {', '.join(self.job.inputs)}; give a file with a JSON object a line, {EXAMPLE}")
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.bad.most_common())
-        raise DataError(f"no pair is left of {counts.num_rows} rows: {reasons}; correct the rows")
+    return PreferenceTotals(counts, len(lengths), num_tokens, encoder.tokenizer.vocab_size, of_parts)

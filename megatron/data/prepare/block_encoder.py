@@ -193,10 +193,8 @@ class BlockEncoder(ABC, Generic[C]):
     files: JobInput
     outputs: Sequence[Output]
     """The first gets its name when the others have theirs."""
-    tokenizer: dict[str, Any]
-    """Identity of the tokenizer."""
     notes: dict[str, Any]
-    """Notes for PREFIX.sha256."""
+    """Notes for PREFIX.sha256, among them `tokenizer`, its identity."""
     options: dict[str, Any]
     """All that determines what is written, apart from input and tokenizer. For the manifest."""
     free_options: Sequence[str] = ()
@@ -230,7 +228,7 @@ class BlockEncoder(ABC, Generic[C]):
             # by its content: a file may have been edited under the same name
             identity["chat template"] = self.notes["chat_template"]
         identity["--shard"] = str(self.job.shard) if self.job.shard else None
-        identity["the tokenizer"] = self.tokenizer
+        identity["the tokenizer"] = self.notes["tokenizer"]
         return identity
 
 

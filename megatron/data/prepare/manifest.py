@@ -298,8 +298,7 @@ class DatasetManifest:
 
     def faults(self, data: IndexedDataset, sha256: dict[str, str]) -> Iterator[str]:
         """Yield what disagrees with the dataset, whose SHA-256 are given by suffix, or within the manifest."""
-        sizes = {"documents": data.num_documents, "sequences": len(data), "tokens": data.num_tokens}
-        for name, count in sizes.items():
+        for name, count in data.sizes.items():
             if self.dataset.get(name) != count:
                 yield f"{self.path} says {self.dataset.get(name)} {name}, but the dataset has {count}"
         if self.dataset.get("dtype") != str(data.dtype):

@@ -35,15 +35,17 @@ class Finished(Exception):
 class PreparationReport(Protocol):
     """Receiver of what a run reports while it works."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Say what is done otherwise than the options say, or left out."""
 
     def describe(self, listing: InputListing) -> None:
-        """The files that are read."""
+        """Say which files are read."""
 
     def start(self, num_bytes: int | None, counts: Counts) -> None:
         """`num_bytes`: of the whole input, None if unknown. `counts`: what earlier runs have done of it."""
 
-    def show(self, counts: Counts) -> None: ...
+    def show(self, counts: Counts) -> None:
+        """Show how far the work is."""
 
     def finish(self, counts: Counts) -> None:
         """All input is processed."""
@@ -55,23 +57,12 @@ class PreparationReport(Protocol):
 class Silence:
     """Receiver that says nothing."""
 
-    def note(self, text: str) -> None:
-        pass
-
-    def describe(self, listing: InputListing) -> None:
-        pass
-
-    def start(self, num_bytes: int | None, counts: Counts) -> None:
-        pass
-
-    def show(self, counts: Counts) -> None:
-        pass
-
-    def finish(self, counts: Counts) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def note(self, text: str) -> None: ...
+    def describe(self, listing: InputListing) -> None: ...
+    def start(self, num_bytes: int | None, counts: Counts) -> None: ...
+    def show(self, counts: Counts) -> None: ...
+    def finish(self, counts: Counts) -> None: ...
+    def close(self) -> None: ...
 
 
 class _GrowingDatasets(Generic[C]):
@@ -147,7 +138,7 @@ class _GrowingDatasets(Generic[C]):
         write_manifest = manifest_writer(
             files.listing,
             self._log,
-            self._encoder.tokenizer,
+            self._encoder.notes["tokenizer"],
             self._encoder.options,
             job.shard,
             files.whole.digest,

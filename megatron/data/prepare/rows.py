@@ -111,17 +111,41 @@ S = TypeVar("S")
 K = TypeVar("K", bound=RowCounts)
 
 
-class RowEncoder(Generic[R, S, K]):
-    """Rows of a block to samples."""
+class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
+    """Rows of a block to samples, by as many processes as the input is worth."""
 
     job: RowsJob
-    tokenizer: ChatTokenizer
+    free_options = ("bad_rows",)
     example: str
     """Shown for a line that is not an object."""
     command: str
 
-    @abstractmethod
-    def no_counts(self) -> K: ...
+    def __init__(
+        self,
+        job: RowsJob,
+        tokenizer: ChatTokenizer,
+        template: dict[str, str] | None,
+        rules: dict[str, Any],
+        **options: Any,
+    ):
+        """`template`: its name and SHA-256. `rules` and `options`: what decides the bytes of the output, of its own."""
+        self.job, self.tokenizer = job, tokenizer
+        self.notes = {"tokenizer": tokenizer.identity, "chat_template": template, "rules": rules}
+        # a resume with other values is refused
+        self.options = {
+            **rules,
+            **options,
+            "ignore_columns": list(job.ignore_columns),
+            "split": job.split,
+            "bad_rows": job.bad_rows,
+            "exclude": list(job.exclude),
+            "max_documents": job.max_documents,
+        }
+
+    def read_from(self, files: JobInput) -> None:
+        """Take the files of the job; a worker process has none, and is sent blocks of them."""
+        self.files = files
+        self.notes["input"] = files.whole.digest
 
     @abstractmethod
     def read(self, row: dict[str, Any], source_name: str, place: str, counts: K) -> R:
@@ -179,31 +203,17 @@ class RowEncoder(Generic[R, S, K]):
         counts.faults += faults
         return samples, BlockCounts(block.without_content(), len(samples), num_blank, 0, len(problems))
 
-
-class RowBlockEncoder(BlockEncoder[K], Generic[K]):
-    """Encoder of rows, by as many processes as the input is worth."""
-
-    free_options = ("bad_rows",)
-
-    def __init__(self, job: RowsJob, files: JobInput, encoder: RowEncoder[Any, Any, K]):
-        self.job: RowsJob = job
-        self.files, self.encoder = files, encoder
-        self.tokenizer = encoder.tokenizer.identity
-
-    def no_counts(self) -> K:
-        return self.encoder.no_counts()
-
     def encode(self, start: Position) -> Generator[EncodedBatch[K]]:
         num_bytes = self.files.listing.num_bytes
         total_bytes = sys.maxsize  # unknown, as of a pipe
         if num_bytes is not None:
             total_bytes = num_bytes
-        self.encoder.tokenizer.expected_bytes = total_bytes
+        self.tokenizer.expected_bytes = total_bytes
         # small inputs are done before a process has loaded its tokenizer
         num_processes = min(self.job.workers, total_bytes // workers.BYTES_WORTH_A_PROCESS)
         # the job, not the encoder: tokenizers and templates cannot be pickled
         there = partial(_encode_in_worker, self.job)
-        return workers.in_processes(self.encoder.encode_batch, there, self.batches(start), num_processes)
+        return workers.in_processes(self.encode_batch, there, self.batches(start), num_processes)
 
 
 @lru_cache(maxsize=1)

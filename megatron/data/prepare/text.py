@@ -118,7 +118,6 @@ class TextEncoder(BlockEncoder[TextCounts]):
         self.outputs = [
             Output(prefix, self._dtype, job.num_partitions, keeps_empty_sequences=False) for prefix in job.prefixes
         ]
-        self.tokenizer = job.tokenizer.identity
         self.notes = {
             "tokenizer": job.tokenizer.identity,
             "append_eod": job.eod is not None,

@@ -11,9 +11,9 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from megatron.data.index.indexed import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+CONFIG_NAME = "tokenizer_config.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+"""Tokens that tokenizer_config.json names and templates may write by name."""
 
 
 class TokenBatch(NamedTuple):
@@ -40,56 +43,13 @@ class Added(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod(self) -> int | None:
-        """Id that ends a document; None if the tokenizer has none."""
-
-    @property
-    def added(self) -> Added:
-        """Ids that are put around each text which has a token."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text, such as those that begin or end one."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Everything that decides the ids, as JSON: `type`, `vocab_size`, `eod`, `sha256` of its files and options,
-        `before` and `after`, the ids put around each text.
-
-        Paths and aliases make no difference.
-        """
-
-    @property
-    def batch_bytes(self) -> int | None:
-        """Size of batch at which encode_batch is fastest; None if it makes no difference."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises DataError if it cannot be encoded, as with an unpaired surrogate."""
-
-    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """Return the ids of all texts. Raises DataError if one cannot be encoded. Thread-safe."""
-
-    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
-        """Return the ids of all texts, with nothing added. Raises DataError. Thread-safe."""
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text; None if there is none."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""
-
-
-class IdentifiedTokenizer(ABC):
-    """Base of all tokenizers: their identity and their end-of-document id."""
+class Tokenizer(ABC):
+    """Base of all tokenizers."""
 
     vocab_size: int
+    """One more than the largest id."""
     eod: int | None
+    """Id that ends a document; None if the tokenizer has none."""
     bos: int | None = None
     """Id that begins a text; None if the tokenizer has none."""
     template: Added = Added()
@@ -97,8 +57,10 @@ class IdentifiedTokenizer(ABC):
     added: Added = Added()
     """Ids that are put around each text which has a token."""
     batch_bytes: int | None = None
+    """Size of batch at which encode_batch is fastest; None if it makes no difference."""
 
     def __init__(self, kind: str, *contents: bytes):
+        """`kind` and `contents`, its files and options, identify it."""
         digest = hashlib.sha256(kind.encode())
         for content in contents:
             # lengths separate neighbours
@@ -107,10 +69,12 @@ class IdentifiedTokenizer(ABC):
         self._sha256 = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text. Raises DataError if it cannot be encoded, as with an unpaired surrogate."""
         ids: list[int] = self.encode_batch([text]).ids.tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        """Return the ids of all texts. Raises DataError if one cannot be encoded. Thread-safe."""
         return surrounded(self.encode_plain(texts), self.added)
 
     @abstractmethod
@@ -119,18 +83,20 @@ class IdentifiedTokenizer(ABC):
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text. See Tokenizer."""
+        """Return the id of a token by its text; None if there is none."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text. See Tokenizer."""
+        """Return the text. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out or a DataError."""
 
     @property
     def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text, such as those that begin or end one."""
         return frozenset(() if self.eod is None else [self.eod])
 
     @property
     def identity(self) -> dict[str, Any]:
+        """Everything that decides the ids, as JSON. Paths and aliases make no difference."""
         described = {"type": self._kind, "vocab_size": self.vocab_size, "eod": self.eod, "sha256": self._sha256}
         return described | {"before": list(self.added.before), "after": list(self.added.after)}
 
@@ -233,3 +199,27 @@ def parse_json(path: Path, content: bytes, what: str) -> Any:
         return json.loads(decode_utf8(path, content, what))
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); give {what}{looks_like(content, what)}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json; empty if it is missing. Raises DataError."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return {}
+    what = "a tokenizer_config.json"
+    config = parse_json(path, read_bytes(path, what), what)
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again")
+    return config
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer_config.json names: {"eos_token": "</s>", ...}."""
+    tokens = {}
+    for name in NAMED_TOKENS:
+        token = config.get(name)
+        if isinstance(token, dict):  # an AddedToken, as older versions of transformers write it
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import Added, IdentifiedTokenizer, TokenBatch, Tokenizer, end_to_end, option_bytes
+from megatron.data.tokenizers.base import Added, TokenBatch, Tokenizer, end_to_end, option_bytes
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.options.config import Config  # pydantic: a third of the start of preprocess_data, which has no config
 
 
-class NullTokenizer(IdentifiedTokenizer):
+class NullTokenizer(Tokenizer):
     """Parser of ids separated by white space, for data prepared elsewhere: those of `num_ids` ids, then the eod.
 
     Source: megatron-core 0.17 and before. From 0.18 on, its eod is the last of the ids.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,17 +10,20 @@ import numpy as np
 
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
+    CONFIG_NAME,
     END_OF_TEXT,
     KNOWN_EOD_TOKENS,
     Added,
-    IdentifiedTokenizer,
     TokenBatch,
+    Tokenizer,
     decode_utf8,
     end_to_end,
     looks_like,
+    named_tokens,
     option_bytes,
     parse_json,
     read_bytes,
+    read_config,
     refusal,
 )
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-class LibraryTokenizer(IdentifiedTokenizer):
+class LibraryTokenizer(Tokenizer):
     """Base of the tokenizers that the `tokenizers` library implements."""
 
     def __init__(self, kind: str, contents: Sequence[bytes], inner: tokenizers.Tokenizer, eod: int | None, parse: bool):
@@ -153,34 +156,27 @@ class HFTokenizer(LibraryTokenizer):
         # a tokenizer.json may hold both, as last set before it was saved: documents would be cut in silence
         inner.no_truncation()
         inner.no_padding()
-        config_path = file.with_name("tokenizer_config.json")
-        eod = _named_token(inner, config_path, "eos_token")
+        names = named_tokens(read_config(file.parent))
+        eod = _id_of(inner, names, "eos_token", file)
         if eod is None:
             known = [number for number in map(inner.token_to_id, KNOWN_EOD_TOKENS) if number is not None]
             eod = known[0] if known else None
         super().__init__("HFTokenizer", (content,), inner, eod, parse_special_tokens)
-        self.bos = _named_token(inner, config_path, "bos_token")
+        self.bos = _id_of(inner, names, "bos_token", file)
         self.template = _template_of(inner, file)
 
 
-def _named_token(inner: tokenizers.Tokenizer, config_path: Path, role: str) -> int | None:
+def _id_of(inner: tokenizers.Tokenizer, names: Mapping[str, str], role: str, file: Path) -> int | None:
     """Return the id of the token that tokenizer_config.json names for `role`; None if it names none."""
-    if not config_path.is_file():
+    if role not in names:
         return None
-    what = "a tokenizer_config.json"
-    config = parse_json(config_path, read_bytes(config_path, what), what)
-    name = config.get(role) if isinstance(config, dict) else None
-    if isinstance(name, dict):  # an AddedToken, as older versions of transformers write it
-        name = name.get("content")
-    if not isinstance(name, str):
-        return None
-    named: int | None = inner.token_to_id(name)
-    if named is None:
+    number: int | None = inner.token_to_id(names[role])
+    if number is None:
         raise DataError(
-            f"{config_path} names {role} {name!r}, which the tokenizer.json beside it does not know; "
-            "use two files of the same tokenizer"
+            f"{file.with_name(CONFIG_NAME)} names {role} {names[role]!r}, which the tokenizer.json beside it does not "
+            "know; use two files of the same tokenizer"
         )
-    return named
+    return number
 
 
 def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:

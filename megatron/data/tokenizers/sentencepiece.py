@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
-    IdentifiedTokenizer,
     TokenBatch,
+    Tokenizer,
     any_of,
     end_to_end,
     looks_like,
@@ -23,7 +23,7 @@ from megatron.data.tokenizers.base import (
 )
 
 
-class SentencePieceTokenizer(IdentifiedTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model. Raises DataError.
 
     The library never parses a control piece such as `</s>` in text. To parse them, the text is cut at these pieces and

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import (
     END_OF_TEXT,
-    IdentifiedTokenizer,
     TokenBatch,
+    Tokenizer,
     end_to_end,
     looks_like,
     option_bytes,
@@ -100,7 +100,7 @@ MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "
 MEGATRON_VOCAB_SIZE, MEGATRON_NUM_SPECIAL_TOKENS = 1 << 17, 1000
 
 
-class TikTokenizer(IdentifiedTokenizer):
+class TikTokenizer(Tokenizer):
     """A tiktoken rank file, or the JSON vocabulary of Megatron's TikTokenizer. Raises DataError.
 
     A rank file (.tiktoken, Llama 3's tokenizer.model) has a token in base64 and its rank a line. The pattern and the

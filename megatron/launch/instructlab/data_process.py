@@ -28,15 +28,15 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron.data.chat.encoder import TooLong
-from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
-from megatron.data.chat.template import find_template, named_tokens, read_config
+from megatron.data.chat.preprocessing import ChatJob, ChatTotals, preprocess_chats
+from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import write_tokenizer
 from megatron.data.index.checksums import file_sha256
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.preference.preprocessing import SEQUENCES, PreferenceJob, preprocess_preferences
 from megatron.data.prepare.manifest import read_manifest
+from megatron.data.tokenizers.base import named_tokens, read_config
 from megatron.launch.instructlab.arguments import DataProcessArgs
 from megatron.launch.plan import FineTuning
 from megatron.options.data import parse_data_path

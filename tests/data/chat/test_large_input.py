@@ -27,7 +27,7 @@ PEAK = """
 import contextlib, io, sys
 from pathlib import Path
 from megatron.cli.data import preprocess_chat, preprocess_preferences
-from megatron.data.chat.job import ChatJob
+from megatron.data.chat.preprocessing import ChatJob
 from megatron.data.prepare.block_encoder import find_input
 from megatron.data.read.archives import read_batches
 

@@ -17,8 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import ChatTotals, preprocess_chats
+from megatron.data.chat.preprocessing import ChatJob, ChatTotals, preprocess_chats
 from megatron.data.chat.template import find_template
 from megatron.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from megatron.data.index.checksums import read_checksums
@@ -194,8 +193,7 @@ def test_a_killed_worker_is_an_error_that_names_the_place(
 
 UNGUARDED = """
 import sys
-from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import preprocess_chats
+from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
 from megatron.data.prepare import rows, workers
 from megatron.data.prepare.pipeline import Silence
 

@@ -14,8 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron.cli.data.preprocess_chat import main
-from megatron.data.chat.job import ChatJob
-from megatron.data.chat.preprocessing import preprocess_chats
+from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
 from megatron.data.index.indexed import DataError
 from megatron.data.read.input_shards import InputShard
 from megatron.data.read.json_array import lines_of_array
