@@ -7,6 +7,7 @@ embedding by channels. transformers' model computes with W' in place of W, so au
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,7 @@ def test_dropout_is_pefts(monkeypatch: pytest.MonkeyPatch, is_row: bool) -> None
         methods={"": method},
     )
     layer: Any
-    layer, generator = declared.module(None).double(), torch.Generator().manual_seed(1)
+    layer, generator = declared.module(SimpleNamespace(ctx=context)).double(), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(generator=generator)
