@@ -14,13 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.parallel import mappings
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.low_rank import output_weight, vocabulary_adapters
-from megatron.parallel.mappings import (
-    copy_to_tensor_region,
-    reduce_from_tensor_region,
-    reduce_scatter_to_sequence,
-)
 from megatron.parallel.operators.fused import PLAIN, Kernels
 from megatron.parallel.operators.weight_gradient import Lookup, own_sum
 from megatron.parallel.shards import Shards, shard_of
@@ -53,8 +49,8 @@ class VocabParallelEmbedding(nn.Module):
         own = self._rows((tokens_SB - start).masked_fill(elsewhere, 0))
         own = own.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.ctx.sequence_parallel:
-            return reduce_scatter_to_sequence(own, self.ctx)
-        return reduce_from_tensor_region(own, self.ctx)
+            return mappings.reduce_scatter_to_sequence(own, self.ctx)
+        return mappings.reduce_from_tensor_region(own, self.ctx)
 
     def _rows(self, rows_SB: Tensor) -> Tensor:
         """Return these rows of this rank's part of the table, [S, B, H]."""
@@ -119,7 +115,7 @@ class SplitRMSNorm(RMSNorm):
         if self.ctx.tensor_size == 1:
             return super().forward(hidden)
         exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        total = reduce_from_tensor_region(exact.square().sum(-1, keepdim=True), self.ctx)
+        total = mappings.reduce_from_tensor_region(exact.square().sum(-1, keepdim=True), self.ctx)
         # each rank's channels depend on the sum of all
-        scale = (copy_to_tensor_region(total, self.ctx) / self.num_channels + self.epsilon).rsqrt()
+        scale = (mappings.copy_to_tensor_region(total, self.ctx) / self.num_channels + self.epsilon).rsqrt()
         return (exact * scale * self.weight).to(hidden.dtype)

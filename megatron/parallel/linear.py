@@ -16,15 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import mappings
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.costs import PassSizes
-from megatron.parallel.mappings import (
-    all_gather_into,
-    all_gather_rows,
-    enter_tensor_region,
-    leave_tensor_region,
-    reduce_scatter_into,
-)
 from megatron.parallel.messages import wait_for
 from megatron.parallel.operators import products
 from megatron.parallel.operators.nf4 import QuantizedWeight
@@ -71,11 +65,11 @@ class LinearMethod(ABC):
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         """[rows, B, in] -> [S, B, out/tp]"""
-        return plus_bias(self.product(layer, enter_tensor_region(hidden, layer.ctx)), layer.bias)
+        return plus_bias(self.product(layer, mappings.enter_tensor_region(hidden, layer.ctx)), layer.bias)
 
     def row(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """[S, B, in/tp] -> [rows, B, out]; the bias is added once, after the sum over ranks."""
-        return plus_bias(leave_tensor_region(self.product(layer, x), layer.ctx), layer.bias)
+        return plus_bias(mappings.leave_tensor_region(self.product(layer, x), layer.ctx), layer.bias)
 
 
 def plus_bias(output: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,7 +116,7 @@ class QuantizedMethod(BaseMethod):
         return layer.quantized.product(x, bias)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
-        return self.linear(layer, enter_tensor_region(hidden, layer.ctx), layer.bias)
+        return self.linear(layer, mappings.enter_tensor_region(hidden, layer.ctx), layer.bias)
 
 
 DENSE, QUANTIZED = DenseMethod(), QuantizedMethod()
@@ -204,7 +198,7 @@ class _ColumnLinear(torch.autograd.Function):
         # memory that sequence parallelism saves
         function.save_for_backward(products.kept(x, is_needed=function.needs_input_grad[1]), weight)
         if ctx.sequence_parallel:
-            x = all_gather_rows(x, ctx)
+            x = mappings.all_gather_rows(x, ctx)
         return products.linear(x, weight, bias)
 
     @staticmethod
@@ -218,7 +212,7 @@ class _ColumnLinear(torch.autograd.Function):
         full, grad_full, grad_x, works = x, None, None, []
         if needs_weight and ctx.sequence_parallel and not defers:
             full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
-            works.append(all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True))
+            works.append(mappings.all_gather_into(full, x.contiguous(), group=ctx.tensor_group, async_op=True))
         if needs_x:
             grad_full = products.mm(grad, weight)
         # one collective at a time: the rows of x have come behind the first product, the sum goes behind the others
@@ -230,7 +224,7 @@ class _ColumnLinear(torch.autograd.Function):
         def inputs() -> Tensor:
             # a deferred gradient of the weight gathers the rows only when it is computed
             if ctx.sequence_parallel and defers:
-                return all_gather_rows(x, ctx)
+                return mappings.all_gather_rows(x, ctx)
             return full
 
         gradients = function.parameters.gradients((needs_weight, needs_bias), grad, inputs)
@@ -244,7 +238,7 @@ def _start_sum(grad_full: Tensor, ctx: ParallelContext) -> tuple[Tensor, Any]:
     if not ctx.sequence_parallel:
         return grad_full, dist.all_reduce(grad_full, group=ctx.tensor_group, async_op=True)
     own = grad_full.new_empty((grad_full.shape[0] // ctx.tensor_size, *grad_full.shape[1:]))
-    return own, reduce_scatter_into(own, grad_full, group=ctx.tensor_group, async_op=True)
+    return own, mappings.reduce_scatter_into(own, grad_full, group=ctx.tensor_group, async_op=True)
 
 
 def _end(works: list[Any], ctx: ParallelContext) -> None:

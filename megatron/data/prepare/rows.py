@@ -17,16 +17,7 @@ from megatron.data.chat.columns import looks_like_context
 from megatron.data.chat.conversation import BadRow
 from megatron.data.chat.tokenizer import ChatTokenizer
 from megatron.data.index.indexed import DataError
-from megatron.data.prepare import workers
-from megatron.data.prepare.block_encoder import (
-    SHOWN_FAULTS,
-    BlockEncoder,
-    Counts,
-    EncodedBatch,
-    JobInput,
-    PreparationJob,
-    Stream,
-)
+from megatron.data.prepare import block_encoder, workers
 from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.read.archives import read_blocks
 from megatron.data.read.document_blocks import Block, Fault, Position, ReadingRules
@@ -46,7 +37,7 @@ Problem = tuple[int, str, str]
 
 
 @dataclass(frozen=True)
-class RowsJob(PreparationJob):
+class RowsJob(block_encoder.PreparationJob):
     """Everything that decides the output."""
 
     remedy: ClassVar[str]
@@ -88,7 +79,7 @@ class RowsJob(PreparationJob):
 
 
 @dataclass
-class RowCounts(Counts):
+class RowCounts(block_encoder.Counts):
     """Numbers of rows by outcome."""
 
     num_rows: int = 0
@@ -111,7 +102,7 @@ S = TypeVar("S")
 K = TypeVar("K", bound=RowCounts)
 
 
-class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
+class RowEncoder(block_encoder.BlockEncoder[K], Generic[R, S, K]):
     """Rows of a block to samples, by as many processes as the input is worth."""
 
     job: RowsJob
@@ -142,7 +133,7 @@ class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
             "max_documents": job.max_documents,
         }
 
-    def read_from(self, files: JobInput) -> None:
+    def read_from(self, files: block_encoder.JobInput) -> None:
         """Take the files of the job; a worker process has none, and is sent blocks of them."""
         self.files = files
         self.notes["input"] = files.whole.digest
@@ -156,12 +147,12 @@ class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
         """Return the samples of each row, or why there are none."""
 
     @abstractmethod
-    def streams(self, samples: Sequence[S]) -> list[Stream]: ...
+    def streams(self, samples: Sequence[S]) -> list[block_encoder.Stream]: ...
 
     def count_samples(self, samples: Sequence[S], counts: K) -> None:
         """Count what is known only of the samples."""
 
-    def encode_batch(self, blocks: Sequence[Block]) -> EncodedBatch[K]:
+    def encode_batch(self, blocks: Sequence[Block]) -> block_encoder.EncodedBatch[K]:
         """Encode consecutive blocks. Raises DataError for the first bad row unless bad rows are skipped."""
         counts = self.no_counts()
         samples: list[S] = []
@@ -171,7 +162,7 @@ class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
             samples += of_block
             of_blocks.append(of_rows)
         self.count_samples(samples, counts)
-        return EncodedBatch(self.streams(samples), counts, of_blocks)
+        return block_encoder.EncodedBatch(self.streams(samples), counts, of_blocks)
 
     def encode_block(self, block: Block, counts: K) -> tuple[list[S], BlockCounts]:
         """Return the samples of a block, and add to the counts. Raises DataError as `encode_batch`."""
@@ -195,7 +186,7 @@ class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
         # reading and encoding find faults by themselves
         problems.sort()
         counts.bad.update(kind for _, kind, _ in problems)
-        left = SHOWN_FAULTS - len(counts.faults)
+        left = block_encoder.SHOWN_FAULTS - len(counts.faults)
         faults = [str(Fault(block.place(number), reason)) for number, _, reason in problems[:left]]
         # the first fault in the order of the file, whatever the order in which they were found
         if faults and self.job.bad_rows == "error":
@@ -203,7 +194,7 @@ class RowEncoder(BlockEncoder[K], Generic[R, S, K]):
         counts.faults += faults
         return samples, BlockCounts(block.without_content(), len(samples), num_blank, 0, len(problems))
 
-    def encode(self, start: Position) -> Generator[EncodedBatch[K]]:
+    def encode(self, start: Position) -> Generator[block_encoder.EncodedBatch[K]]:
         num_bytes = self.files.listing.num_bytes
         total_bytes = sys.maxsize  # unknown, as of a pipe
         if num_bytes is not None:
@@ -223,12 +214,12 @@ def _encoder_of(job: RowsJob) -> RowEncoder[Any, Any, Any]:
     return encoder
 
 
-def _encode_in_worker(job: RowsJob, batch: list[Block]) -> EncodedBatch[Any]:
+def _encode_in_worker(job: RowsJob, batch: list[Block]) -> block_encoder.EncodedBatch[Any]:
     return _encoder_of(job).encode_batch(batch)
 
 
 def first_samples(
-    encoder: RowEncoder[Any, S, Any], files: JobInput, count: int, note: Callable[[str], None]
+    encoder: RowEncoder[Any, S, Any], files: block_encoder.JobInput, count: int, note: Callable[[str], None]
 ) -> Iterator[S]:
     """Yield the first samples of the input, and note the first bad rows if samples run short.
 

@@ -16,36 +16,24 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from megatron.data.index.indexed import DataError
+from megatron.data.read import sources
 from megatron.data.read.remote import RemoteFile, find_remote
-from megatron.data.read.sources import (
-    KINDS,
-    KNOWN_NAMES,
-    STDIN,
-    UNCOMPRESSED_ONLY,
-    UNKNOWN,
-    FileForm,
-    InputListing,
-    InputRules,
-    PassedOver,
-    SourceFile,
-    reasons_in_words,
-)
 from megatron.runtime.files import path_matches
 
 SHOWN_REFUSALS = 10
 NAMED_TWICE = "is named twice by --input, as {} too; name it once, or leave it out with --exclude"
 
 
-def find_sources(inputs: Sequence[str], rules: InputRules | None = None) -> InputListing:
+def find_sources(inputs: Sequence[str], rules: sources.InputRules | None = None) -> sources.InputListing:
     """Return the files of paths, folders (searched recursively, in order of name), globs, URLs, and "-".
 
     Links are followed. Raises DataError that names every file which can be neither read nor passed over.
     """
-    finder = _Finder(rules or InputRules())
+    finder = _Finder(rules or sources.InputRules())
     for given in inputs:
         finder.add(given)
     if not finder.listing.sources and not finder.refused:
-        passed = reasons_in_words(Counter(reason for _, reason in finder.listing.passed_over))
+        passed = sources.reasons_in_words(Counter(reason for _, reason in finder.listing.passed_over))
         raise DataError(
             f"nothing is left of --input {' '.join(inputs)} (passed over: {passed}); give other files, or exclude less"
         )
@@ -59,8 +47,8 @@ def _refusal_error(refused: Sequence[tuple[str, str]]) -> DataError:
     lines = [f"{name} {reason}" for name, reason in refused[:SHOWN_REFUSALS]]
     if len(refused) > len(lines):
         lines.append(f"and {len(refused) - len(lines)} more")
-    if any(UNKNOWN in reason for _, reason in refused):
-        lines.append(f"known endings are {KNOWN_NAMES}")
+    if any(sources.UNKNOWN in reason for _, reason in refused):
+        lines.append(f"known endings are {sources.KNOWN_NAMES}")
     if len(refused) == 1:
         return DataError("; ".join(lines))
     return DataError("\n  ".join([f"{len(refused)} files of --input cannot be read:", *lines]))
@@ -77,9 +65,9 @@ class _Found(NamedTuple):
 class _Finder:
     """Search for files; a file is known by its device and inode, whatever its name."""
 
-    def __init__(self, rules: InputRules):
+    def __init__(self, rules: sources.InputRules):
         self._rules = rules
-        self.listing = InputListing()
+        self.listing = sources.InputListing()
         self.refused: list[tuple[str, str]] = []
         self._found: dict[tuple[int, int], _Found] = {}
         self._urls: set[str] = set()
@@ -87,7 +75,7 @@ class _Finder:
 
     def add(self, given: str) -> None:
         self._given = given
-        if given == STDIN:
+        if given == sources.STDIN:
             self._add_pipe(given, "standard input")
         elif "://" in given:
             self._add_remote(given)
@@ -111,7 +99,7 @@ class _Finder:
                 self._add_file(path, name, name, status, self._rules.form(name))
 
     def _pass_over(self, name: str, reason: str) -> None:
-        self.listing.passed_over.append(PassedOver(name, reason))
+        self.listing.passed_over.append(sources.PassedOver(name, reason))
 
     def _add_matches(self, pattern: str) -> None:
         parts = pattern.split("/")
@@ -157,8 +145,8 @@ class _Finder:
         if len(self.listing.sources) > num_sources or len(self.refused) > num_refused:
             return
         skipped = Counter(reason for _, reason in self.listing.passed_over[num_passed_over:])
-        passed = f" (passed over: {reasons_in_words(skipped)})" if skipped else ""
-        wanted = self._rules.text_files or KNOWN_NAMES
+        passed = f" (passed over: {sources.reasons_in_words(skipped)})" if skipped else ""
+        wanted = self._rules.text_files or sources.KNOWN_NAMES
         raise DataError(f"{folder} holds no {wanted}{passed}; give another folder, or --text-files 'PATTERN'")
 
     def _walk(self, top: str, wanted: Sequence[str] = ("**",)) -> None:
@@ -246,7 +234,7 @@ class _Finder:
         self._add_file(path, name, relative_name, status, form)
 
     def _add_file(
-        self, path: str, name: str, relative_name: str, status: os.stat_result, form: FileForm | None
+        self, path: str, name: str, relative_name: str, status: os.stat_result, form: sources.FileForm | None
     ) -> None:
         identity = (status.st_dev, status.st_ino)
         earlier = self._found.get(identity)
@@ -267,7 +255,7 @@ class _Finder:
         self._found[identity] = _Found(path, self._given)
         # with the size: a changed file is noticed when a run is resumed
         version = str(status.st_mtime_ns)
-        self.listing.sources.append(SourceFile(path, *form, status.st_size, "file", relative_name, version))
+        self.listing.sources.append(sources.SourceFile(path, *form, status.st_size, "file", relative_name, version))
 
     def _add_pipe(self, given: str, name: str) -> None:
         if any(source.transport == "pipe" and source.name == name for source in self.listing.sources):
@@ -276,13 +264,13 @@ class _Finder:
         filename = self._rules.stdin_filename
         form = self._rules.form(filename)
         is_refused = self._rules.refusal(filename, form, None) is not None
-        if form is None or is_refused or form[0] in UNCOMPRESSED_ONLY:
-            known = [suffix for suffix, kind in KINDS.items() if kind not in UNCOMPRESSED_ONLY]
+        if form is None or is_refused or form[0] in sources.UNCOMPRESSED_ONLY:
+            known = [suffix for suffix, kind in sources.KINDS.items() if kind not in sources.UNCOMPRESSED_ONLY]
             raise DataError(
                 f"--stdin-filename {filename}: a pipe can be read as {', '.join(known)}, also compressed; give a name "
                 "with one of these endings"
             )
-        self.listing.sources.append(SourceFile(name, *form, None, "pipe", given))
+        self.listing.sources.append(sources.SourceFile(name, *form, None, "pipe", given))
 
     def _add_remote(self, url: str) -> None:
         for file, is_named in find_remote(url):
@@ -307,7 +295,7 @@ class _Finder:
         assert form is not None  # the rules refuse a name without one
         self._urls.add(file.name)
         self.listing.sources.append(
-            SourceFile(file.name, *form, file.num_bytes, "url", file.relative_name, file.version)
+            sources.SourceFile(file.name, *form, file.num_bytes, "url", file.relative_name, file.version)
         )
 
 

@@ -9,34 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import (
-    CONFIG_NAME,
-    END_OF_TEXT,
-    KNOWN_EOD_TOKENS,
-    Added,
-    TokenBatch,
-    Tokenizer,
-    decode_utf8,
-    end_to_end,
-    looks_like,
-    named_tokens,
-    option_bytes,
-    parse_json,
-    read_bytes,
-    read_config,
-    refusal,
-)
+from megatron.data.tokenizers import base
 
 if TYPE_CHECKING:
     import tokenizers
 
 
-class LibraryTokenizer(Tokenizer):
+class LibraryTokenizer(base.Tokenizer):
     """Base of the tokenizers that the `tokenizers` library implements."""
 
     def __init__(self, kind: str, contents: Sequence[bytes], inner: tokenizers.Tokenizer, eod: int | None, parse: bool):
         """`parse`: literal special tokens become their ids."""
-        super().__init__(kind, *contents, option_bytes("parse_special_tokens", parse))
+        super().__init__(kind, *contents, base.option_bytes("parse_special_tokens", parse))
         inner.encode_special_tokens = not parse  # i.e. as plain text
         self._inner = inner
         self.parse_special_tokens = parse
@@ -44,14 +28,14 @@ class LibraryTokenizer(Tokenizer):
         # by the largest id, not by the number of tokens: ids may have gaps
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
 
-    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> base.TokenBatch:
         try:
             # the fast variant leaves out character offsets; ids are the same
             # add_special_tokens=False: what the file puts around a text is `template`, and added by `surrounded`
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception, or TypeError
-            raise refusal(texts, error) from error
-        return end_to_end([np.array(encoding.ids, dtype=np.int32) for encoding in encodings], np.int32)
+            raise base.refusal(texts, error) from error
+        return base.end_to_end([np.array(encoding.ids, dtype=np.int32) for encoding in encodings], np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -79,8 +63,8 @@ class GPT2BPETokenizer(LibraryTokenizer):
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        vocab_content = read_bytes(Path(vocab_file), "a vocab.json, an object of token: id")
-        merge_content = read_bytes(Path(merge_file), "a merges.txt")
+        vocab_content = base.read_bytes(Path(vocab_file), "a vocab.json, an object of token: id")
+        merge_content = base.read_bytes(Path(merge_file), "a merges.txt")
         vocab = _parse_vocab(Path(vocab_file), vocab_content)
         merges = _parse_merges(Path(merge_file), merge_content)
         # text of a missing byte would silently disappear
@@ -95,37 +79,38 @@ class GPT2BPETokenizer(LibraryTokenizer):
         except Exception as error:  # the library raises plain Exception
             raise DataError(
                 f"{merge_file} does not fit {vocab_file}: {error}; use two files of the same tokenizer"
-                f"{looks_like(merge_content, 'a merges.txt')}"
+                f"{base.looks_like(merge_content, 'a merges.txt')}"
             ) from error
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         inner.decoder = decoders.ByteLevel()
         # the library would give one that the vocabulary lacks a new id, which the model has no row for
-        if parse_special_tokens and END_OF_TEXT in vocab:
-            inner.add_special_tokens([END_OF_TEXT])
+        if parse_special_tokens and base.END_OF_TEXT in vocab:
+            inner.add_special_tokens([base.END_OF_TEXT])
         contents = (vocab_content, merge_content)
-        super().__init__("GPT2BPETokenizer", contents, inner, vocab.get(END_OF_TEXT), parse_special_tokens)
+        super().__init__("GPT2BPETokenizer", contents, inner, vocab.get(base.END_OF_TEXT), parse_special_tokens)
         self.bos = self.eod  # as in GPT-2's own configuration
 
 
 def _parse_vocab(path: Path, content: bytes) -> dict[str, int]:
-    vocab = parse_json(path, content, "a vocab.json, an object of token: id")
+    vocab = base.parse_json(path, content, "a vocab.json, an object of token: id")
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise DataError(
-            f"{path} is not a vocab.json; it must be a JSON object of token: id{looks_like(content, 'a vocab.json')}"
+            f"{path} is not a vocab.json; it must be a JSON object of token: id"
+            f"{base.looks_like(content, 'a vocab.json')}"
         )
     return vocab
 
 
 def _parse_merges(path: Path, content: bytes) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(decode_utf8(path, content, "a merges.txt").split("\n"), start=1):
+    for number, line in enumerate(base.decode_utf8(path, content, "a merges.txt").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         pair = line.rstrip("\r").split(" ")
         if len(pair) != 2:
             raise DataError(
                 f"{path}:{number}: {line[:80]!r} is not a pair of tokens; give a merges.txt"
-                f"{looks_like(content, 'a merges.txt')}"
+                f"{base.looks_like(content, 'a merges.txt')}"
             )
         merges.append((pair[0], pair[1]))
     return merges
@@ -143,23 +128,23 @@ class HFTokenizer(LibraryTokenizer):
         import tokenizers
 
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        content = read_bytes(file, "a tokenizer.json, or the folder that holds one")
+        content = base.read_bytes(file, "a tokenizer.json, or the folder that holds one")
         try:
-            inner = tokenizers.Tokenizer.from_str(decode_utf8(file, content, "a tokenizer.json"))
+            inner = tokenizers.Tokenizer.from_str(base.decode_utf8(file, content, "a tokenizer.json"))
         except (DataError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the library raises plain Exception, and its panics are not even that
             raise DataError(
                 f"{file} is not a tokenizer.json ({error}); give the file of that name, or its folder"
-                f"{looks_like(content, 'a tokenizer.json')}"
+                f"{base.looks_like(content, 'a tokenizer.json')}"
             ) from error
         # a tokenizer.json may hold both, as last set before it was saved: documents would be cut in silence
         inner.no_truncation()
         inner.no_padding()
-        names = named_tokens(read_config(file.parent))
+        names = base.named_tokens(base.read_config(file.parent))
         eod = _id_of(inner, names, "eos_token", file)
         if eod is None:
-            known = [number for number in map(inner.token_to_id, KNOWN_EOD_TOKENS) if number is not None]
+            known = [number for number in map(inner.token_to_id, base.KNOWN_EOD_TOKENS) if number is not None]
             eod = known[0] if known else None
         super().__init__("HFTokenizer", (content,), inner, eod, parse_special_tokens)
         self.bos = _id_of(inner, names, "bos_token", file)
@@ -173,16 +158,16 @@ def _id_of(inner: tokenizers.Tokenizer, names: Mapping[str, str], role: str, fil
     number: int | None = inner.token_to_id(names[role])
     if number is None:
         raise DataError(
-            f"{file.with_name(CONFIG_NAME)} names {role} {names[role]!r}, which the tokenizer.json beside it does not "
-            "know; use two files of the same tokenizer"
+            f"{file.with_name(base.CONFIG_NAME)} names {role} {names[role]!r}, which the tokenizer.json beside it does "
+            "not know; use two files of the same tokenizer"
         )
     return number
 
 
-def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:
+def _template_of(inner: tokenizers.Tokenizer, file: Path) -> base.Added:
     """Return what the post-processor puts around a text, seen on a short one. Raises DataError if it does more."""
     if inner.post_processor is None:
-        return Added()
+        return base.Added()
     # a small vocabulary may have no token for "x"
     texts = ("x", *inner.get_vocab())
     text = next((text for text in texts if inner.encode(text, add_special_tokens=False).ids), "")
@@ -192,5 +177,5 @@ def _template_of(inner: tokenizers.Tokenizer, file: Path) -> Added:
     for start in range(len(full) - len(plain) + 1):
         end = start + len(plain)
         if full[start:end] == plain:
-            return Added(tuple(full[:start]), tuple(full[end:]))
+            return base.Added(tuple(full[:start]), tuple(full[end:]))
     raise DataError(f"{file} has a post-processor that changes the ids of a text; use one that only adds tokens")

@@ -10,20 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import (
-    TokenBatch,
-    Tokenizer,
-    any_of,
-    end_to_end,
-    looks_like,
-    option_bytes,
-    read_bytes,
-    refusal,
-    unknown_id,
-)
+from megatron.data.tokenizers import base
 
 
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(base.Tokenizer):
     """A SentencePiece .model. Raises DataError.
 
     The library never parses a control piece such as `</s>` in text. To parse them, the text is cut at these pieces and
@@ -33,14 +23,14 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: str | Path, parse_special_tokens: bool = False):
         import sentencepiece
 
-        self.model_proto = read_bytes(Path(path), "a SentencePiece model")
+        self.model_proto = base.read_bytes(Path(path), "a SentencePiece model")
         super().__init__(
-            "SentencePieceTokenizer", self.model_proto, option_bytes("parse_special_tokens", parse_special_tokens)
+            "SentencePieceTokenizer", self.model_proto, base.option_bytes("parse_special_tokens", parse_special_tokens)
         )
         try:
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=self.model_proto)
         except Exception as error:  # RuntimeError, or what protobuf raises
-            hint = looks_like(self.model_proto, "a SentencePiece model")
+            hint = base.looks_like(self.model_proto, "a SentencePiece model")
             raise DataError(
                 f"{path} is not a SentencePiece model, or is truncated; give a .model file{hint}"
             ) from error
@@ -51,20 +41,20 @@ class SentencePieceTokenizer(Tokenizer):
         """Pieces that are parsed in text."""
         if parse_special_tokens:
             self.special_tokens = {self._inner.id_to_piece(number): number for number in self._control_ids()}
-        self._special = any_of(self.special_tokens)
+        self._special = base.any_of(self.special_tokens)
 
     def _control_ids(self) -> list[int]:
         return [number for number in range(self.vocab_size) if self._inner.is_control(number)]
 
-    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
+    def encode_plain(self, texts: Sequence[str]) -> base.TokenBatch:
         if self._special is not None:
-            return end_to_end([self._encode(text) for text in texts], np.int32)
+            return base.end_to_end([self._encode(text) for text in texts], np.int32)
         try:
             # one thread, since callers have threads of their own
             documents = self._inner.encode(list(texts), out_type="numpy", num_threads=1)
         except Exception as error:  # RuntimeError or TypeError
-            raise refusal(texts, error) from error
-        return end_to_end(documents, np.int32)
+            raise base.refusal(texts, error) from error
+        return base.end_to_end(documents, np.int32)
 
     def _encode(self, text: str) -> NDArray[np.int32]:
         """Return the ids of a text with control pieces."""
@@ -74,7 +64,7 @@ class SentencePieceTokenizer(Tokenizer):
             stretches = self._special.split(text)
             ids = self._inner.encode(stretches[::2], out_type="numpy", num_threads=1)
         except Exception as error:  # RuntimeError or TypeError
-            raise refusal([text], error) from error
+            raise base.refusal([text], error) from error
         # joined in turn below; there is one stretch of text more than pieces
         parsed = [np.array([self.special_tokens[piece]], dtype=np.int32) for piece in stretches[1::2]]
         both = itertools.zip_longest(ids, parsed, fillvalue=np.empty(0, dtype=np.int32))
@@ -84,7 +74,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             text: str = self._inner.decode([int(i) for i in ids])
         except IndexError:
-            raise unknown_id(ids, self.vocab_size) from None
+            raise base.unknown_id(ids, self.vocab_size) from None
         return text
 
     @property

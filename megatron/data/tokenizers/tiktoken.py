@@ -13,18 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import (
-    END_OF_TEXT,
-    TokenBatch,
-    Tokenizer,
-    end_to_end,
-    looks_like,
-    option_bytes,
-    parse_json,
-    read_bytes,
-    refusal,
-    unknown_id,
-)
+from megatron.data.tokenizers import base
 
 
 class TiktokenScheme(NamedTuple):
@@ -58,15 +47,15 @@ TIKTOKEN_SCHEMES = {
     "r50k": TiktokenScheme(
         50256,
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        {END_OF_TEXT: 0},
-        END_OF_TEXT,
+        {base.END_OF_TEXT: 0},
+        base.END_OF_TEXT,
     ),
     "cl100k": TiktokenScheme(
         100256,
         # white space at the very end is one stretch, line breaks included
         rf"{_CONTRACTIONS}|{_WORDS_AND_NUMBERS}|\s++$|\s*[\r\n]+|\s+(?!\S)|\s+",
-        {END_OF_TEXT: 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
-        END_OF_TEXT,
+        {base.END_OF_TEXT: 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
+        base.END_OF_TEXT,
     ),
     "o200k": TiktokenScheme(
         199998,
@@ -77,8 +66,8 @@ TIKTOKEN_SCHEMES = {
                 r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             ]
         ),
-        {END_OF_TEXT: 1, "<|endofprompt|>": 20},
-        END_OF_TEXT,
+        {base.END_OF_TEXT: 1, "<|endofprompt|>": 20},
+        base.END_OF_TEXT,
     ),
     "llama3": TiktokenScheme(
         128000,
@@ -100,7 +89,7 @@ MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "
 MEGATRON_VOCAB_SIZE, MEGATRON_NUM_SPECIAL_TOKENS = 1 << 17, 1000
 
 
-class TikTokenizer(Tokenizer):
+class TikTokenizer(base.Tokenizer):
     """A tiktoken rank file, or the JSON vocabulary of Megatron's TikTokenizer. Raises DataError.
 
     A rank file (.tiktoken, Llama 3's tokenizer.model) has a token in base64 and its rank a line. The pattern and the
@@ -123,7 +112,7 @@ class TikTokenizer(Tokenizer):
         import tiktoken
 
         self.path = Path(path)
-        content = read_bytes(self.path, "a tiktoken rank file")
+        content = base.read_bytes(self.path, "a tiktoken rank file")
         bos: int | None
         if self.path.suffix == ".json":
             size, num_special = vocab_size or MEGATRON_VOCAB_SIZE, num_special_tokens or MEGATRON_NUM_SPECIAL_TOKENS
@@ -144,9 +133,9 @@ class TikTokenizer(Tokenizer):
             specials = {token: len(ranks) + offset for token, offset in scheme.special_tokens.items()}
             eod, bos = specials[scheme.eod], specials.get("<|begin_of_text|>")
         options = (
-            option_bytes("tiktoken_pattern", self.pattern),
-            option_bytes("parse_special_tokens", parse_special_tokens),
-            option_bytes("num_special_tokens", len(specials)),
+            base.option_bytes("tiktoken_pattern", self.pattern),
+            base.option_bytes("parse_special_tokens", parse_special_tokens),
+            base.option_bytes("num_special_tokens", len(specials)),
         )
         super().__init__("TikTokenizer", content, *options)
         self._inner = tiktoken.Encoding(self.path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
@@ -155,8 +144,8 @@ class TikTokenizer(Tokenizer):
         self.vocab_size: int = self._inner.max_token_value + 1
         self.eod, self.bos = eod, bos
 
-    def encode_plain(self, texts: Sequence[str]) -> TokenBatch:
-        return end_to_end([self._encode(text) for text in texts], np.uint32)
+    def encode_plain(self, texts: Sequence[str]) -> base.TokenBatch:
+        return base.end_to_end([self._encode(text) for text in texts], np.uint32)
 
     def _encode(self, text: str) -> NDArray[np.uint32]:
         try:
@@ -166,13 +155,13 @@ class TikTokenizer(Tokenizer):
                 text, allowed_special="all" if self.special_tokens else set(), disallowed_special=()
             )
         except (UnicodeEncodeError, TypeError, ValueError) as error:
-            raise refusal([text], error) from error
+            raise base.refusal([text], error) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         try:
             return self._inner.decode([int(i) for i in ids])
         except (KeyError, OverflowError):
-            raise unknown_id(ids, self.vocab_size) from None
+            raise base.unknown_id(ids, self.vocab_size) from None
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -197,7 +186,7 @@ def _megatron_vocabulary(
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Return the ids of the tokens and of the special tokens in a JSON vocabulary of Megatron's TikTokenizer."""
     what = "a list of objects with rank, token_bytes and token_str"
-    entries = parse_json(path, content, what)
+    entries = base.parse_json(path, content, what)
     if not len(MEGATRON_SPECIAL_TOKENS) <= num_special < vocab_size:
         raise DataError(
             f"tiktoken_num_special_tokens={num_special} must be at least {len(MEGATRON_SPECIAL_TOKENS)} and below "
@@ -236,14 +225,14 @@ def _parse_ranks(path: Path, content: bytes) -> dict[bytes, int]:
         if len(fields) != 2 or not fields[1].isdigit():
             raise DataError(
                 f"{path}:{number}: {shown!r} is not a token in base64 and its rank; give a tiktoken rank file"
-                f"{looks_like(content, 'a tiktoken rank file')}"
+                f"{base.looks_like(content, 'a tiktoken rank file')}"
             )
         try:
             token = base64.b64decode(fields[0], validate=True)
         except binascii.Error as error:
             raise DataError(
                 f"{path}:{number}: {shown!r} does not begin with base64 ({error}); give a tiktoken rank file"
-                f"{looks_like(content, 'a tiktoken rank file')}"
+                f"{base.looks_like(content, 'a tiktoken rank file')}"
             ) from None
         if token in ranks:
             raise DataError(f"{path}:{number}: token {token!r} has rank {ranks[token]} already; the file is damaged")

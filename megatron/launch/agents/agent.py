@@ -21,18 +21,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
+from megatron.launch.agents import rendezvous
 from megatron.launch.agents.agent_command import AgentOptions, announce, parse
 from megatron.launch.agents.helper_processes import HelperProcesses
 from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError
 from megatron.launch.agents.ownership import adopted_orphans, owned
-from megatron.launch.agents.rendezvous import (
-    DifferentCodeError,
-    Membership,
-    NotNeededError,
-    Rendezvous,
-    RendezvousFailedError,
-    RunEndedError,
-)
 from megatron.launch.agents.restart_policy import Failure, ending
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
 from megatron.launch.host_environment import CoresError, ModulesError, require_devices
@@ -75,7 +68,7 @@ class Agent:
         self._received = received
         self._rendezvous = rendezvous_of(options)
         self._ranks = NodeRanks(options, helpers, train_flags)
-        self._membership: Membership | None = None
+        self._membership: rendezvous.Membership | None = None
         self._failures: list[Failure] = []
         """Those that ended the last attempt."""
         self._stop_requested_s: float | None = None
@@ -117,7 +110,7 @@ class Agent:
             if self._membership is None:
                 raise
             return self._stop_between(interrupted.number)
-        except RunEndedError as ended:
+        except rendezvous.RunEndedError as ended:
             return ended.status
         except NotStartedError as not_started:
             if self._membership is not None and self._membership.store_socket is not None:
@@ -194,7 +187,7 @@ class Agent:
             self._received.append(interrupted.number)  # it has its place: the other nodes wait for its ranks
         self._rendezvous.settle()
 
-    def _report_size(self, previous: Membership | None, membership: Membership) -> None:
+    def _report_size(self, previous: rendezvous.Membership | None, membership: rendezvous.Membership) -> None:
         if previous is None or previous.num_nodes == membership.num_nodes or membership.node != 0:
             return
         per_node, count = self._options.ranks_per_node, membership.num_nodes
@@ -288,10 +281,10 @@ class Agent:
         report(f"{signal.Signals(number).name}: the ranks {stop}; a second signal ends them at once")
 
 
-def rendezvous_of(options: AgentOptions) -> Rendezvous:
+def rendezvous_of(options: AgentOptions) -> rendezvous.Rendezvous:
     """Return the rendezvous of one node, or that of several. Raises MissingSecretError."""
     if options.nodes == 1:
-        return Rendezvous(options)
+        return rendezvous.Rendezvous(options)
     from megatron.launch.agents.nodes_rendezvous import NodesRendezvous  # late: one node needs none of it
 
     return NodesRendezvous(options)
@@ -318,15 +311,15 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         # a signal before the ranks have run: nothing is to be saved
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
-        except NotNeededError:
+        except rendezvous.NotNeededError:
             return DONE
         except (CoresError, ModulesError) as error:
             report(f"{socket.gethostname()}: {error}")
             return REFUSED
-        except (MissingSecretError, DifferentCodeError) as error:
+        except (MissingSecretError, rendezvous.DifferentCodeError) as error:
             report(str(error))
             return REFUSED
-        except RendezvousFailedError as error:
+        except rendezvous.RendezvousFailedError as error:
             report(str(error))
             return FAILED
 

@@ -20,16 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.launch.addresses import split_endpoint
-from megatron.launch.agents import rendezvous_server
-from megatron.launch.agents.rendezvous import (
-    DifferentCodeError,
-    Membership,
-    NodeOptions,
-    NotNeededError,
-    Rendezvous,
-    RendezvousFailedError,
-    RunEndedError,
-)
+from megatron.launch.agents import rendezvous, rendezvous_server
 from megatron.launch.agents.rendezvous_server import LOST_BEATS
 from megatron.launch.agents.restart_policy import MOST_FAILURES, Failure
 from megatron.launch.child_processes import report
@@ -65,14 +56,14 @@ def code_digest() -> str:
 
 
 # Not torch's elastic rendezvous, which unpickles what any peer writes to a store that listens on all interfaces.
-class NodesRendezvous(Rendezvous):
+class NodesRendezvous(rendezvous.Rendezvous):
     """Rendezvous of several nodes, ordered by `node_rank`.
 
     Without restarts no node can be replaced, so the rendezvous is left as soon as all have joined: a network that fails
     for some minutes between the agents need not concern the ranks.
     """
 
-    def __init__(self, options: NodeOptions) -> None:
+    def __init__(self, options: rendezvous.NodeOptions) -> None:
         super().__init__(options)
         # a secret may serve several runs, which must not mix
         self._secret = run_secret() + options.run_id.encode()
@@ -81,7 +72,7 @@ class NodesRendezvous(Rendezvous):
         self._host, self._port = split_endpoint(options.rendezvous or "")
         self._address = ""
 
-    def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> Membership:
+    def join(self, failures: Sequence[Failure] = (), saved: int | None = None) -> rendezvous.Membership:
         numbers = (self._options.node_rank, self._options.node_order, rendezvous_server.UNNUMBERED)
         number = next(number for number in numbers if number is not None)
         try:
@@ -95,13 +86,13 @@ class NodesRendezvous(Rendezvous):
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
             return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
-            raise RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+            raise rendezvous.RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
         except SystemExit:  # a signal
             if self._client is not None and self._client.is_spare:
-                raise NotNeededError from None
+                raise rendezvous.NotNeededError from None
             raise
 
-    def _place(self, held: socket.socket, **mine: Any) -> Membership:
+    def _place(self, held: socket.socket, **mine: Any) -> rendezvous.Membership:
         """Return this node's place; the first keeps the socket for rank 0. As Client.place."""
         assert self._client is not None
         with contextlib.ExitStack() as unless_first:
@@ -218,7 +209,7 @@ class Client(threading.Thread):
         None: its ranks are done.
         """
         self._agent, self._code = secrets.token_hex(8), code_digest()
-        self._membership: Membership | None = None
+        self._membership: rendezvous.Membership | None = None
         self._waiting = 0
         self._is_done = self._goes_on = self._is_closed = self._leaves = False
         self._was_lost = False
@@ -235,7 +226,7 @@ class Client(threading.Thread):
         self._known_s: float | None = None
         self.start()
 
-    def place(self, **mine: Any) -> Membership:
+    def place(self, **mine: Any) -> rendezvous.Membership:
         """Join, and wait for this node's number.
 
         Raises RendezvousFailedError, DifferentCodeError, RunEndedError, and NotNeededError on a spare host.
@@ -253,14 +244,14 @@ class Client(threading.Thread):
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         while self._membership is None:
             if self._is_closed and self.is_spare:
-                raise NotNeededError
+                raise rendezvous.NotNeededError
             if self.end_status is not None:
-                raise RunEndedError(self.end_status)
+                raise rendezvous.RunEndedError(self.end_status)
             if self._is_closed:
-                raise RendezvousFailedError("the run has ended on the other nodes")
+                raise rendezvous.RendezvousFailedError("the run has ended on the other nodes")
             self._check()
             if time.monotonic() > deadline_s and not self.is_spare:
-                raise RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
+                raise rendezvous.RendezvousFailedError(f"too few nodes came to the rendezvous at {self._endpoint}")
             time.sleep(POLL_S)
         if self.is_spare:
             report(f"{socket.gethostname()} takes a place in the run")
@@ -306,11 +297,11 @@ class Client(threading.Thread):
 
     def _check(self) -> None:
         if self._refused is not None:
-            raise DifferentCodeError(
+            raise rendezvous.DifferentCodeError(
                 f"megatron's code on {self._refused} differs from that on the first host; use the same on every host"
             )
         if self._fault is not None:
-            raise RendezvousFailedError(self._fault)
+            raise rendezvous.RendezvousFailedError(self._fault)
 
     def _send_request(self) -> None:
         # both threads send, and a message must not begin within another
@@ -362,7 +353,7 @@ class Client(threading.Thread):
             case "placed":
                 self._waiting, self.has_lost_ranks, self._was_lost = 0, False, False
                 self._standing = {"kind": "resume", "agent": self._agent, "round": message.pop("round")}
-                self._membership = Membership(**message)  # last: `place` waits for it
+                self._membership = rendezvous.Membership(**message)  # last: `place` waits for it
             case "waiting":
                 self._waiting = message["count"]
                 self.has_lost_ranks = message["has_lost_ranks"] or self._was_lost
