@@ -1,7 +1,7 @@
 """Datagrams by which the watchdogs of all ranks exchange their reports, and attempts to reach hosts that are silent.
 
-Reports travel to two collectors, rank 0 and the last rank, which usually are on different hosts. (torch's TCPStore
-blocks forever where its server is stopped.) Agents add how the process of a rank ended.
+Reports travel to two collectors, rank 0 and the last rank, which usually are on different hosts. Agents add how the
+process of a rank ended.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ HOSTS_SHOWN = 16
 """Hosts that are named."""
 
 
+# not torch's TCPStore, which blocks forever where its server is stopped
 class Channel:
     """Datagrams between the watchdogs of all ranks. Used by their threads; `send` also by the main one."""
 

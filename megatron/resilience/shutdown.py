@@ -1,9 +1,7 @@
 """End of a run before its last sample: a kill switch, a signal, a limit of time or of iterations, a callback's error.
 
 All ranks decide together. A reduction that each step needs anyway says if a rank sees a reason. If one does, each rank
-contributes its own, the largest counts, and all stop after the same step. (If each acted alone, a lag of a shared file
-system would leave some of them waiting in a collective for those that ended.) A reason on a single rank is enough: a
-scheduler may signal one rank only, and a kill switch may be on the disk of one node.
+contributes its own, the largest counts, and all stop after the same step.
 """
 
 from __future__ import annotations
@@ -122,12 +120,11 @@ def end_at_once(signum: int) -> None:
 
 
 class KillSwitch:
-    """Checks for a file without blocking the run.
+    """Checks for a file without blocking the run."""
 
-    A file system that does not answer (a hard mount of a server that is down) blocks the calling thread forever. So
-    each check has its own thread. The first one that takes longer than `LOOK_S` is reported, and later ones are not
-    waited for: their answer counts when it comes.
-    """
+    # A file system that does not answer (a hard mount of a server that is down) blocks the calling thread forever. So
+    # each check has its own thread. The first one that takes longer than `LOOK_S` is reported, and later ones are not
+    # waited for: their answer counts when it comes.
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -177,6 +174,9 @@ class _Exit(BaseException):
     """Leaves the block of a Shutdown."""
 
 
+# If each rank acted alone, a lag of a shared file system would leave some of them waiting in a collective for those
+# that ended. A reason on a single rank is enough: a scheduler may signal one rank only, and a kill switch may be on the
+# disk of one node.
 class Shutdown:
     """Decision of all ranks to stop. A context manager that receives signals, unless `signals` does already.
 

@@ -3,10 +3,7 @@
 The loop reports its position (`phase`, `beat`: an attribute store and a clock read). A thread of each rank watches the
 clock. A rank that makes no progress for too long writes the stacks of all its threads to the results folder and calls
 the others, which do the same; one of them reports which rank does not answer, or does not wait for others; all end with
-HUNG. The process ends by os._exit: a collective that hangs cannot be left in another way.
-
-A thread cannot run while native code holds the interpreter's lock, so each also keeps a timer of faulthandler, which
-needs no lock.
+HUNG.
 """
 
 from __future__ import annotations
@@ -280,7 +277,7 @@ class Watchdog:
         if self._stuck_s and (self._has_verdict.is_set() or now_s - self._stuck_s > GIVE_UP_S):
             if not self._has_verdict.is_set():
                 self._print(f"watchdog: {self._own_story()}")
-            os._exit(HUNG)
+            os._exit(HUNG)  # a collective that hangs cannot be left in another way
         until_s = self._deadline_s()
         if self._called:
             until_s = now_s + 0.1
@@ -311,6 +308,8 @@ class Watchdog:
             last_s = max(last_s, helped_s)
         return last_s + self._allowed_s
 
+    # A thread cannot run while native code holds the interpreter's lock, so each rank also keeps a timer of
+    # faulthandler, which needs no lock.
     def _set_timer(self) -> None:
         if self._stuck_s:
             return  # _become_stuck has set it
