@@ -79,13 +79,14 @@ def chosen_log_probs(hidden: Tensor, weight: Tensor, ids_BSK: Tensor, ctx: Paral
 def top_log_probs(hidden: Tensor, weight: Tensor, count: int, ctx: ParallelContext) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and ids of the `count` likeliest tokens at each place, both [B, S, count].
 
-    In descending order, of equally likely ones the smallest id first, so the choice does not depend on how the
-    vocabulary is cut. hidden and weight are those of `linear_cross_entropy`; the vocabulary has `count` tokens or more.
+    In descending order, of equally likely ones the smallest id first. hidden and weight are those of
+    `linear_cross_entropy`; the vocabulary has `count` tokens or more.
     """
     head = head_of(hidden, weight, hidden.new_zeros((0, 0), dtype=torch.int64), ctx)
     buffer, found = head.logits_buffer(), []
     for part in head.slices():
         logits = head.logits(part, buffer)
+        # the smallest ids of equally likely tokens: the choice does not depend on how the vocabulary is cut
         values, ids = _largest(logits, count)
         ids += head.first_row
         sums = row_sums(logits)

@@ -25,8 +25,7 @@ from megatron.parallel.shards import Shards, shard_of
 class VocabParallelEmbedding(nn.Module):
     """Token ids [B, S] -> [rows, B, H], the vocabulary cut over the ranks; also the (tied) output weight.
 
-    Called with `project`, it passes its weight to the loss instead: `project((hidden, weight))`. The weight is passed
-    inside the module's own call so that ZeRO-3 has it gathered.
+    Called with `project`, it passes its weight to the loss instead: `project((hidden, weight))`.
     """
 
     def __init__(self, shards: Shards, ctx: ParallelContext) -> None:
@@ -38,6 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         """Soft cap of the logits."""
 
     def forward(self, inputs: Any, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
+        # inside the module's own call, so that ZeRO-3 has the weight gathered
         if project is not None:
             return project(output_weight(self, inputs))
         tokens_SB = inputs.t()

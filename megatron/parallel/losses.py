@@ -442,12 +442,10 @@ def gather_logits(
 
 
 class _JoinAdapter(torch.autograd.Function):
-    """(hidden [rows, B, H], low [rows, B, R], up [V, R]) -> (both first side by side, up).
+    """(hidden [rows, B, H], low [rows, B, R], up [V, R]) -> (both first side by side, up)."""
 
-    One node of the graph, so that hooks on hidden states run before anything of the output layer has a gradient
-    (shards.alias): nothing sees `up` among a model's outputs.
-    """
-
+    # One node of the graph, so that hooks on hidden states run before anything of the output layer has a gradient
+    # (shards.alias): nothing sees `up` among a model's outputs.
     @staticmethod
     def forward(function: Any, hidden: Tensor, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         function.channels = hidden.shape[-1]

@@ -176,7 +176,8 @@ class LowRankMethod(LinearMethod):
         return self._with_adapters(layer, layer.base.product, x, sharded=True, bias=None)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
-        """[rows, B, in] -> [S, B, out/tp]. A sees this rank's rows alone: what is gathered has R channels, not `in`."""
+        """[rows, B, in] -> [S, B, out/tp]"""
+        # A sees this rank's rows alone: what is gathered has R channels, not `in`
         sharded = layer.ctx.sequence_parallel
         return self._with_adapters(layer, layer.base.column, hidden, sharded=sharded, bias=layer.bias)
 

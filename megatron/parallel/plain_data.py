@@ -1,7 +1,4 @@
-"""Plain data as bytes, for messages between ranks: JSON, so that nothing that arrives is unpickled or executed.
-
-torch's own collectives of objects unpickle what they receive, over connections that anybody in the network may open.
-"""
+"""Plain data as bytes, for messages between ranks: JSON, so that nothing that arrives is unpickled or executed."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ TAG = "%"
 TUPLE = "tuple"
 
 
+# torch's own collectives of objects unpickle what they receive, over connections that anybody in the network may open
 def encode(value: Any) -> bytes:
     """Return the bytes of a value, for `decode`.
 

@@ -1,7 +1,5 @@
 """Random streams: some that tensor-parallel ranks share, and some of each rank's own.
 
-Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they
-hold different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
 The device's default generator is the *replicated* stream; the *sharded* one is swapped in where it is needed. Adapters
 have two of their own, and a user's loss function one, so that the model draws what it would draw without them.
 """
@@ -24,6 +22,8 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+# Tensor-parallel ranks hold the same residual stream, so its dropout must be the same on all of them; what they hold
+# different parts of (heads, rows of the sequence under sequence parallelism) must be dropped independently.
 class RandomStreams:
     """The streams of one rank. Their state lives here, that of the replicated one in the default generator."""
 

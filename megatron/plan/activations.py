@@ -243,11 +243,9 @@ class _TransformerLayer:
 
     @cached_property
     def _of_cores(self) -> int:
-        """Kept by the cores of attentions.
-
-        megatron/models/blockwise_attention.py keeps no statistics, and its output only where the output projection
-        keeps that as its input.
-        """
+        """Kept by the cores of attentions."""
+        # megatron/models/blockwise_attention.py keeps no statistics, and its output only where the output projection
+        # keeps that as its input
         kept = sum(core.kept_bytes for core in self._cores)
         kept -= sum(core.statistics_bytes for core in self._cores if core.is_blockwise)
         for linear in self._linears:
@@ -365,10 +363,9 @@ def _norm_token_bytes(norm: Norm, sizes: MicrobatchSizes) -> int:
 
 
 def _head_norm(norm: Norm, sizes: MicrobatchSizes) -> int:
-    """Kept of a norm over heads of q or k. Its input is a part of the fused projection, which v keeps whole.
-
-    The core keeps the output in place of that, unless it rotates it.
-    """
+    """Kept of a norm over heads of q or k."""
+    # its input is a part of the fused projection, which v keeps whole; the core keeps the output in place of that,
+    # unless it rotates it
     channels = norm.channels // sizes.tensor_size
     channel_bytes = 0
     if sizes.config.model.position_embedding_type != "rope":

@@ -27,10 +27,8 @@ class LossMemory:
 
 
 def loss_memory(output: LayerDeclaration, config: Config) -> LossMemory:
-    """Return what linear_cross_entropy needs.
-
-    A single chunk keeps the gradient of its logits for the backward pass; several have made both gradients in forward.
-    """
+    """Return what linear_cross_entropy needs."""
+    # a single chunk keeps the gradient of its logits for the backward pass; several have made both gradients in forward
     loss = _Loss(output, MicrobatchSizes(config))
     held = loss.gathered + loss.logits
     if loss.is_one_chunk:
@@ -119,10 +117,8 @@ class _Loss:
 
     @property
     def sum_number_bytes(self) -> int:
-        """Bytes of a number of the sum of the weight's gradient.
-
-        Over chunks it is summed in float32, as the optimizer's sum is; float16 could not hold the gradient of even one.
-        """
+        """Bytes of a number of the sum of the weight's gradient."""
+        # over chunks it is summed in float32, as the optimizer's sum is; float16 could not hold the gradient of one
         if not self.is_one_chunk or self.sizes.config.training.fp16 or self._adds_in_place:
             return FLOAT32
         return self.sizes.number_bytes

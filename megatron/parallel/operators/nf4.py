@@ -1,8 +1,7 @@
 """Weights of linear layers held in 4 bits: the nf4 format of QLoRA, and the product with such a weight.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314). 4-bit codes equal those of bitsandbytes 0.50 for the same tensor, and
-dequantised weights too where it takes the nearest code of a scale. The quantised model does not depend on the layout:
-ranks quantise the blocks of their own shard, and the scales of the whole tensor together.
+dequantised weights too where it takes the nearest code of a scale.
 """
 
 from __future__ import annotations
@@ -194,6 +193,8 @@ class QuantizedWeight(nn.Module):
             scales[begin // BLOCK : (begin + count) // BLOCK] = of_blocks
         self._scales = scales.view(rows, columns // BLOCK)
 
+    # Ranks quantise the blocks of their own shard, but the scales of the whole tensor together: so the quantised model
+    # does not depend on the layout.
     def finish(self) -> None:
         """Quantise the blocks' scales after `fill`. Collective over the tensor-parallel ranks."""
         if self._scales is None:

@@ -19,10 +19,8 @@ DEQUANTIZED_AT_ONCE = 2**18
 
 
 def units(shard: Shard) -> list[tuple[int, int]]:
-    """Return [start, stop) rows of each tensor whose scales are quantised together: those fused in the weight.
-
-    A group of scales never reaches from q into k: the same codes as of three weights that are quantised apart.
-    """
+    """Return [start, stop) rows of each tensor whose scales are quantised together: those fused in the weight."""
+    # a group of scales never reaches from q into k: the same codes as of three weights that are quantised apart
     if shard.dim != 0:
         return [(0, shard.shape[0])]
     stops = [sum(shard.pieces[: index + 1]) for index in range(len(shard.pieces))]
@@ -36,11 +34,9 @@ def groups_of_units(shard: Shard) -> list[int]:
 
 
 def sections(shard: Shard, tensor_size: int) -> list[int]:
-    """Return the bytes of a rank's groups' scales, offsets, blocks' scales and codes, in the order in memory.
-
-    Every rank holds the float32 numbers of the whole tensor, 4 bytes for 16,384 weights, because a group's blocks may
-    lie on several ranks.
-    """
+    """Return the bytes of a rank's groups' scales, offsets, blocks' scales and codes, in the order in memory."""
+    # every rank holds the float32 numbers of the whole tensor, 4 bytes for 16,384 weights, because a group's blocks may
+    # lie on several ranks
     numel = math.prod(shard.local_shape(tensor_size))
     return [4 * sum(groups_of_units(shard)), 4 * len(units(shard)), numel // BLOCK, numel // 2]
 

@@ -1,7 +1,6 @@
 """The operators of kernels.py for passes over single tokens on a CPU, each one call of a C++ function.
 
-A token's pass is hundreds of operators on a few hundred numbers, and their dispatch takes longer than their work. The
-functions here take float32 and bfloat16, compute in float32, run on one thread and have no gradients; for anything
+The functions here take float32 and bfloat16, compute in float32, run on one thread and have no gradients; for anything
 else they return None, and the caller takes torch's operators.
 
 Shapes: B rows, n query heads and k key/value heads of this rank, d head size, T places of a row in the cache.
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# A token's pass is hundreds of operators on a few hundred numbers, and their dispatch takes longer than their work: 4
+# of 9 ms of a Llama of 34 million parameters in bfloat16 on one thread.
 DTYPES = (torch.bfloat16, torch.float32)
 FEW_NUMBERS = 2**15
 """Size of an input up to which the calls of operators take longer than their passes over memory."""
