@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,15 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "metadata": checkpoint.metadata,
         "parameters": parameters,
     }
+
+
+def unused_experts(record: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the experts of each layer that no token chose, by `expert_loads` of a checkpoint's metadata."""
+    unused = {
+        layer: [expert for expert, tokens in enumerate(counts) if tokens == 0]
+        for layer, counts in record["tokens"].items()
+    }
+    return {layer: experts for layer, experts in unused.items() if experts}
 
 
 def norms(checkpoint: Checkpoint, progress: ReportBytes) -> dict[str, dict[str, dict[str, float]]]:

@@ -138,9 +138,24 @@ def metadata_lines(metadata: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key in METADATA:
         if metadata.get(key) not in (None, {}, ""):
             yield key.replace("_", " "), said(metadata[key])
+    if metadata.get("expert_loads"):
+        yield "dead experts", dead_experts(metadata["expert_loads"])
     others = [key for key in metadata if key not in ("run", *METADATA)]
     if others:
         yield "also", f"{', '.join(others)} (--json prints all)"
+
+
+def dead_experts(record: dict[str, Any]) -> str:
+    """Name the experts that no token chose in the steps before the checkpoint."""
+    from megatron.checkpoint.inspection import unused_experts
+
+    steps = record["steps"]
+    since = f"in the {steps:,} steps before it" if steps > 1 else "in the step before it"
+    unused = unused_experts(record)
+    if not unused:
+        return f"none: each had tokens {since}"
+    named = "; ".join(f"layer {layer}: {', '.join(map(str, experts))}" for layer, experts in unused.items())
+    return f"without a token {since}: {named}"
 
 
 def print_parameters(parameters: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
-from megatron.observability.run_plots import PlotError, draw, draw_loss, read_run, run_names
+from megatron.observability.run_plots import PlotError, draw, draw_experts, draw_loss, read_run, run_names
 from megatron.runtime.commands import DONE, REFUSED, command_name
 
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="picture to write (default: run.png)")
     parser.add_argument("--loss-only", action="store_true", help="draw only the loss, in a small picture")
+    parser.add_argument("--experts", action="store_true", help="draw only the loads of experts by layer")
     options = parser.parse_args(argv)
     paths, output = [Path(path) for path in options.runs], Path(options.output)
     try:
@@ -32,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if output.suffix.lower() != ".png":
             raise PlotError(f"--output {output} does not end in .png")
         by_name = dict(zip(run_names(paths), runs, strict=True))
-        draw_loss(by_name, output) if options.loss_only else draw(by_name, output)
+        drawing = draw
+        if options.loss_only:
+            drawing = draw_loss
+        elif options.experts:
+            drawing = draw_experts
+        drawing(by_name, output)
     except PlotError as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return REFUSED

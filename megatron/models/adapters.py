@@ -282,7 +282,10 @@ def _frozen(
         place = (layer.name, prefix)
         return place in saved or (kind == "bias" and (bias == "all" or (bias == "lora_only" and place in adapted)))
 
-    shards = {local: dataclasses.replace(shard, trained=is_trained(local)) for local, shard in layer.shards.items()}
+    # the bias of a router, which no optimizer trains, is frozen with its base
+    shards = {
+        local: shard if shard.trained and is_trained(local) else shard.frozen() for local, shard in layer.shards.items()
+    }
     return dataclasses.replace(layer, shards=shards)
 
 

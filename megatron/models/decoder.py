@@ -119,6 +119,8 @@ class DecoderBlock:
         assert count is not None
         weight = Shard((count, model.hidden_size), std=model.init_method_std, used_on="stream", cost=Router())
         shards = {"router.weight": weight}
+        if model.moe_router_enable_expert_bias:
+            shards["router.bias"] = Shard((count,), trained=False, keeps_float32=True, balances=True, used_on="stream")
         # a bias behind the sum over tensor-parallel ranks would have to be each expert's; no published mixture has any
         unbiased = dataclasses.replace(self, biases=self.biases - {"up", "down"})
         one = unbiased.mlp_shards(model, model.expert_ffn_size)

@@ -8,8 +8,9 @@ Sources: Shazeer et al. 2017 (arXiv:1701.06538); the balancing loss and the capa
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megatron.models.attention import Shared
 from megatron.models.kv_cache import CachedTokens
 from megatron.models.mlp import MLP, activation_of, discard_output
 from megatron.models.positions import Packing
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens
 from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
@@ -52,18 +54,63 @@ class TokenRouter(nn.Module):
         self.topk, self.scaling = model.moe_router_topk, model.moe_router_topk_scaling_factor
         self.is_sigmoid = model.moe_router_score_function == "sigmoid"
         self.keeps_scores = model.moe_router_pre_softmax
+        self.jitter, self.ctx = model.moe_input_jitter_eps, shared.ctx
         self.weight = shards.allocate("weight", shared.ctx)
+        self.register_parameter("bias", shards.allocate("bias", shared.ctx) if "bias" in shards else None)
+        self.is_balanced = "bias" in shards and shards["bias"].balances
 
-    def forward(self, hidden: Tensor) -> Routing:
+    def forward(self, hidden: Tensor, *, in_training: bool) -> Routing:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        hidden = hidden.to(dtype)
+        if in_training and self.jitter > 0:
+            hidden = hidden * self._factors(hidden)
+        logits = F.linear(hidden, self.weight.to(dtype))
         scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
-        weights, experts = scores.topk(self.topk, dim=-1)
+        if self.bias is None:
+            weights, experts = scores.topk(self.topk, dim=-1)
+        else:
+            experts = (scores.detach() + self.bias).topk(self.topk, dim=-1).indices
+            weights = scores.gather(-1, experts)
         if not self.keeps_scores:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.scaling != 1.0:
             weights = weights * self.scaling
         return Routing(logits, scores, experts, weights)
+
+    def _factors(self, hidden: Tensor) -> Tensor:
+        """Draw the factors of the input, alike on tensor-parallel ranks that hold the same tokens."""
+        ctx = self.ctx
+        with ctx.state.streams.sharded() if ctx.sequence_parallel else contextlib.nullcontext():
+            return torch.empty_like(hidden).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+
+
+class RouterBalance:
+    """Moves the biases of the routers of a rank's layers: balance without a loss.
+
+    Source: Wang et al. 2024 (arXiv:2408.15664); DeepSeek-V3 (arXiv:2412.19437).
+    """
+
+    def __init__(self, module: nn.Module, rate: float, ctx: ParallelContext) -> None:
+        layers = (layer for layer in module.modules() if isinstance(layer, Experts))
+        self._biases = {layer.layer: layer.router.bias for layer in layers if layer.router.is_balanced}
+        self._rate, self._ctx = rate, ctx
+
+    @torch.no_grad()
+    def update(self, by_layer: Mapping[int, Tensor]) -> None:
+        """Move each bias by the loads of a step: `ExpertLoads.by_layer`. Collective; waits for nothing."""
+        if not self._biases:
+            return
+        ctx = self._ctx
+        # below 2^24 tokens of an expert the sums are exact, so that layouts and ranks agree in every bit
+        loads_LE = torch.stack([by_layer[layer][:-1] for layer in self._biases]).float()
+        with ctx.state.clock.phase(WAIT):
+            if ctx.sequence_parallel:
+                dist.all_reduce(loads_LE, group=ctx.tensor_group)
+            if ctx.batch_group is not None:
+                dist.all_reduce(loads_LE, group=ctx.batch_group)
+        moves_LE = self._rate * (loads_LE.mean(1, keepdim=True) - loads_LE).sign()
+        for bias, move in zip(self._biases.values(), moves_LE, strict=True):
+            bias.add_(move)
 
 
 class Expert(nn.Module):
@@ -109,6 +156,7 @@ class Experts(nn.Module):
         super().__init__()
         model = shared.config.model
         self.ctx, self.num_experts = shared.ctx, model.num_experts or 0
+        self.layer = shards.layer_number or 0
         self.topk, self.capacity = model.moe_router_topk, model.moe_expert_capacity_factor
         self.balances, self.has_z_loss = model.moe_aux_loss_coeff > 0, model.moe_z_loss_coeff > 0
         self.router = TokenRouter(shards.below("router"), shared)
@@ -136,8 +184,8 @@ class Experts(nn.Module):
             self.shared = MLP(shards.below("shared"), shared, activation=activation, is_gated=is_gated)
 
     def forward(self, hidden: Tensor, packing: Packing | CachedTokens | None = None) -> Tensor:
-        routing = self.router(hidden)
         in_training = self.training and not isinstance(packing, CachedTokens)
+        routing = self.router(hidden, in_training=in_training)
         is_token_SB = packing.weights_SB(len(hidden), self.ctx) if isinstance(packing, Packing) else None
         kept = None
         if in_training and self.capacity is not None:
@@ -211,27 +259,40 @@ class Experts(nn.Module):
         self, output: Tensor, routing: Routing, kept_SBK: Tensor | None, is_token_SB: Tensor | None
     ) -> Tensor:
         """Return `output`, whose gradient is joined by that of the router's losses."""
-        terms = self.ctx.state.terms
+        state = self.ctx.state
         losses: dict[str, Tensor] = {}
+        counts_E = self._counts(routing.experts_SBK, is_token_SB)
+        state.loads.add(self.layer, counts_E, None if kept_SBK is None else self._num_kept(kept_SBK, is_token_SB))
         if self.balances:
-            shares = self._shares(routing.experts_SBK, is_token_SB)
+            shares = self._shares(counts_E)
             # E sum_e share_e score_te: its mean over the tokens is E sum_e (share of e) x (mean score of e)
             scores = routing.scores_SBE
             scores = scores / scores.sum(-1, keepdim=True)
             losses["load_balancing_loss"] = self.num_experts * (scores * shares.to(scores.dtype)).sum(-1)
         if self.has_z_loss:
             losses["router_z_loss"] = routing.logits_SBE.logsumexp(-1).square()
-        return terms.add(output, losses, weights=is_token_SB)
+        return state.terms.add(output, losses, weights=is_token_SB)
 
     @torch.no_grad()
-    def _shares(self, experts_SBK: Tensor, is_token_SB: Tensor | None) -> Tensor:
-        """Return each expert's share of the choices of all ranks in this microbatch, [E]. Collective."""
-        ctx = self.ctx
+    def _counts(self, experts_SBK: Tensor, is_token_SB: Tensor | None) -> Tensor:
+        """Return the number of choices of each expert by the tokens of this rank, float32 [E]."""
         weights = torch.ones(experts_SBK.shape, dtype=torch.float32, device=experts_SBK.device)
         if is_token_SB is not None:
             weights = weights * is_token_SB.unsqueeze(-1)
         counts = torch.zeros(self.num_experts, dtype=torch.float32, device=experts_SBK.device)
-        counts.scatter_add_(0, experts_SBK.flatten(), weights.flatten())
+        return counts.scatter_add_(0, experts_SBK.flatten(), weights.flatten())
+
+    @staticmethod
+    def _num_kept(kept_SBK: Tensor, is_token_SB: Tensor | None) -> Tensor:
+        """Return the number of choices that are not dropped; padding has none."""
+        if is_token_SB is not None:
+            kept_SBK = kept_SBK & (is_token_SB > 0).unsqueeze(-1)
+        return kept_SBK.sum()
+
+    @torch.no_grad()
+    def _shares(self, counts_E: Tensor) -> Tensor:
+        """Return each expert's share of the choices of all ranks in this microbatch, [E]. Collective."""
+        ctx, counts = self.ctx, counts_E.clone()
         with ctx.state.clock.phase(WAIT):
             if ctx.sequence_parallel:
                 dist.all_reduce(counts, group=ctx.tensor_group)

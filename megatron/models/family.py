@@ -163,7 +163,7 @@ def _unmatched(patterns: Iterable[str], names: Sequence[str]) -> Iterator[str]:
 
 def _frozen(layer: LayerDeclaration, patterns: Iterable[str]) -> LayerDeclaration:
     shards = {
-        local: dataclasses.replace(shard, trained=not _matches(layer.full_name(local), patterns))
+        local: shard.frozen() if _matches(layer.full_name(local), patterns) else shard
         for local, shard in layer.shards.items()
     }
     return dataclasses.replace(layer, shards=shards)

@@ -16,6 +16,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
         *check_ranks(config, world_size),
         *check_tensor_parallel(config),
         *check_expert_ranks(config, world_size),
+        *check_expert_bias(config),
         *check_family(config),
     ]
 
@@ -89,6 +90,19 @@ def check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
             f"{reason} shards all parameters over the data-parallel ranks, but with expert_model_parallel_size={ep} "
             f"and expert_tensor_parallel_size={layout.expert_tensor_size} these hold different experts; use zero_stage "
             "0 or 1 without offload, or leave both out"
+        )
+
+
+def check_expert_bias(config: Config) -> Iterator[str]:
+    model, stage = config.model, config.optimizer.zero_stage
+    if not model.moe_router_enable_expert_bias:
+        return
+    if model.num_experts is None:
+        yield "moe_router_enable_expert_bias balances experts, but there are none; set num_experts, or leave it out"
+    elif stage == 3:
+        yield (
+            "moe_router_enable_expert_bias with zero_stage=3: DeepSpeed would cut up the biases of the routers in 16 "
+            "bits; use zero_stage 0, 1 or 2, or balance by moe_aux_loss_coeff"
         )
 
 

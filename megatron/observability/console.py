@@ -187,6 +187,11 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
         parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
     if step.compiled_graphs is not None:
         parts.append(f"compiled graphs: {step.compiled_graphs}")
+    if step.experts is not None:
+        share, layer, expert = step.experts.largest
+        parts.append(f"largest share of an expert: {share:.3f} (layer {layer}, expert {expert})")
+        if step.experts.dropped is not None:
+            parts.append(f"dropped tokens: {step.experts.dropped:.2%}")
     if step.straggler is not None:
         parts.append(str(step.straggler))
     return " | ".join(parts) + " |"
@@ -228,6 +233,8 @@ def timer_lines(timers: Mapping[str, RankStats]) -> str:
 # Rows of a terminal
 
 GAP = "  "
+SHORT_NAMES = {"load_balancing_loss": "balance", "router_z_loss": "z-loss"}
+"""Names of columns, where those of the metrics are wider than their numbers."""
 
 
 class Column(NamedTuple):
@@ -260,7 +267,7 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     columns = [
         Column("iteration", f"{step.iteration}/{total_iterations}", label_width(total_iterations)),
         Column("loss", f"{step.lm_loss:.4f}", 7),
-        *(Column(name, f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
+        *(Column(SHORT_NAMES.get(name, name), f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
         Column("lr", f"{step.learning_rate:.2e}", 8, 1),
         Column("grad norm", grad_norm, 9, 2),
         Column("tokens/s", f"{speed.tokens_per_second:,.0f}", 9, 5),
@@ -273,6 +280,11 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     if step.straggler is not None:
         slowest = f"rank {step.straggler.slowest_rank} {step.straggler.slowest_ratio:.2f}x"
         columns.append(Column("slowest", slowest, 14, 3))
+    if step.experts is not None:
+        share, layer, expert = step.experts.largest
+        columns.append(Column("top expert", f"{share:.0%} L{layer} E{expert}", 12, 3))
+        if step.experts.dropped is not None:
+            columns.append(Column("dropped", f"{step.experts.dropped:.1%}", 7, 3))
     # of equal ranks the last first
     while sum(column.width for column in columns) + len(GAP) * (len(columns) - 1) > width:
         last = max(reversed(columns), key=lambda column: column.rank)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,12 @@ class TensorBoardLog:
         from torch.utils.tensorboard.summary import text as text_summary
 
         self._write([value for tag, text in texts.items() for value in text_summary(tag, text).value], step)
+
+    def write_image(self, tag: str, png: bytes, step: int) -> None:
+        """Write one event of a picture in RGB. Raises OSError."""
+        width, height = struct.unpack(">II", png[16:24])
+        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        self._write([self._summary.Value(tag=tag, image=image)], step)
 
     def _write(self, values: Sequence[Any], step: int) -> None:
         # the writer would go on into a file that has no name any more

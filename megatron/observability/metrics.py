@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.observability import step_metrics
 from megatron.observability.console import Console
+from megatron.observability.load_report import LoadReport, load_picture
 from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
 from megatron.observability.rank_times import RankStats
 from megatron.options.config import Config
@@ -26,6 +27,10 @@ MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""
 SHOWN_PROMPT = 60
 """Last characters of a prompt that a line of the log shows."""
+
+
+PICTURE_STEPS = 100
+"""Least number of steps between two pictures of the loads of experts; the last step of a run has one too."""
 
 
 class GeneratedAnswer(NamedTuple):
@@ -66,6 +71,7 @@ class MetricsLog:
         loss_name: str = "lm loss",
     ):
         self._writes = writes
+        self._total_iterations, self._pictured_at = total_iterations, -PICTURE_STEPS
         self._world_size = world_size
         self._loss_unit = loss_unit
         # defined for a cross-entropy a token
@@ -138,6 +144,23 @@ class MetricsLog:
         self._write_row("train", step_metrics.step_row(step, speed))
         self._write_scalars(step_metrics.step_scalars(step, speed), step.iteration, step.consumed_samples)
         self._console.step(step, speed)
+        if step.experts is not None:
+            self._log_experts(step.experts, step.iteration)
+
+    def _log_experts(self, loads: LoadReport, iteration: int) -> None:
+        """Log the loads of all experts, now and then, and the warnings of them."""
+        for line in loads.warnings:
+            self._console.message(line)
+        # many experts in many layers are some tens of kilobytes
+        is_due = iteration - self._pictured_at >= PICTURE_STEPS or iteration == self._total_iterations
+        if not is_due:
+            return
+        self._pictured_at = iteration
+        shares = {str(layer): [round(share, 4) for share in of_layer] for layer, of_layer in loads.shares.items()}
+        self._write_row("experts", {"iteration": iteration, "balanced": loads.balanced, "shares": shares})
+        if self._tensorboard is not None:
+            with self._errors.reported("TensorBoard's event file"):
+                self._tensorboard.write_image("experts/loads", load_picture(loads), iteration)
 
     def log_validation(
         self,

@@ -187,6 +187,33 @@ def draw_loss(runs: dict[str, list[Row]], output: Path) -> None:
     save(figure, output, dpi=80)
 
 
+def draw_experts(runs: dict[str, list[Row]], output: Path) -> None:
+    """Write the picture of the last loads of experts, by layer: of each run a row, with its largest share over time.
+
+    Raises PlotError if a run has none.
+    """
+    figure, axes = pyplot().subplots(
+        len(runs), 2, figsize=(14, 4 * len(runs)), layout="constrained", squeeze=False, width_ratios=(2, 1)
+    )
+    for (name, rows), (picture, over_time) in zip(runs.items(), axes, strict=True):
+        loads = [row for row in rows if row.get("kind") == "experts"]
+        if not loads:
+            raise PlotError(f"{name} has no loads of experts; a run with --num-experts writes them")
+        last = loads[-1]
+        layers, shares = list(last["shares"]), list(last["shares"].values())
+        image = picture.imshow(shares, cmap="RdBu_r", vmin=0, vmax=2 * last["balanced"], aspect="auto")
+        picture.set_title(f"{name}: share of the tokens of each expert, iteration {last['iteration']}", fontsize=11)
+        picture.set_xlabel("expert")
+        picture.set_ylabel("layer")
+        picture.set_yticks(range(len(layers)), layers)
+        figure.colorbar(image, ax=picture, label=f"white: {last['balanced']:.3g}, all used alike")
+        panel = Panel(over_time, "Largest share of an expert", "share of the tokens")
+        steps = [row for row in rows if row.get("kind") == "train" and "experts" in row]
+        largest = [float(row["experts"]["largest_share"]) for row in steps]
+        panel.line(([row["iteration"] for row in steps], largest), ALONE.color)
+    save(figure, output, dpi=100)
+
+
 def draw(runs: dict[str, list[Row]], output: Path) -> None:
     """Write the picture of all diagrams. `runs`: rows by name."""
     from matplotlib.ticker import EngFormatter, MaxNLocator

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.observability.load_report import LoadReport
 from megatron.observability.rank_times import StragglerStats
 from megatron.runtime.accelerator import MAX_ALLOCATED, TOTAL
 
@@ -126,6 +127,8 @@ class StepMetrics:
     """Graphs that rank 0's HPU has compiled since the process began; None on other devices."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Metrics of the task, and terms and metrics of layers, by name, over the steps since the previous log line."""
+    experts: LoadReport | None = None
+    """Loads of experts over these steps; None: there are no experts, or no step was applied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +158,9 @@ class Validation:
 def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     """Return the row of metrics.jsonl."""
     row = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    row.pop("experts")
+    if step.experts is not None:
+        row["experts"] = step.experts.to_json()
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory, straggler = row.pop("memory"), row.pop("straggler")
     # keys that only some devices and tasks have
@@ -169,7 +175,7 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
 
 def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
     """Return the scalars by Megatron-DeepSpeed's tags, and tags of the same form where it has none."""
-    scalars = {
+    scalars: dict[str, float | None] = {
         "lm-loss-training/lm loss": step.lm_loss,
         **{f"metrics-training/{name}": value for name, value in step.metrics.items()},
         "learning-rate/learning-rate": step.learning_rate,
@@ -194,6 +200,9 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
             "straggler/slowest ratio": step.straggler.slowest_ratio,
             "straggler/data wait max": step.straggler.data_wait_max_s,
         }
+    if step.experts is not None:
+        scalars["experts/largest share"] = step.experts.largest[0]
+        scalars["experts/dropped tokens"] = step.experts.dropped
     return {tag: value for tag, value in scalars.items() if value is not None}
 
 

@@ -19,6 +19,7 @@ NOT_COMPUTED = frozenset(
         "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std", "attention_backend",
         "kernels", "use_fast_softmax", "fused_sdpa_recompute", "use_fused_rmsnorm", "freeze",
         "quantize_base", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor",
+        "moe_router_bias_update_rate", "moe_input_jitter_eps",
     }
 )  # fmt: skip
 """Options that leave the function of given weights as it is: padding, dropout, start, kernels, and what is trained.
@@ -29,7 +30,7 @@ PARTICULAR = (
     "attention_window", "attention_window_pattern", "attention_multiplier", "attention_softcap", "rotary_percent",
     "rotary_base_local",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
-    "num_experts",
+    "num_experts", "moe_router_enable_expert_bias",
 )  # fmt: skip
 """Options that few models have: a form of transformers names those that it can express (models/family.py)."""
 
@@ -136,6 +137,13 @@ class ModelConfig:
     """Weigh the chosen experts by their scores among all experts. Otherwise the weights of a token add up to 1."""
     moe_router_topk_scaling_factor: PositiveFloat = 1.0
     """Factor of the weights of the chosen experts."""
+    moe_router_enable_expert_bias: bool = False
+    """Add a bias to the scores of the experts for the choice alone, not for the weights. After each step that of an
+    expert with fewer tokens of the global batch than the mean rises, and the others' fall: balance without a loss."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """moe_router_enable_expert_bias: what a bias rises or falls by in a step."""
+    moe_input_jitter_eps: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Multiply the input of the routers in training by random numbers between 1 - eps and 1 + eps. 0: none."""
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Coefficient of Switch's balancing loss: experts x sum over the experts of (share of the tokens) x (mean score),
     which is 1 where all are used alike. Shares are those of one microbatch of all data-parallel ranks; the terms of

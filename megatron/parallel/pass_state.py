@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.finite_checks import FiniteChecks
+from megatron.parallel.finite_checks import BACKWARD, FiniteChecks
 from megatron.parallel.phase_clock import StepClock
 from megatron.parallel.rng import RandomStreams
 
@@ -160,6 +160,40 @@ class LayerTerms:
         return joined
 
 
+class ExpertLoads:
+    """Choices of experts by the tokens of this rank in one training step, by layer. They stay on the device."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._checks: FiniteChecks | None = None
+        self.by_layer: dict[int, Tensor] = {}
+        """int32 [E + 1] by number of the layer: choices of each expert, and how many were dropped. Alike on
+        tensor-parallel ranks that hold the same tokens."""
+
+    @contextlib.contextmanager
+    def step(self, checks: FiniteChecks) -> Iterator[None]:
+        """Count what is routed within, and forget the previous step."""
+        self.by_layer, self._checks, self._is_on = {}, checks, True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    # as in LayerTerms: a compiled graph would know nothing of what the host adds to
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def add(self, layer: int, counts_E: Tensor, num_kept: Tensor | None) -> None:
+        """Add the choices of one pass. `num_kept`: how many are not dropped; None: all."""
+        # computed again in a backward pass, or no step of a training
+        if not self._is_on or (self._checks is not None and self._checks.place.direction == BACKWARD):
+            return
+        dropped = counts_E.new_zeros(1) if num_kept is None else (counts_E.sum() - num_kept).view(1)
+        # whole numbers: sums over microbatches are exact in any order
+        counts = torch.cat([counts_E, dropped]).round().to(torch.int32)
+        before = self.by_layer.get(layer)
+        self.by_layer[layer] = counts if before is None else before + counts
+
+
 class AdapterSwitch:
     """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
 
@@ -189,5 +223,7 @@ class PassState:
     """Times of what this rank computed itself in its last steps."""
     terms: LayerTerms = field(default_factory=LayerTerms)
     """Loss terms and metrics that layers add."""
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
+    """Choices of experts in the last training step."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""

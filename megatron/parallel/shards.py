@@ -49,6 +49,8 @@ class Shard:
     `used_on`, required where a model declares a replicated parameter: "stream", applied to the residual stream, so that
     its gradient is summed over the tensor-parallel ranks under sequence parallelism only; "heads", applied by each rank
     to its own heads or channels, so that its gradient is always summed.
+    `keeps_float32`: held in float32 whatever the precision. `balances`: moved by the loads of its layer's experts after
+    each step, and not by the optimizer.
     `expert` is the index of one of `num_experts`: the ranks of the expert axis hold different ones, and those of the
     expert-tensor axis share it along `dim`.
     `cost`, required of every matrix that a family declares: the operation with it, from which FLOPs and memory follow.
@@ -65,6 +67,8 @@ class Shard:
     vocabulary: bool = False
     quantized: bool = False
     added: bool = False
+    keeps_float32: bool = False
+    balances: bool = False
     used_on: Literal["stream", "heads"] | None = None
     expert: int | None = None
     num_experts: int = 0
@@ -73,6 +77,10 @@ class Shard:
     def __post_init__(self) -> None:
         if self.dim is not None and sum(self.pieces) != self.shape[self.dim]:
             raise LayoutError(f"pieces {self.pieces} do not add up to dimension {self.dim} of {self.shape}")
+
+    def frozen(self) -> Shard:
+        """Return the shard of a parameter that nothing moves."""
+        return dataclasses.replace(self, trained=False, balances=False)
 
     def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
         """Return [start, stop) along `dim` of the full (padded) tensor that `rank` of `size` holds, a pair a piece."""
@@ -306,6 +314,8 @@ def allocate(full_name: str, shard: Shard, ctx: ParallelContext, dtype: torch.dt
     import torch
     from torch import nn
 
+    if shard.keeps_float32:
+        dtype = torch.float32
     parameter: Any = nn.Parameter(torch.empty(shard.local_shape(ctx.tensor_size), dtype=dtype), shard.trained)
     parameter.shard, parameter.full_name = shard, full_name
     # DeepSpeed's name for it: counted on every tensor-parallel rank in the norm of the gradient

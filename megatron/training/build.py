@@ -14,7 +14,7 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import fp8
 from megatron.parallel.operators.nf4 import quantized_weights
-from megatron.parallel.shards import initialise, named_parameters
+from megatron.parallel.shards import initialise, named_parameters, shard_of
 from megatron.plan.flops import declared_layers
 from megatron.runtime.accelerator import quiet
 from megatron.runtime.devices import device_of
@@ -62,6 +62,7 @@ def build_engine(
     with quiet():
         optimizer = None if evaluates else build_optimizer(model, config, ctx)
         engine = _build_deepspeed(model, optimizer, config, ctx, settings)
+    _keep_float32(engine.module)
     # evaluations compute in 16 bits
     if config.fp8.uses_fp8 and not evaluates:
         fp8.set_up(ctx.state.fp8, config, ctx)
@@ -111,6 +112,13 @@ def _build_deepspeed(
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
     return engine
+
+
+def _keep_float32(model: nn.Module) -> None:
+    """Give parameters back the dtype that DeepSpeed's engine has taken from them; a start or a restore fills them."""
+    for _, parameter in named_parameters(model):
+        if shard_of(parameter).keeps_float32:
+            parameter.data = parameter.data.float()
 
 
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:

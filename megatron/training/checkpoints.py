@@ -128,10 +128,12 @@ class Checkpoints:
         *,
         schedule: ParamSchedule | None = None,
         to_export: bool = False,
+        expert_loads: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin a save, or run it. Every rank calls it. `report` and `finish` return its errors.
 
         `to_export`: `export` comes next; noted in the checkpoint, for the run that resumes if this one is killed.
+        `expert_loads`: tokens of each expert since the previous save, of `LoadWatch.record`.
         Raises TrainingAborted if verify_checkpoint finds copies that differ.
         """
         # each rank saves a share: of copies that differ the checkpoint would hold a mixture
@@ -154,6 +156,8 @@ class Checkpoints:
             "start_fingerprint": engine.start_fingerprint,
             "export": to_export and self._exports is not None,
         }
+        if expert_loads is not None:
+            content["expert_loads"] = expert_loads
         self._count += 1
         self._saved_tag = f"{TAG}{progress.iteration}"
         self._saver.save(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from megatron.models.experts import RouterBalance
 from megatron.models.sequential import SequentialModel, compute_dtype, default_dtype
 from megatron.observability.instruction_trace import InstructionTrace
 from megatron.observability.profiling import is_profiled
@@ -55,6 +56,8 @@ class StepResult:
     """Losses of this rank's microbatches; none on inner stages."""
     metrics: Tensor | None = None
     """Sums and weights of the metrics on this rank, in rows of `Engine.metric_table`: input of `read_metrics`."""
+    loads: Mapping[int, Tensor] = field(default_factory=dict)
+    """Choices of experts on this rank by layer: `ExpertLoads.by_layer`."""
 
     @property
     def layer_loss(self) -> float:
@@ -99,9 +102,10 @@ class Engine(ABC):
         self._num_microbatches = 0  # set by the first step
         self._passes = 0
         """Microbatches of the step or evaluation under way."""
-        dropouts = config.model.hidden_dropout, config.model.attention_dropout, config.lora.lora_dropout
+        model = config.model
+        shares = model.hidden_dropout, model.attention_dropout, config.lora.lora_dropout, model.moe_input_jitter_eps
         draws_noise = config.training.neftune_noise_alpha is not None
-        self._draws = max(dropouts) > 0 or draws_noise or task.objective.draws_numbers
+        self._draws = max(shares) > 0 or draws_noise or task.objective.draws_numbers
         self.dropout_seed = config.training.seed
         """Seed of the random streams. A resumed run keeps that of its checkpoint."""
         self.base: dict[str, Any] | None = None
@@ -114,6 +118,7 @@ class Engine(ABC):
         self.trace = InstructionTrace(ctx, wanted=config.logging.profile_instructions)
         self.state = EngineState(engine.module, engine.optimizer, config, ctx)
         self._gate = UpdateGate(ctx, self.state, losses, detector)
+        self._balance = RouterBalance(engine.module, model.moe_router_bias_update_rate, ctx)
         if config.training.skip_train:  # without an optimizer
             return
         self.state.torch_optimizer.gate = self._gate
@@ -184,22 +189,27 @@ class Engine(ABC):
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
         terms = self._losses.layer_terms(self.loss_scale)
-        # each finite check, fault and loss term within belongs to this step
-        with ctx.state.checks.step(), self._task.objective.naming_faults(), terms:
+        checks, loads = ctx.state.checks, ctx.state.loads
+        # each finite check, fault, loss term and load within belongs to this step
+        with checks.step(), loads.step(checks), self._task.objective.naming_faults(), terms:
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         if observation is None:  # DeepSpeed refused the step, on all ranks alike, so the gate has not reduced the loss
             loss, is_refused = float(self._mean_loss()), False
         else:
             loss, is_refused = observation.loss, not observation.is_applied
+        is_skipped = is_refused or self.deepspeed.skipped_steps > skipped_before
+        if not is_skipped:
+            self._balance.update(loads.by_layer)
         return StepResult(
             loss,
             self.deepspeed.get_global_grad_norm(),
-            skipped=is_refused or self.deepspeed.skipped_steps > skipped_before,
+            skipped=is_skipped,
             normaliser=normaliser,
             observation=observation,
             microbatch_losses=self._losses.values,
             metrics=self._losses.metrics,
+            loads=loads.by_layer,
         )
 
     def run_without_update(

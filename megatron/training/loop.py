@@ -260,6 +260,7 @@ class Loop:
             if self._guard.after_step(result, begin):
                 self._batches.seek(progress.consumed_samples)
                 self._step_log.restart()
+                self._step_log.loads.restart()
                 self._saved_at = progress.iteration
                 return True
         self._step_log.write_if_due(result, lr, size)
@@ -338,9 +339,13 @@ class Loop:
         # for a resume with another seq_length, which could not count earlier tokens
         self.progress.consumed_tokens = self.log.tokens_of(self.progress.consumed_samples)
         with self.engine.timers.on_host("save-checkpoint"):
-            fingerprint = self.datasets[0].fingerprint
             self.checkpoints.save(
-                self.engine, self.progress, fingerprint, schedule=self.schedule.params, to_export=and_export
+                self.engine,
+                self.progress,
+                self.datasets[0].fingerprint,
+                schedule=self.schedule.params,
+                to_export=and_export,
+                expert_loads=self._step_log.loads.record(),
             )
         self._saved_at, self._best.save_is_due = self.progress.iteration, False
         if and_export:

@@ -86,7 +86,8 @@ class EngineState:
             rank, size = self._ctx.cut_of(owned.shard)
             for kind, tensor in kinds.items():
                 flat = tensor.detach().view(-1)
-                fragments.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, dtype))
+                held_as = "float32" if owned.shard.keeps_float32 else dtype
+                fragments.append(Fragment(owned.name, kind, owned.shard, rank, size, owned.start, flat, held_as))
         return fragments
 
     def scalars(self) -> dict[str, Any]:

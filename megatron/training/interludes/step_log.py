@@ -8,6 +8,7 @@ import time
 
 from torch import Tensor
 
+from megatron.observability.expert_loads import LoadWatch
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import Straggler, StragglerStats
 from megatron.observability.step_metrics import StepMetrics
@@ -27,6 +28,7 @@ class StepLog:
         self._engine, self._progress, self._log, self._watchdog = engine, progress, log, watchdog
         self._every = engine.config.logging.log_interval
         self._fallbacks: set[str] = set()
+        self.loads = LoadWatch(engine.config, engine.ctx)
         self._straggler: Straggler | None = None
         if engine.config.logging.log_straggler:
             num_trained = sum(p.numel() for _, p in named_parameters(engine.module) if p.requires_grad)
@@ -51,6 +53,8 @@ class StepLog:
 
     def add(self, result: StepResult) -> None:
         self._steps += 1
+        if not result.skipped:
+            self.loads.add(result.loads)
         if not math.isfinite(result.loss):
             self._nan_steps += 1
             return
@@ -93,6 +97,7 @@ class StepLog:
                 nan_iterations=progress.nan_iterations,
                 memory=accelerator.memory_stats(),
                 compiled_graphs=accelerator.current().compiled_graphs(),
+                experts=self.loads.read(),
             )
         )
         self._name_fallbacks()
