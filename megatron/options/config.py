@@ -136,7 +136,8 @@ def on_device(config: Config, device: str, *, lazy: bool) -> Config:
     compiled = training.torch_compile
     if compiled is None:
         # waits within a layer are not seen in its graph, and Habana trains in fp8 in lazy mode
-        times_parts = config.logging.log_straggler and parallel.tensor_model_parallel_size > 1
+        waits_inside = parallel.tensor_model_parallel_size > 1 or parallel.expert_model_parallel_size > 1
+        times_parts = config.logging.log_straggler and waits_inside
         compiles = find_device(device).compiles_layers
         compiled = compiles and not lazy and not times_parts and not config.fp8.uses_fp8
     return dataclasses.replace(

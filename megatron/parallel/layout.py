@@ -130,6 +130,11 @@ class Layout:
         return self.tensor_size * self.grad_size // (self.expert_tensor_size * self.expert_size)
 
     @property
+    def team_size(self) -> int:
+        """Neighbouring copies of the model whose ranks send tokens to each other's experts."""
+        return max(1, self.expert_size * self.expert_tensor_size // self.tensor_size)
+
+    @property
     def tensor_rank(self) -> int:
         return self._coordinate(AXES, "tensor_rank")
 

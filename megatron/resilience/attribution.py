@@ -1,8 +1,9 @@
 """The origin of a step that is not finite: which rank was first, and if its device, a link or its data is to blame.
 
 Each rank keeps a record of its own part of the step (parallel/finite_checks.py), from before anything was summed over
-ranks. What is not finite spreads with the data: from stage to stage, in a tensor-parallel sum to all its ranks, and
-through a sum of gradients to all data-parallel ranks. So the origin is a rank none of whose sources was bad before it.
+ranks. What is not finite spreads with the data: from stage to stage, in a tensor-parallel sum to all its ranks, with
+tokens to the ranks of other experts, and through a sum of gradients to all data-parallel ranks. So the origin is a rank
+none of whose sources was bad before it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ def _follows(
 ) -> bool:
     """Return True if another rank was bad before, and this one got it from there."""
     own = record.place
-    # tensor-parallel ranks make the same checks in the same order, so their numbers can be compared
+    # tensor-parallel ranks, and those that exchange tokens, make the same checks in the same order, so their numbers can
+    # be compared
     orders_of_peers = [
-        theirs.order for other, theirs in bad if (other.place.stage, other.place.replica) == (own.stage, own.replica)
+        theirs.order for other, theirs in bad if (other.place.stage, other.place.team) == (own.stage, own.team)
     ]
     if min(orders_of_peers) < first.order:
         return True

@@ -33,11 +33,14 @@ class RankPlace:
     tensor_rank: int
     replica: int
     """Its place among the data-parallel ranks."""
+    team: int
+    """Number of the copies of the model that send tokens to each other's experts; without these that of its replica."""
 
     @classmethod
     def of(cls, ctx: ParallelContext) -> RankPlace:
         """Return that of this rank."""
-        return cls(ctx.rank, socket.gethostname(), str(ctx.device), ctx.stage, ctx.tensor_rank, ctx.grad_rank)
+        team = ctx.grad_rank // ctx.team_size
+        return cls(ctx.rank, socket.gethostname(), str(ctx.device), ctx.stage, ctx.tensor_rank, ctx.grad_rank, team)
 
     @property
     def name(self) -> str:

@@ -296,9 +296,10 @@ def check_partition(config: Config) -> Iterator[str]:
 
 
 def check_straggler(config: Config) -> list[str]:
-    tp = config.parallel.tensor_model_parallel_size
+    tp, ep = config.parallel.tensor_model_parallel_size, config.parallel.expert_model_parallel_size
     if not config.logging.log_straggler:
         return []
+    size = f"tensor_model_parallel_size={tp}" if tp > 1 else f"expert_model_parallel_size={ep}"
     return broken(
         (
             config.optimizer.zero_stage == 3,
@@ -306,8 +307,8 @@ def check_straggler(config: Config) -> list[str]:
             "other ranks; turn it off",
         ),
         (
-            config.training.torch_compile and tp > 1,
-            f"log_straggler leaves out the waits within a layer that tensor_model_parallel_size={tp} brings, which it "
+            config.training.torch_compile and max(tp, ep) > 1,
+            f"log_straggler leaves out the waits within a layer that {size} brings, which it "
             "cannot see in layers compiled by torch_compile; turn one of the two off",
         ),
     )

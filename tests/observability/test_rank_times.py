@@ -25,7 +25,7 @@ def rank(
     **options: float,
 ) -> RankRecord:
     """A rank of a step of one second; each rank of a stage is a replica."""
-    place = RankPlace(number, f"node{number}", "cpu", stage, 0, number % 2)
+    place = RankPlace(number, f"node{number}", "cpu", stage, 0, number % 2, number % 2)
     numbers = {"step_s": 1.0, "num_steps": 16, "positions": 64.0} | options
     return RankRecord(place, own=own, earlier=earlier, work=work, **numbers)  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
 
 
 def test_classes_of_this_package_paths_and_numbers_of_numpy_come_back() -> None:
-    record = RankRecord(RankPlace(0, "node", "cpu", 0, 0, 0), own=(0.5, math.inf))
+    record = RankRecord(RankPlace(0, "node", "cpu", 0, 0, 0, 0), own=(0.5, math.inf))
     value = [Copy("layers.0.weight", 1, 0), record, Path("/a/b"), {Copy("b", 0, 0): (1,)}]
     found = decode(encode(value))
     assert found == value

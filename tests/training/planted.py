@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.saver import Saver
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt import GPTDataset
+from megatron.models.experts import Expert
 from megatron.options.progress import Progress
 from megatron.parallel.linear import RowParallelLinear
 from megatron.parallel.shards import named_parameters
@@ -158,6 +159,30 @@ def nan_pass(engine: Engine, rank: int, direction: str) -> Iterator[None]:
     handle.remove()
 
 
+@contextlib.contextmanager
+def nan_expert(engine: Engine, rank: int, direction: str) -> Iterator[None]:
+    """One number that an expert of one rank computes (forward), or its gradient (backward), is NaN in each pass."""
+    experts = [module for module in engine.module.modules() if isinstance(module, Expert)]
+
+    def spoil(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[3:4] = float("nan")  # of no tokens there is none
+        return tensor
+
+    def leave(module: Any, inputs: Any, output: Tensor) -> Any:
+        if engine.ctx.rank != rank or not module.training:
+            return None
+        if direction == "forward":
+            return spoil(output)
+        inputs[0].register_hook(spoil)
+        return None
+
+    handles = [expert.register_forward_hook(leave) for expert in experts]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
 def origins(arguments: str, faults: list[tuple[str, int, str]]) -> list[tuple[str, tuple[int, ...], str, bool]]:
     """Kind, ranks and text of the origin of each planted fault, and True if the losses are finite."""
     found = []
@@ -169,6 +194,8 @@ def origins(arguments: str, faults: list[tuple[str, int, str]]) -> list[tuple[st
                 "loss": nan_loss(engine, rank),
                 "forward": nan_pass(engine, rank, "forward"),
                 "backward": nan_pass(engine, rank, "backward"),
+                "expert forward": nan_expert(engine, rank, "forward"),
+                "expert backward": nan_expert(engine, rank, "backward"),
             }
             with planted[fault]:
                 result = step(engine, task, number)

@@ -48,8 +48,40 @@ def test_a_nan_is_attributed_to_its_rank_alone(ranks: RankPools, flags: str, wor
             assert text.startswith(f"rank {planted_on} on node{planted_on}: ")
 
 
+EXPERTS = (
+    "--architecture llama --position-embedding-type rope --num-layers 2 --ffn-hidden-size 48 --num-experts 4 "
+    "--moe-aux-loss-coeff 0.01"
+)
+EP = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "own"),
+    [
+        # the rank that holds the expert alone; and one of two that do, which exchange tokens with others
+        pytest.param(EP, 2, 3, id="EP2"),
+        pytest.param(EP, 4, 2, id="EP2 DP2"),
+        pytest.param(f"{TP} {EP}", 4, 2, id="EP2 TP2", marks=SLOW),
+        pytest.param(f"{TP} --sequence-parallel {EP} --expert-tensor-parallel-size 1", 2, 3, id="EP2 in TP2"),
+        pytest.param(f"{PP} {EP} --zero-stage 1", 4, 3, id="PP2 EP2", marks=SLOW),
+    ],
+)
+def test_a_nan_of_an_expert_is_attributed_to_the_rank_that_holds_it(
+    ranks: RankPools, flags: str, world_size: int, own: int
+) -> None:
+    last = world_size - 1
+    parameter = f"layers.1.mlp.experts.{own}.down.weight"
+    faults = [("expert forward", last, ""), ("expert backward", last, ""), ("gradient", last, parameter)]
+    faults += [("expert forward", 0, "")]
+    for found in ranks(world_size)(planted.origins, f"{EXPERTS} {flags}", faults):
+        for (fault, planted_on, _), (_, ranks_named, text, _) in zip(faults, found, strict=True):
+            assert ranks_named == (planted_on,), f"{fault} on rank {planted_on}: {text}"
+
+
 def record(rank: int, first: FirstBad | None, *weights: str, stage: int = 0, replica: int = 0) -> RankRecord:
-    return RankRecord(RankPlace(rank, f"node{rank}", "cpu", stage, 0, replica), first=first, bad_weights=weights)
+    return RankRecord(
+        RankPlace(rank, f"node{rank}", "cpu", stage, 0, replica, replica), first=first, bad_weights=weights
+    )
 
 
 def test_what_arrives_bad_and_was_sent_whole_is_the_links() -> None:

@@ -67,6 +67,24 @@ def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: 
 
 
 @pytest.mark.slow
+def test_killed_ranks_of_experts_leave_no_trace_in_weights_and_biases(ranks: RankPools, tmp_path: Path) -> None:
+    """Experts over two ranks beside a pipeline of two, whose routers a bias balances."""
+    data, whole, disturbed = chaos.write_dataset(tmp_path / "data"), tmp_path / "whole", tmp_path / "disturbed"
+    experts = (
+        "--architecture llama --position-embedding-type rope --tensor-model-parallel-size 1 --num-experts 4 "
+        "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --moe-router-enable-expert-bias "
+        "--moe-input-jitter-eps 0.01"
+    ).split()
+    undisturbed(ranks, data, whole, 30, *experts)
+    moments = [chaos.after_save(0.1), chaos.after_save(0.3)]
+    flags = [*chaos.flags_of(data, disturbed, 30, save_interval=5), *experts]
+    outcome = chaos.disturb(flags, moments, seed=0, max_restarts=3)
+    assert outcome.status == 0, outcome.text
+    assert len(outcome.failures) == 2
+    assert_equal_runs(disturbed, whole)
+
+
+@pytest.mark.slow
 def test_a_hundred_faults_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
     """Kills, stops, segmentation faults and passing errors: from the start of the ranks, or after a checkpoint."""
     seed = random.SystemRandom().getrandbits(32)

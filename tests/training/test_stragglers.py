@@ -11,6 +11,7 @@ from tests.ranks import RankPools
 from tests.training import slowed
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+EP = "--architecture llama --position-embedding-type rope --num-experts 4 --expert-model-parallel-size 2"
 FOUR = "--num-layers 4 --pipeline-partition-method"
 FLAGS = "--eval-iters 0 --log-memory-interval 0 --train-iters 5 --log-interval 5"
 PAUSE_S = 0.8
@@ -31,6 +32,8 @@ CASES = [
     pytest.param(PP, 1, "backward", id="PP2 backward"),
     pytest.param(PP, 1, "optimizer", id="PP2 optimizer", marks=SLOW),
     pytest.param(PP, 0, "data", id="PP2 data", marks=SLOW),
+    pytest.param(EP, 1, "forward", id="EP2 forward"),
+    pytest.param(EP, 0, "backward", id="EP2 backward", marks=SLOW),
 ]
 
 

@@ -239,6 +239,9 @@ class GradientBuffers:
             if bucket.sent is not None and bucket.is_needed:
                 bucket.sums.copy_(bucket.sent)
             bucket.work = bucket.sent = None
+        if self._ctx.grad_size > 1:  # of one rank alone the update checks the norm
+            for flat in self._alone:
+                self._ctx.state.checks.whole(flat, GRADIENT, PassPlace(UPDATE))
         if self._alone and self._options.scale_before != 1.0:
             # what no other rank adds to was in no bucket
             torch._foreach_mul_(self._alone, self._options.scale_before)
