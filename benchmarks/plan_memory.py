@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.allocations import MIB, Allocations, Peak, library
 from benchmarks.alternating import free_port
+from megatron.parallel.costs import Router, Table
 from megatron.parallel.shards import Shard
 
 LIMIT = 0.05
@@ -62,6 +63,7 @@ TINY_GQA = f"{TINY_LLAMA} --num-query-groups 2"
 TINY_BLOOM = f"{TINY} {BLOOM}"
 WEIGHTS = f"{TINY} {LLAMA} --ffn-hidden-size 704 --hidden-size 256 --vocab-size 2000 --seq-length 16"
 """Far more bytes in weights than in activations, so that the reduction or the update is the peak."""
+EXPERTS = f"{TINY} {LLAMA} --num-query-groups 2 --ffn-hidden-size 192 --num-experts 8 --moe-aux-loss-coeff 0.01"
 NF4 = "--quantize-base nf4 --freeze *qkv.weight *dense.weight *mlp* *word* output.weight"
 DORA = "--lora-rank 4 --use-dora --lora-target-modules all-linear lm_head embed_tokens"
 LORA = "--lora-rank 4"
@@ -73,6 +75,9 @@ SMALL_LLAMA = f"{SMALL} {LLAMA} --ffn-hidden-size 5632 --num-query-groups 4"
 PARTS = "--recompute-granularity selective --recompute-modules"
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+EXPERTS_OVER_TENSOR_RANKS = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
+)
 OFFLOAD = "--offload-optimizer --offload-param"
 
 CPU_CASES = [
@@ -111,6 +116,10 @@ CPU_CASES = [
     Case("Bloom, bf16, zero-bubble", f"{TINY_BLOOM} --bf16 {ZERO_BUBBLE}", 2),
     Case("Llama GQA, bf16, TP 2", f"{TINY_GQA} --bf16 --tensor-model-parallel-size 2", 2),
     Case("Bloom, fp32, TP 2, SP", f"{TINY_BLOOM} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+    Case("experts, fp32", EXPERTS),
+    Case("experts, bf16, full", f"{EXPERTS} --bf16 --recompute-granularity full"),
+    Case("experts, bf16, EP 2", f"{EXPERTS} --bf16 --expert-model-parallel-size 2", 2),
+    Case("experts, bf16, EP 2, TP 2, SP", f"{EXPERTS} --bf16 {EXPERTS_OVER_TENSOR_RANKS}", 2),
 ]
 CUDA_CASES = [
     Case("Llama, bf16", f"{SMALL_LLAMA} --bf16"),
@@ -200,9 +209,15 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     return None if ctx.tensor_rank or ctx.grad_rank else result
 
 
+_DRAWN = Shard.initial
+
+
 def _constant(shard: Shard, name: str, seed: int, rank: int, size: int) -> Any:
     import torch
 
+    # tokens that a router scores alike all go to the same experts
+    if isinstance(shard.cost, Router | Table):
+        return _DRAWN(shard, name, seed, rank, size)
     return torch.full(shard.local_shape(size), 0.01)
 
 

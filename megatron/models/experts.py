@@ -28,7 +28,7 @@ from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear
 from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
 from megatron.parallel.operators.products import grouped_linear
 from megatron.parallel.phase_clock import WAIT
-from megatron.parallel.shards import Shards
+from megatron.parallel.shards import Shards, shard_of
 from megatron.runtime.devices import device_of
 
 
@@ -56,8 +56,9 @@ class TokenRouter(nn.Module):
         self.keeps_scores = model.moe_router_pre_softmax
         self.jitter, self.ctx = model.moe_input_jitter_eps, shared.ctx
         self.weight = shards.allocate("weight", shared.ctx)
-        self.register_parameter("bias", shards.allocate("bias", shared.ctx) if "bias" in shards else None)
-        self.is_balanced = "bias" in shards and shards["bias"].balances
+        self.bias: nn.Parameter | None = None
+        if "bias" in shards:
+            self.bias = shards.allocate("bias", shared.ctx)
 
     def forward(self, hidden: Tensor, *, in_training: bool) -> Routing:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -91,9 +92,14 @@ class RouterBalance:
     """
 
     def __init__(self, module: nn.Module, rate: float, ctx: ParallelContext) -> None:
-        layers = (layer for layer in module.modules() if isinstance(layer, Experts))
-        self._biases = {layer.layer: layer.router.bias for layer in layers if layer.router.is_balanced}
         self._rate, self._ctx = rate, ctx
+        self._biases: dict[int, Tensor] = {}
+        for layer in module.modules():
+            if not isinstance(layer, Experts) or layer.router.bias is None:
+                continue
+            # one that is frozen stays
+            if shard_of(layer.router.bias).balances:
+                self._biases[layer.layer] = layer.router.bias
 
     @torch.no_grad()
     def update(self, by_layer: Mapping[int, Tensor]) -> None:

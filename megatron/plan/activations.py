@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 from megatron.options.config import Config
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, PassSizes, Projection
+from megatron.parallel.layout import Layout
 from megatron.parallel.operators.block_sizes import block_bytes
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
 from megatron.plan.attention_core import AttentionCore
+from megatron.plan.expert_memory import ExpertsMemory
+from megatron.plan.flops import held_numel, held_shards
 from megatron.plan.microbatch import MicrobatchSizes
 
 
@@ -56,7 +59,8 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     backward = memory.backward + converted
     # of the other trained parameters the largest has its gradient at the layer's peak, at worst
     with_own_moment = {moment.numbers for moment in memory.products}
-    trained = [math.prod(shard.local_shape(sizes.tensor_size)) for shard in layer.shards.values() if shard.trained]
+    layout = Layout.of(config.parallel)
+    trained = [held_numel(shard, layout) for shard in held_shards(layer, layout) if shard.trained]
     others = [numbers for numbers in trained if numbers not in with_own_moment]
     at_peak = GradientMoment(backward, max(others, default=0))
     return replace(memory, backward=backward, products=(*memory.products, at_peak))
@@ -65,17 +69,22 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
 def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
     """Return what the deferred gradients of a layer's trained weights keep: the inputs and the outputs' gradients of
     its matrix products. A column-parallel input is a rank's own rows under sequence parallelism."""
-    sizes = MicrobatchSizes(config)
-    numbers = 0
+    sizes, layout = MicrobatchSizes(config), Layout.of(config.parallel)
+    numbers = 0.0
     for linear in _linears(layer):
         outputs, inputs = linear.weight.shape
         if not linear.weight.trained:
             continue
-        if linear.is_column:
+        if linear.weight.expert is not None:
+            # all experts together take the choices of this rank's tokens, wherever each of them is
+            whole_or_part = sum(linear.weight.local_shape(layout.cut_of(linear.weight)[1]))
+            tokens_share = linear.cost.share * layout.expert_tensor_size / layout.tensor_size
+            numbers += tokens_share * whole_or_part
+        elif linear.is_column:
             numbers += inputs // sizes.sequence_cut + outputs // sizes.tensor_size
         else:
             numbers += inputs // sizes.tensor_size + outputs
-    return sizes.tokens * numbers * sizes.number_bytes
+    return round(sizes.tokens * numbers * sizes.number_bytes)
 
 
 # Linear layers
@@ -134,7 +143,8 @@ def _linears(layer: LayerDeclaration) -> list[_Linear]:
 
 def _converted_weight(weight: Shard, sizes: MicrobatchSizes) -> int:
     """Return the bytes that a product makes of its weight: 16 bits of 4, and on some CPUs a float32 block of those."""
-    outputs, inputs = weight.local_shape(sizes.tensor_size)
+    _, size = Layout.of(sizes.config.parallel).cut_of(weight)
+    outputs, inputs = weight.local_shape(size)
     block = 0
     if sizes.widens_products:
         forward, of_input = (sizes.tokens, inputs, outputs), (sizes.tokens, outputs, inputs)
@@ -163,10 +173,17 @@ def _of_methods(layer: LayerDeclaration, sizes: MicrobatchSizes) -> int:
         mask_size=sizes.mask_number_bytes,
         tensor_size=sizes.tensor_size,
     )
-    kept = 0
+    layout, kept = Layout.of(sizes.config.parallel), 0
     for prefix, method in layer.methods.items():
         name = f"{prefix}.weight".removeprefix(".")  # an embedding is a layer by itself, without a prefix
-        kept += method.kept_bytes(layer.shards[name], pass_sizes)
+        weight, passed = layer.shards[name], pass_sizes
+        if not layout.holds(weight):
+            continue
+        if weight.expert is not None:
+            tokens = ExpertsMemory(layer, sizes).tokens_of_one
+            _, cut = layout.cut_of(weight)
+            passed = replace(pass_sizes, tokens=tokens, own_tokens=tokens, tensor_size=cut)
+        kept += method.kept_bytes(weight, passed)
     return kept
 
 
@@ -178,7 +195,8 @@ class _TransformerLayer:
 
     def __init__(self, layer: LayerDeclaration, sizes: MicrobatchSizes) -> None:
         self._layer, self._sizes = layer, sizes
-        self._linears = _linears(layer)
+        self._linears = [linear for linear in _linears(layer) if linear.weight.expert is None]
+        self._experts = ExpertsMemory(layer, sizes)
         self._branches = {
             part: [linear for linear in self._linears if linear.cost.part == part] for part in ("attention", "mlp")
         }
@@ -199,7 +217,7 @@ class _TransformerLayer:
         if "mlp" in recomputed:
             no_mlp = self._inside_mlp
         elif "mlp_act" in recomputed:
-            no_mlp = self._activated
+            no_mlp = self._activated + self._experts.activated
         if "layernorm" in recomputed:
             no_norms = self._normed
         # what is dropped is back during its own backward pass; the norms' outputs after its peak
@@ -221,12 +239,15 @@ class _TransformerLayer:
     @cached_property
     def _normed(self) -> int:
         """Outputs of the norms before the branches, which the products of a branch share."""
-        branches = [
-            branch
-            for branch in self._branches.values()
-            if any(linear.keeps_input for linear in branch if linear.reads_stream)
-        ]
-        return self._sizes.stream_bytes * len(branches)
+        kept = 0
+        for part, branch in self._branches.items():
+            is_read = any(linear.keeps_input for linear in branch if linear.reads_stream)
+            # a router keeps it as it is in float32, and is given it again where its branch is recomputed
+            if part == "mlp" and self._experts.exist:
+                is_recomputed = "mlp" in self._sizes.config.training.recomputed_modules
+                is_read = is_read or is_recomputed or not self._sizes.is_16_bit
+            kept += is_read
+        return self._sizes.stream_bytes * kept
 
     @cached_property
     def _activated(self) -> int:
@@ -236,10 +257,10 @@ class _TransformerLayer:
 
     @cached_property
     def _inside_mlp(self) -> int:
-        """Inputs and outputs of activations, and what these keep beside."""
+        """Inputs and outputs of activations, and what these keep beside; all that router and experts keep."""
         inputs = sum(linear.outputs for linear in self._branches["mlp"] if linear.reads_stream)
         beside = sum(activation.kept for activation in self._activations)
-        return self._sizes.cut_bytes(inputs + beside) + self._activated
+        return self._sizes.cut_bytes(inputs + beside) + self._activated + self._experts.kept
 
     @cached_property
     def _of_cores(self) -> int:
@@ -269,7 +290,7 @@ class _TransformerLayer:
         gradients = self._inner_gradients
         if self._sizes.pointwise == "eager" and any(activation.is_gated for activation in self._activations):
             gradients = gradients * 3 // 2  # SwiGLU's own backward pass holds a product of one half beside them
-        return self._sizes.stream_bytes + gradients
+        return self._sizes.stream_bytes + max(gradients, self._experts.backward)
 
     @cached_property
     def _attention_backward(self) -> int:
@@ -294,6 +315,8 @@ class _TransformerLayer:
             if linear.weight.trained:
                 beside = self._beside_gradient(linear) + recomputed + _gradient_block(linear.weight, self._sizes)
                 yield GradientMoment(beside, math.prod(linear.weight.local_shape(self._sizes.tensor_size)))
+        for weight in self._experts.trained_weights:
+            yield GradientMoment(self._experts.beside_gradient + recomputed, weight)
 
     def _beside_gradient(self, linear: _Linear) -> int:
         """Gradients of activations beside that of the weight, less what is freed of the MLP by then."""

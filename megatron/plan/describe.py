@@ -11,10 +11,19 @@ from typing import Any
 from megatron.options.config import Config, batch_sizes, samples_after
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
+from megatron.plan.expert_memory import exchange_bytes
 from megatron.plan.fit import MOST_DEVICES, Proposal, Rules, capacity, fit_text, for_device, needed_bytes, propose
-from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, layer_flops
+from megatron.plan.flops import active_parameters, count_parameters, declared_layers, flops_per_token, layer_flops
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
-from megatron.plan.pipeline import cost_shares, schedule_bubble, stage_bounds, stage_text, waits_like_1f1b
+from megatron.plan.microbatch import MicrobatchSizes
+from megatron.plan.pipeline import (
+    cost_shares,
+    schedule_bubble,
+    stage_bounds,
+    stage_ranges,
+    stage_text,
+    waits_like_1f1b,
+)
 from megatron.runtime.device_cpu import WIDENED
 from megatron.runtime.devices import GIB, known_chips, planned_device
 from megatron.tasks.registry import load_task
@@ -42,7 +51,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
         ("devices", devices),
         *_layout_rows(config, layout),
         *_batch_rows(config, layout),
-        *_step_rows(config, num_devices),
+        *_step_rows(config, layout, num_devices),
     ]
     lines = [title, "", *(f"  {name:<11}{text}" for name, text in rows), ""]
     lines.append(f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})")
@@ -61,6 +70,8 @@ def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iter
     yield "", f"{model.position_embedding_type} positions, sequence {config.training.seq_length}, {vocabulary}"
     largest = max(stage.parameters for stage in stages)
     yield "parameters", f"{count_parameters(config):,} in all; at most {largest:,} a rank"
+    if model.num_experts is not None:
+        yield "", f"{active_parameters(config):,} active: those that compute with one token"
     for text in _frozen_text(config):
         yield "", text
 
@@ -73,6 +84,8 @@ def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
     if not config.uses_pipeline:
         text += ", sequential engine"
     yield "layout", text
+    if config.model.num_experts is not None:
+        yield "experts", _experts_text(config, layout)
     products = ""
     if config.fp8.uses_fp8:
         products = f", products in fp8 ({config.fp8.fp8_format})"
@@ -80,6 +93,13 @@ def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
     if training.precision in planned_device(parallel.device).widened():
         yield "", WIDENED.format(training.precision)
     yield "ZeRO", _zero_text(config)
+
+
+def _experts_text(config: Config, layout: Layout) -> str:
+    model = config.model
+    each = _count(model.num_experts or 0, "expert")
+    text = f"{each} a layer, {model.moe_router_topk} a token; EP {layout.expert_size} x TP {layout.expert_tensor_size}"
+    return f"{text} x DP {layout.expert_grad_size}"
 
 
 def _batch_rows(config: Config, layout: Layout) -> Iterator[Row]:
@@ -91,7 +111,7 @@ def _batch_rows(config: Config, layout: Layout) -> Iterator[Row]:
     yield "bubble", _bubble_text(config, layout.num_batch_ranks)
 
 
-def _step_rows(config: Config, num_devices: int) -> Iterator[Row]:
+def _step_rows(config: Config, layout: Layout, num_devices: int) -> Iterator[Row]:
     task = load_task(config)
     tokens = config.training.global_batch_size * task.data.sample_length
     # an objective may compute with the model before a step, such as a reference's log-probabilities
@@ -102,6 +122,17 @@ def _step_rows(config: Config, num_devices: int) -> Iterator[Row]:
     if forward_flops:
         passes = _count(task.objective.num_forwards, "forward pass", "es")
         yield "", f"with {passes} over as many tokens before it"
+    num_microbatches = task.data.num_microbatches(layout.num_batch_ranks)
+    if layout.expert_size > 1 and num_microbatches is not None:
+        sent = num_microbatches * max(_exchange_by_stage(config))
+        yield "", f"{_gib(sent)} GiB that a rank sends to experts elsewhere, if all are used alike"
+
+
+def _exchange_by_stage(config: Config) -> Iterator[int]:
+    """Yield the bytes that a rank of each stage sends to experts elsewhere for one microbatch."""
+    layers, sizes = declared_layers(config), MicrobatchSizes(config)
+    for ranges in stage_ranges(config, layers):
+        yield exchange_bytes([layer for start, stop in ranges for layer in layers[start:stop]], sizes)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

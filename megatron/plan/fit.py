@@ -182,6 +182,9 @@ def _candidates(config: Config, num_devices: int, devices_per_node: int) -> list
         # DeepSpeed's pipeline engine runs with ZeRO-1 at most
         if num_devices % (tensor_size * stages) or (stages > 1 and layout["zero_stage"] >= 2):
             continue
+        # nor do our own groups of experts
+        if layout["expert_model_parallel_size"] > 1 and layout["zero_stage"] >= 2:
+            continue
         layout |= _dependent_options(config, layout)
         candidates += [_changed(config, layout | extra) for extra in _extras(layout)]
     return sorted(
@@ -207,6 +210,10 @@ def _axes(config: Config, num_devices: int, devices_per_node: int) -> dict[str, 
             *(size for size in powers if size <= config.model.num_layers),
             parallel.pipeline_model_parallel_size,
         ],
+        "expert_model_parallel_size": [
+            *(size for size in powers if (config.model.num_experts or 1) % size == 0),
+            parallel.expert_model_parallel_size,
+        ],
         "zero_stage": [config.optimizer.zero_stage, *range(config.effective_zero_stage + 1, 4)],
         "recompute_granularity": [training.recompute_granularity, "selective", "full"],
         "micro_batch_size": micro_batch_sizes,
@@ -222,6 +229,8 @@ def _dependent_options(config: Config, layout: dict[str, Any]) -> dict[str, Any]
         "sequence_parallel": parallel.sequence_parallel and layout["tensor_model_parallel_size"] > 1,
         "recompute_modules": training.recompute_modules,
     }
+    if parallel.expert_tensor_parallel_size not in (None, 1):  # it is that of the rest
+        options["expert_tensor_parallel_size"] = layout["tensor_model_parallel_size"]
     granularity = layout["recompute_granularity"]
     if granularity == "selective" and granularity != training.recompute_granularity:
         options["recompute_modules"] = PARTS
@@ -267,6 +276,9 @@ def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
     communication = 0.05 * math.log2(layout.tensor_size)
     if layout.tensor_size > devices_per_node:  # each layer's all-reduces cross nodes
         communication += 1.0
+    communication += 0.03 * math.log2(layout.expert_size)
+    if layout.expert_size * layout.expert_tensor_size > devices_per_node:  # and so do tokens, though not all
+        communication += 0.3
     cost *= 1 + communication
     cost *= {3: 1.15, 2: 1.05}.get(optimizer.zero_stage, 1.0)
     if optimizer.offload_optimizer:

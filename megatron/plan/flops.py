@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.costs import Attention, MatrixProduct, Router
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
 
 
@@ -33,10 +34,32 @@ def _padded_numel(shard: Shard) -> int:
     return math.prod(shard.shape) // shard.shape[shard.dim] * (shard.shape[shard.dim] + shard.padding)
 
 
-def parameters_of_layer(layer: LayerDeclaration, tensor_model_parallel_size: int, *, trained_only: bool = False) -> int:
-    """Parameters of one layer that one tensor-parallel rank holds."""
-    shards = (shard for shard in layer.shards.values() if shard.trained or not trained_only)
-    return sum(math.prod(shard.local_shape(tensor_model_parallel_size)) for shard in shards)
+def active_parameters(config: Config) -> int:
+    """Parameters of the whole model that compute with one token: of experts, those that it passes through."""
+    shards = declared_shards(declared_layers(config)).values()
+    return round(sum(_padded_numel(shard) * _share(shard) for shard in shards))
+
+
+def _share(shard: Shard) -> float:
+    """Share of the tokens that compute with a parameter."""
+    return shard.cost.share if isinstance(shard.cost, MatrixProduct) else 1.0
+
+
+def held_shards(layer: LayerDeclaration, layout: Layout) -> list[Shard]:
+    """Return the shards of a layer that a rank holds, whole or in part. Every rank of a stage holds as many numbers."""
+    return [shard for shard in layer.shards.values() if layout.holds(shard)]
+
+
+def held_numel(shard: Shard, layout: Layout) -> int:
+    """Numbers of a parameter on a rank that holds it."""
+    _, size = layout.cut_of(shard)
+    return math.prod(shard.local_shape(size))
+
+
+def parameters_of_layer(layer: LayerDeclaration, layout: Layout, *, trained_only: bool = False) -> int:
+    """Parameters of one layer that one rank holds."""
+    shards = (shard for shard in held_shards(layer, layout) if shard.trained or not trained_only)
+    return sum(held_numel(shard, layout) for shard in shards)
 
 
 @dataclass(frozen=True)
@@ -118,5 +141,4 @@ def _products(matrices: Sequence[Shard]) -> int:
 
     Of an expert's, those of the share of tokens that pass through it.
     """
-    shares = (matrix.cost.share if isinstance(matrix.cost, MatrixProduct) else 1.0 for matrix in matrices)
-    return round(sum(2 * math.prod(matrix.shape) * share for matrix, share in zip(matrices, shares, strict=True)))
+    return round(sum(2 * math.prod(matrix.shape) * _share(matrix) for matrix in matrices))

@@ -67,7 +67,7 @@ def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
         state = shared_state(config, layout, held)
         step = _Step(config, chunks, state, number, schedule)
         peak, memory = max(step.moments(), key=lambda moment: moment[1].total)
-        parameters = sum(parameters_of_layer(layer, layout.tensor_size) for layer in held)
+        parameters = sum(parameters_of_layer(layer, layout) for layer in held)
         stages.append(Stage(tuple(ranges), parameters, step.in_flight, memory, peak, state.host))
     return stages
 
@@ -112,8 +112,7 @@ class _Step:
         self._messages = self._message_bytes()
 
     def _layer(self, declaration: LayerDeclaration) -> _Layer:
-        tensor_size = self.config.parallel.tensor_model_parallel_size
-        trained = parameters_of_layer(declaration, tensor_size, trained_only=True)
+        trained = parameters_of_layer(declaration, Layout.of(self.config.parallel), trained_only=True)
         return _Layer(declaration, layer_memory(declaration, self.config), trained * self.number_bytes)
 
     def _message_bytes(self) -> int:

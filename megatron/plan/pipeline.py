@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron.options.config import Config
 from megatron.options.flags import flag
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import deferred_bytes, layer_memory
 from megatron.plan.flops import declared_layers, layer_flops, parameters_of_layer
@@ -44,11 +45,11 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
     required = _required_layers(config, layers)
     if sum(required) < num_ranges:  # refused by the rules, which need sizes all the same
         return [min(index, len(layers)) for index in range(num_ranges + 1)]
-    tensor_size = config.parallel.tensor_model_parallel_size
+    layout = Layout.of(config.parallel)
     schedule = schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size)
     bounds = _balanced(
         weights=tuple(_weights(config, layers)),
-        state=tuple(STATE_BYTES * parameters_of_layer(layer, tensor_size) for layer in layers),
+        state=tuple(STATE_BYTES * parameters_of_layer(layer, layout) for layer in layers),
         kept=tuple(layer_memory(layer, config).kept for layer in layers),
         deferred=tuple(deferred_bytes(layer, config) for layer in layers),
         required=required,
@@ -59,9 +60,9 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
 
 def _weights(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
     """Return the weight of each layer in the measure of `pipeline_partition_method`."""
-    method, tensor_size = config.parallel.pipeline_partition_method, config.parallel.tensor_model_parallel_size
+    method, layout = config.parallel.pipeline_partition_method, Layout.of(config.parallel)
     if method == "parameters":
-        return [parameters_of_layer(layer, tensor_size, trained_only=True) for layer in layers]
+        return [parameters_of_layer(layer, layout, trained_only=True) for layer in layers]
     if method == "uniform":
         return [1] * len(layers)
     if method == "cost":
@@ -76,10 +77,10 @@ def _required_layers(config: Config, layers: Sequence[LayerDeclaration]) -> tupl
     They are the transformer layers and the output projection; of these the trained ones where there are enough.
     """
     # trained ones, since the optimizer of a stage needs something to train
-    tensor_size = config.parallel.tensor_model_parallel_size
+    layout = Layout.of(config.parallel)
     required = tuple(layer.number is not None or layer is layers[-1] for layer in layers)
     trained = tuple(
-        is_required and parameters_of_layer(layer, tensor_size, trained_only=True) > 0
+        is_required and parameters_of_layer(layer, layout, trained_only=True) > 0
         for is_required, layer in zip(required, layers, strict=True)
     )
     if sum(trained) < config.parallel.num_pipeline_ranges:

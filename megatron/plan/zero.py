@@ -6,7 +6,6 @@ Sizes in bytes, of one rank, where the name does not say numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from megatron.options.deepspeed_file import read_settings
 from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.plan.flops import declared_layers, parameters_of_layer
+from megatron.plan.flops import declared_layers, held_numel, held_shards, parameters_of_layer
 from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import stage_ranges
 from megatron.runtime.device import Device
@@ -44,11 +43,11 @@ def reduce_bucket_size(config: Config) -> int:
 
     Under ZeRO-2 and 3 and offload DeepSpeed's default.
     """
-    layers, tensor_size = declared_layers(config), config.parallel.tensor_model_parallel_size
+    layers, layout = declared_layers(config), Layout.of(config.parallel)
     largest_stage = 1
     for ranges in stage_ranges(config, layers):
         stage = held_layers([layer for start, stop in ranges for layer in layers[start:stop]])
-        largest_stage = max(largest_stage, _parameters(stage, tensor_size, trained_only=True))
+        largest_stage = max(largest_stage, _parameters(stage, layout, trained_only=True))
     if not has_gradient_buffers(config):
         return min(REDUCE_BUCKET, largest_stage)
     bucket = max(SMALLEST_BUCKET, min(LARGEST_BUCKET, largest_stage // BUCKETS))
@@ -108,13 +107,15 @@ class SharedState:
 
 def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
     """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
-    rank = _Rank(config, layout.tensor_size, layout.grad_size, layers)
+    rank = _Rank(config, layout, layers)
     if config.training.skip_train:
         state = _of_evaluation(rank)
     else:
         state = _of_training(rank)
     # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
-    quantized = sum(nf4_layout.num_bytes(shard, rank.tensor_size) for layer in layers for shard in _quantized(layer))
+    quantized = sum(
+        nf4_layout.num_bytes(shard, layout.cut_of(shard)[1]) for layer in layers for shard in _quantized(layer, layout)
+    )
     return replace(state, weights=state.weights + quantized)
 
 
@@ -123,31 +124,48 @@ class _Rank:
     """Parameters of a rank and the buffers that DeepSpeed makes for them."""
 
     config: Config
-    tensor_size: int
-    grad_size: int
-    """Ranks that hold copies of these parameters, over which gradients are summed."""
+    layout: Layout
     layers: Sequence[LayerDeclaration]
 
     # Numbers
 
+    @property
+    def grad_size(self) -> int:
+        """The largest number of ranks that hold copies of some parameter, over which its gradient is summed."""
+        return max((size for size, _ in self.trained_by_size), default=self.layout.grad_size)
+
     @cached_property
     def parameters(self) -> int:
-        return _parameters(self.layers, self.tensor_size)
+        return _parameters(self.layers, self.layout)
 
     @cached_property
     def trained(self) -> int:
-        return _parameters(self.layers, self.tensor_size, trained_only=True)
+        return _parameters(self.layers, self.layout, trained_only=True)
+
+    @cached_property
+    def trained_by_size(self) -> list[tuple[int, int]]:
+        """Numbers of ranks over which gradients are summed, and trained numbers: of experts they may be fewer."""
+        totals: dict[int, int] = {}
+        for shard in (shard for layer in self.layers for shard in held_shards(layer, self.layout) if shard.trained):
+            _, size = self.layout.grad_place(shard)
+            totals[size] = totals.get(size, 0) + held_numel(shard, self.layout)
+        return list(totals.items())
 
     @property
     def share(self) -> int:
         """Trained numbers that this rank updates where ZeRO cuts the optimizer's states."""
-        return -(-self.trained // self.grad_size)
+        return sum(-(-numel // size) for size, numel in self.trained_by_size)
+
+    @property
+    def reduced(self) -> int:
+        """Trained numbers whose gradients are summed over ranks."""
+        return sum(numel for size, numel in self.trained_by_size if size > 1)
 
     @cached_property
     def parameter_sizes(self) -> list[int]:
         """Numbers of each parameter of the rank."""
-        shards = [shard for layer in self.layers for shard in layer.shards.values()]
-        return [math.prod(shard.local_shape(self.tensor_size)) for shard in shards if not shard.quantized]
+        shards = [shard for layer in self.layers for shard in held_shards(layer, self.layout)]
+        return [held_numel(shard, self.layout) for shard in shards if not shard.quantized]
 
     @property
     def largest_parameter(self) -> int:
@@ -247,7 +265,9 @@ def _of_training(rank: _Rank) -> SharedState:
         state = _offloaded(rank, state)
     if stage in (1, 2) and rank.grad_size > 1 and rank.device.collectives_are_gloo:
         # gloo gathers the updated weights into a tensor of its own before it copies them
-        gathered = rank.number_bytes * min(rank.trained, ALLGATHER_BUCKET)
+        # one set of ranks after the other
+        largest = max(numel for size, numel in rank.trained_by_size if size > 1)
+        gathered = rank.number_bytes * min(largest, ALLGATHER_BUCKET)
         state = replace(state, at_update=max(state.at_update, gathered))
     return state
 
@@ -255,8 +275,8 @@ def _of_training(rank: _Rank) -> SharedState:
 def _buffered(rank: _Rank) -> SharedState:
     """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent_bytes`."""
     at_reduction = 0
-    if rank.grad_size > 1 and rank.sent_bytes != rank.sum_bytes:
-        at_reduction = rank.sent_bytes * rank.trained
+    if rank.sent_bytes != rank.sum_bytes:
+        at_reduction = rank.sent_bytes * rank.reduced
     return replace(
         rank.without_gradients(),
         gradients=rank.sum_bytes * rank.trained,
@@ -311,7 +331,7 @@ def _zero_3(rank: _Rank) -> SharedState:
         # beside its share every rank holds small parameters whole
         weights += sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
     # those of the first and the last layer are still gathered at the reduction
-    ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.tensor_size)
+    ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.layout)
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.grad_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
@@ -361,13 +381,13 @@ def _offloaded(rank: _Rank, state: SharedState) -> SharedState:
     )
 
 
-def _parameters(layers: Sequence[LayerDeclaration], tensor_size: int, *, trained_only: bool = False) -> int:
+def _parameters(layers: Sequence[LayerDeclaration], layout: Layout, *, trained_only: bool = False) -> int:
     """Numbers of the parameters that a rank holds, which quantised weights are not among."""
-    total = sum(parameters_of_layer(layer, tensor_size, trained_only=trained_only) for layer in layers)
+    total = sum(parameters_of_layer(layer, layout, trained_only=trained_only) for layer in layers)
     if trained_only:
         return total
-    return total - sum(math.prod(shard.local_shape(tensor_size)) for layer in layers for shard in _quantized(layer))
+    return total - sum(held_numel(shard, layout) for layer in layers for shard in _quantized(layer, layout))
 
 
-def _quantized(layer: LayerDeclaration) -> list[Shard]:
-    return [shard for shard in layer.shards.values() if shard.quantized]
+def _quantized(layer: LayerDeclaration, layout: Layout) -> list[Shard]:
+    return [shard for shard in held_shards(layer, layout) if shard.quantized]

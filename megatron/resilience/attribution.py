@@ -75,7 +75,7 @@ def _follows(
 ) -> bool:
     """Return True if another rank was bad before, and this one got it from there."""
     own = record.place
-    # tensor-parallel ranks, and those that exchange tokens, make the same checks in the same order, so their numbers can
+    # tensor-parallel ranks and those that exchange tokens make the same checks in the same order: numbers of these can
     # be compared
     orders_of_peers = [
         theirs.order for other, theirs in bad if (other.place.stage, other.place.team) == (own.stage, own.team)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.options.config import Config
 from megatron.options.training import TrainingConfig
+from megatron.parallel.layout import Layout
 from megatron.plan.activations import deferred_bytes, layer_memory
 from megatron.plan.flops import declared_layers, layer_flops, parameters_of_layer
 from megatron.plan.memory import memory_by_stage
@@ -72,7 +73,7 @@ def test_cuts_are_the_best_of_all(
         held = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
         memory = [
             sum(
-                16 * parameters_of_layer(layer, 1)
+                16 * parameters_of_layer(layer, Layout())
                 + in_flight * layer_memory(layer, run).kept
                 + waiting * deferred_bytes(layer, run)
                 for layer in part

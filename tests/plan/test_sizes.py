@@ -10,6 +10,7 @@ import torch
 from megatron.models.registry import FAMILIES
 from megatron.options.config import Config
 from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import declared_shards
 from megatron.plan.flops import count_parameters, declared_layers, flops_per_token, parameters_of_layer
 from megatron.settings.command_line import load_config
@@ -97,16 +98,16 @@ def assert_planned_is_allocated(run: Config) -> None:
     from megatron.parallel.shards import named_parameters
 
     size = run.parallel.tensor_model_parallel_size
-    layers = declared_layers(run)
+    layers, layout = declared_layers(run), Layout.of(run.parallel)
     with torch.device("meta"):
         specs = build_layers(run, ParallelContext(tensor_size=size, rank=size - 1))
         built = [dict(named_parameters(spec.build())) for spec in specs]
     for layer, parameters in zip(layers, built, strict=True):
         shapes = {layer.full_name(name): shard.local_shape(size) for name, shard in layer.shards.items()}
         assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == shapes
-        assert parameters_of_layer(layer, size) == sum(p.numel() for p in parameters.values())
+        assert parameters_of_layer(layer, layout) == sum(p.numel() for p in parameters.values())
         trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-        assert parameters_of_layer(layer, size, trained_only=True) == trained
+        assert parameters_of_layer(layer, layout, trained_only=True) == trained
     every = declared_shards(layers)
     merged = {name: parameter for parameters in built for name, parameter in parameters.items()}
     cut = sum(p.numel() * (1 if every[name].dim is None else size) for name, p in merged.items())

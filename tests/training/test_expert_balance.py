@@ -13,6 +13,7 @@ from megatron.checkpoint.reader import newest_checkpoint
 from megatron.checkpoint.source import Slice
 from megatron.models.experts import TokenRouter
 from megatron.observability.expert_loads import LoadWatch
+from megatron.parallel.shards import named_parameters
 from tests.ranks import RankPools
 from tests.training import layouts
 from tests.training.test_experts import EP2, ETP1, FLAGS, PP2, SP, TP2
@@ -42,7 +43,7 @@ def balanced(flags: str) -> dict[str, Any]:
         assert record is not None
         found["losses"].append(result.loss)
         found["loads"].append(record["tokens"])
-        parameters = {p.full_name: p for p in engine.module.parameters() if p.full_name.endswith("router.bias")}
+        parameters = {name: p for name, p in named_parameters(engine.module) if name.endswith("router.bias")}
         assert all(p.dtype == torch.float32 and not p.requires_grad for p in parameters.values())
         found["biases"].append({name.split(".")[1]: p.tolist() for name, p in parameters.items()})
     return found

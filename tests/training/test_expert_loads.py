@@ -52,7 +52,7 @@ def alone(ranks: RankPools) -> Any:
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "size"),
     [
-        (1, "--recompute-granularity full", 2),
+        (1, "--recompute-granularity full", 4),
         (2, EP2, 2),
         (2, f"{TP2} {ETP1}", 4),
         (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
