@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.options.config import Config
 from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD
+from megatron.plan.pipeline import stage_work
 from megatron.resilience.rank_record import OWN_PHASES, RankPlace, RankRecord, Times
 from megatron.runtime.commands import first_of
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
-from collections import deque
-
-from megatron.options.config import Config
-from megatron.parallel.context import ParallelContext
-from megatron.plan.pipeline import stage_work
 
 
 @dataclass(frozen=True)
