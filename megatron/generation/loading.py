@@ -25,8 +25,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
 from megatron.generation.options import LoadOptions
-from megatron.generation.saved_model import inference_config
-from megatron.models.rules import check_layout
+from megatron.generation.saved_model import check_copies, inference_config
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
@@ -123,7 +122,7 @@ def _config(options: LoadOptions, saved: Config, ctx: ParallelContext) -> Config
     """Return the config to compute with: the saved model, and the layout, precision and kernels of now."""
     device = device_of(ctx.device.type)
     config = inference_config(options, saved, name_of(device), lazy=device.is_lazy())
-    if faults := check_layout(config, ctx.world_size):
+    if faults := check_copies(config, ctx.world_size):
         raise ConfigError(faults)
     check_precision(device, config.training.precision)
     return config

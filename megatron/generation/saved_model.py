@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.generation.options import LoadOptions
-from megatron.models.rules import check_layout
+from megatron.models.rules import check_experts_of_copies, check_layout
 from megatron.options.config import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device
 from megatron.options.data import DataConfig
 from megatron.options.model import NOT_COMPUTED, ModelConfig
@@ -29,9 +29,14 @@ def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[st
         path = own_file(folder, "config.json")
         saved = config_of(read_json(path), str(path), architecture=options.architecture)  # warned of by the ranks
         # lazy mode, which only the ranks can know, decides how layers are compiled, not what fits
-        return check_layout(inference_config(options, saved, device, lazy=False), world_size)
+        return check_copies(inference_config(options, saved, device, lazy=False), world_size)
     except (CheckpointError, ConfigError, OSError):
         return []
+
+
+def check_copies(config: Config, world_size: int) -> list[str]:
+    """Return a message for every broken rule of a model and its copies over ranks."""
+    return [*check_layout(config, world_size), *check_experts_of_copies(config, f"load={config.checkpoint.load}")]
 
 
 def parallel_options(options: LoadOptions) -> ParallelConfig:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron.options.config import Config
 from megatron.options.model import LoraConfig
@@ -31,10 +31,7 @@ SHOWN = 12
 class TheirNames(Protocol):
     """The names in a HuggingFaceForm (models/family.py), which imports this file."""
 
-    @property
-    def prefix(self) -> str: ...
-    @property
-    def modules(self) -> Mapping[str, tuple[str, ...]]: ...
+    def their_modules(self, ours: str) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,9 @@ class LowRank:
         found: dict[str, Shard] = {}
         rows, columns = weight.shape
         for adapter in self.adapters:
-            down = Shard((adapter.rank, columns), bound=columns**-0.5, used_on="stream")
+            # each rank that shares an expert applies A for its own rows of B alone
+            used_on: Literal["stream", "heads"] = "stream" if weight.expert is None else "heads"
+            down = Shard((adapter.rank, columns), bound=columns**-0.5, used_on=used_on)
             if weight.dim == 0:
                 pieces = weight.pieces[adapter.first : adapter.stop]
                 up = Shard((sum(pieces), adapter.rank), dim=0, pieces=pieces, padding=weight.padding)
@@ -197,11 +196,7 @@ def modules_of(layers: Iterable[LayerDeclaration], form: TheirNames | None) -> l
 
 
 def _pieces(layer: LayerDeclaration, prefix: str, ours: str, shard: Shard, form: TheirNames | None) -> Iterator[Module]:
-    number = "" if layer.number is None else str(layer.number)
-    theirs: tuple[str, ...] = ()
-    if form is not None:
-        place = ours.replace(f".{number}.", ".*.", 1) if number else ours
-        theirs = tuple(f"{form.prefix}{name.replace('*', number)}" for name in form.modules.get(place, ()))
+    theirs = () if form is None else form.their_modules(ours)
     if ours == OUR_OUTPUT:
         theirs = (OUTPUT,)
     if len(theirs) < 2:
@@ -232,12 +227,14 @@ def with_adapters(
     by_name = {layer.name: layer for layer in layers}
     targets = _adapted(by_name, modules, lora.lora_target_modules)
     saved = {module.place for module in modules if _is_saved(module, lora)}
-    places = dict.fromkeys(module.place for module in targets)  # in order
+    places: dict[str, dict[str, list[Module]]] = {}  # in order
+    for module in targets:
+        places.setdefault(module.layer, {}).setdefault(module.prefix, []).append(module)
+    adapted = {module.place for module in targets}
     found = []
     for layer in layers:
-        layer = _frozen(layer, saved, places.keys(), lora.lora_bias)
-        for prefix in [prefix for name, prefix in places if name == layer.name]:
-            own = [module for module in targets if module.place == (layer.name, prefix)]
+        layer = _frozen(layer, saved, adapted, lora.lora_bias)
+        for prefix, own in places.get(layer.name, {}).items():
             layer = layer.with_method(prefix, _method(own, weight_of(by_name, own[0]).vocabulary, lora))
         found.append(layer)
     return found

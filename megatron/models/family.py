@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,9 @@ class ConfigFields(Protocol):
     def texts(self, name: str) -> list[str]:
         """Return the list of texts under a name; an empty one where it is missing or null."""
 
+    def integers(self, name: str) -> list[int]:
+        """Return the list of integers under a name; an empty one where it is missing or null."""
+
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
 
@@ -52,6 +56,21 @@ class ConfigFields(Protocol):
         """Raise CheckpointError with every refused value."""
 
 
+_NUMBER = re.compile(r"(^layers\.|\.experts\.)(\d+)(?=\.)")
+"""Number of a layer or an expert in the name of a module."""
+
+
+def _starred(module: str) -> tuple[str, list[str]]:
+    """Return a module's name with `*` for the numbers of its layer and its expert, and the numbers."""
+    return _NUMBER.sub(r"\1*", module), [number for _, number in _NUMBER.findall(module)]
+
+
+def _numbered(name: str, numbers: Iterable[str]) -> str:
+    for number in numbers:
+        name = name.replace("*", number, 1)
+    return name
+
+
 @dataclass(frozen=True)
 class HuggingFaceForm:
     """One of transformers' classes: its modules' names, the order of its matrices, its config.json."""
@@ -61,7 +80,8 @@ class HuggingFaceForm:
     prefix: str
     """Prefix of every name but the output projection's; folders saved from the bare model lack it."""
     modules: Mapping[str, tuple[str, ...]]
-    """Their module, or those that are the pieces of ours, in order, by our module; `*` is the number of a layer."""
+    """Their module, or those that are the pieces of ours, in order, by our module; `*` is the number of a layer, then
+    that of an expert."""
     options: Callable[[ConfigFields], tuple[dict[str, Any], Any]]
     """Our model's options and longest sequence, read from their config.json."""
     config_fields: Callable[[Config], dict[str, Any]]
@@ -80,6 +100,30 @@ class HuggingFaceForm:
     """Rows of the fused projection are [head][q, k, v][head size]; ours are [q, k, v][head][head size]."""
     buffers: str = r"(?!)"
     """Constants that old files hold among the weights: a regular expression of their names."""
+    fused_experts: Mapping[str, str] = field(default_factory=dict)
+    """Tensors [experts, rows, columns] that hold a module of every expert, by our module, instead of `modules`."""
+    writes_fused: bool = False
+    """Written so too: the names of `modules` are in no file."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Other names of the same tensors in files: what replaces the first match, by regular expression."""
+
+    def their_modules(self, ours: str) -> tuple[str, ...]:
+        """Return the full names of the modules that make `layers.3.mlp.experts.1.down`; (): there are none."""
+        pattern, numbers = _starred(ours)
+        return tuple(_numbered(self.prefix + name, numbers) for name in self.modules.get(pattern, ()))
+
+    def fused_name(self, ours: str) -> str | None:
+        """Return the full name of the tensor that holds this module of every expert."""
+        pattern, numbers = _starred(ours)
+        name = self.fused_experts.get(pattern)
+        return None if name is None else _numbered(self.prefix + name, numbers)
+
+    def full_name(self, name: str) -> str:
+        """Return a name of a file as `modules` and `fused_experts` have it; files may shorten it."""
+        full = name if name == self.output or name.startswith(self.prefix) else self.prefix + name
+        for pattern, replacement in self.renamed.items():
+            full = re.sub(pattern, replacement, full, count=1)
+        return full
 
     def cannot_express(self, model: ModelConfig) -> list[str]:
         """Return every option of our model that this form cannot express, as `name=value`."""
@@ -189,7 +233,9 @@ def _quantization_faults(config: Config, layers: Sequence[LayerDeclaration]) -> 
             "cannot be; freeze weights (freeze=layers.*.mlp.*), or leave quantize_base out"
         )
     with contextlib.suppress(LayoutError):  # reported by the rules of the layout
-        faults = (cut_fault(*each, config.parallel.tensor_model_parallel_size) for each in weights.items())
+        tp, etp = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+        sizes = {name: 1 if shard.expert is not None and etp == 1 else tp for name, shard in weights.items()}
+        faults = (cut_fault(name, shard, sizes[name]) for name, shard in weights.items())
         yield from itertools.islice(filter(None, faults), 1)
     if config.checkpoint.save is not None and config.lora.lora_rank is None:
         yield f"{option} keeps no weights from which a checkpoint could be saved; leave save out"

@@ -106,6 +106,19 @@ def check_expert_bias(config: Config) -> Iterator[str]:
         )
 
 
+def check_experts_of_copies(config: Config, option: str) -> Iterator[str]:
+    """Check that no two copies of the model share experts, where each generates for itself by this `option`."""
+    parallel = config.parallel
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    ranks = tp if parallel.expert_tensor_parallel_size == 1 else 1
+    if ranks % ep:
+        yield (
+            f"{option} lets each copy of the model generate for prompts of its own, but with "
+            f"expert_model_parallel_size={ep} several copies share experts, and would wait for each other; use "
+            f"{divisors(ranks, 64)} (at most tensor_model_parallel_size, with expert_tensor_parallel_size=1)"
+        )
+
+
 def _check_expert_widths(model: ModelConfig, tp: int, *, is_cut: bool) -> Iterator[str]:
     width, shared = model.expert_ffn_size, model.moe_shared_expert_intermediate_size
     if is_cut and width % tp:

@@ -30,7 +30,8 @@ PARTICULAR = (
     "attention_window", "attention_window_pattern", "attention_multiplier", "attention_softcap", "rotary_percent",
     "rotary_base_local",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
-    "num_experts", "moe_router_enable_expert_bias",
+    "num_experts", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
 )  # fmt: skip
 """Options that few models have: a form of transformers names those that it can express (models/family.py)."""
 
@@ -40,8 +41,9 @@ class ModelConfig:
     """Architecture of the model."""
 
     architecture: str = "bloom"
-    """Model family, a file of megatron/models/families/: `bloom`, `gemma2`, `gemma3`, `gpt_neox`, `granite`, `llama`,
-    `mistral`, `olmo2`, `phi3`, `qwen2`, `qwen3`, `starcoder2`. `package.module:RECORD`: a family of your own."""
+    """Model family, a file of megatron/models/families/: `bloom`, `gemma2`, `gemma3`, `gpt_neox`, `granite`,
+    `granitemoe`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmoe`, `phi3`, `qwen2`, `qwen3`, `qwen3_moe`, `starcoder2`.
+    `package.module:RECORD`: a family of your own."""
     num_layers: Positive = 2
     """Number of transformer layers."""
     hidden_size: Positive = 64
@@ -173,6 +175,13 @@ class ModelConfig:
         return self.num_experts is not None and bool(self.moe_layer_freq[layer % len(self.moe_layer_freq)])
 
     @property
+    def idle_of_experts(self) -> set[str]:
+        """Options that do nothing where no layer has experts, or all have."""
+        if self.num_experts is None:
+            return {field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")}
+        return {"moe_layer_freq", "ffn_hidden_size"} if all(self.moe_layer_freq) else set()
+
+    @property
     def num_kv_heads(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 
@@ -200,6 +209,7 @@ class ModelConfig:
     def particular(self) -> dict[str, Any]:
         """Return the options of PARTICULAR that do something, by name."""
         idle = set() if self.attention_window else {"attention_window_pattern", "rotary_base_local"}
+        idle |= self.idle_of_experts
         # a value at its default needs nothing of a form of transformers
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in PARTICULAR if name not in idle}
@@ -231,8 +241,7 @@ class ModelConfig:
             idle |= {"rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling_factor"}
         if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
             idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
-        if self.num_experts is None:
-            idle |= {field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")}
+        idle |= self.idle_of_experts
         # unset and written out are the same model
         resolved = {
             "moe_ffn_hidden_size": self.expert_ffn_size,

@@ -120,13 +120,15 @@ def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: Par
     parameters = [layer.get_parameter(f"lora_{name}{adapter.suffix}") for name in "AB"]
     wide = torch.promote_types(local.dtype, torch.float32)
     found = [torch.empty(shard_of(p).shape, dtype=wide, device=local.device) for p in parameters]
+    grad_rank, grad_size = ctx.grad_place(shard_of(parameters[0]))
     # one rank decomposes the whole weight, so that every layout starts alike
-    if ctx.tensor_rank == 0 and ctx.grad_rank == 0:
+    if ctx.tensor_rank == 0 and grad_rank == 0:
         seed = derive_seed(parameters[0].full_name)
         computed = _factors(whole.assemble(parts).to(wide), adapter, seed)
         for tensor, values in zip(found, computed, strict=True):
             tensor.copy_(values)
-    for group, size in ((ctx.tensor_group, ctx.tensor_size), (ctx.grad_group, ctx.grad_size)):
+    grad_group = ctx.grad_group_of(shard_of(parameters[0]))
+    for group, size in ((ctx.tensor_group, ctx.tensor_size), (grad_group, grad_size)):
         if group is None or size == 1:
             continue
         for tensor in found:
@@ -158,6 +160,11 @@ def _factors(weight: Tensor, adapter: Adapter, seed: int) -> tuple[Tensor, Tenso
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 
 
+def _enters(layer: ParallelLinear) -> bool:
+    """Return True for a column-parallel layer; the caller of an expert has brought the tokens to all ranks already."""
+    return layer.weight_shard.dim == 0 and layer.weight_shard.expert is None
+
+
 class LowRankMethod(LinearMethod):
     """The base layer's output plus that of its adapters, with dropout on their input.
 
@@ -172,8 +179,10 @@ class LowRankMethod(LinearMethod):
         self.starts_from_base = use_dora or self.is_principal
 
     def product(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        """Return the partial sums of a row-parallel layer over this rank's channels."""
-        return self._with_adapters(layer, layer.base.product, x, sharded=True, bias=None)
+        """Return the partial sums of a row-parallel layer over this rank's channels, or the output of an expert's."""
+        # ranks that share an expert see the same tokens
+        sharded = layer.weight_shard.dim == 1 or layer.ctx.tensor_size == 1
+        return self._with_adapters(layer, layer.base.product, x, sharded=sharded, bias=None)
 
     def column(self, layer: ParallelLinear, hidden: Tensor) -> Tensor:
         """[rows, B, in] -> [S, B, out/tp]"""
@@ -216,7 +225,7 @@ class LowRankMethod(LinearMethod):
             base = partial(self._without_start, base)
         inputs = dropped(x, self.dropout, layer, sharded=sharded)
         down, up = self._down(layer), self._up(layer)
-        communicates = layer.ctx.tensor_size > 1 and layer.weight_shard.dim == 0
+        communicates = layer.ctx.tensor_size > 1 and _enters(layer)
         # base and adapter in one node of the graph, which keeps neither of their outputs
         if inputs is x and not (self.use_dora or self.is_principal or communicates):
             return adapted_product(layer, x, bias, down, up)
@@ -243,7 +252,7 @@ class LowRankMethod(LinearMethod):
         return plus(base(layer, x), low, -self._up(layer, START))
 
     def _entered(self, layer: ParallelLinear, low: Tensor) -> Tensor:
-        if layer.weight_shard.dim != 0:
+        if not _enters(layer):
             return low
         return enter_tensor_region(low, layer.ctx)
 

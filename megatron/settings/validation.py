@@ -13,7 +13,7 @@ from dataclasses import fields
 from itertools import chain
 
 from megatron.models.registry import family_of
-from megatron.models.rules import check_family, check_model, check_ranks, check_tensor_parallel
+from megatron.models.rules import check_experts_of_copies, check_layout, check_model
 from megatron.options.config import Config, ConfigError, batch_sizes, broken, samples_after, sections
 from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import idle_options, idle_without
@@ -29,12 +29,10 @@ from megatron.tasks.registry import TASKS, load_task
 def check(config: Config, world_size: int) -> list[str]:
     """Return a message for every broken rule. `idle` returns the options that break none, but have no effect."""
     return [
-        *check_ranks(config, world_size),
-        *check_tensor_parallel(config),
+        *check_layout(config, world_size),
         *rules.check_engine(config),
         *rules.check_partition(config),
         *rules.check_schedule(config),
-        *check_family(config),
         *check_model(config),
         *rules.check_precision(config),
         *rules.check_fp8(config),
@@ -341,6 +339,7 @@ def _check_interludes(config: Config) -> Iterator[str]:
     ):
         if not value:
             continue
+        yield from check_experts_of_copies(config, f"{name}={value}")
         if config.training.skip_train:
             yield f"{name}={value} is for a training, but skip_train evaluates alone; leave one out"
         if chunks > 1:

@@ -9,12 +9,13 @@ Nothing in a folder is trusted: no pickle is executed, no path leads out of it, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +78,17 @@ class MappedTensor:
             yield begin * rows, end * rows, view[begin:end]
 
 
+class Stretch(NamedTuple):
+    """Place of a tensor of one expert in one of theirs that holds all experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    """[experts, rows, columns]."""
+    expert: int
+    first: int
+    """First row within the expert's."""
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A model of ours as one of theirs."""
@@ -86,6 +98,24 @@ class NameMap:
     """Our parameters, in the order of the layers, without vocabulary padding."""
     parts: Mapping[str, tuple[MappedTensor, ...]]
     """For each of our parameters, the tensors of theirs that make it."""
+    stretches: Mapping[str, Stretch] = field(default_factory=dict)
+    """By the names of those that may be in one tensor with other experts', or are where the form `writes_fused`."""
+
+    @property
+    def written_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensors of a folder that this project writes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part in itertools.chain.from_iterable(self.parts.values()):
+            stretch = self.stretches.get(part.name) if self.form.writes_fused else None
+            shapes |= {part.name: part.shape} if stretch is None else {stretch.name: stretch.shape}
+        return shapes
+
+    def written(self, part: MappedTensor) -> tuple[str, int]:
+        """Return the tensor that a part is written to, and the number of the first element there."""
+        if not self.form.writes_fused or part.name not in self.stretches:
+            return part.name, 0
+        name, (_, rows, columns), expert, first = self.stretches[part.name]
+        return name, (expert * rows + first) * columns
 
     def assemble(self, name: str, read: Callable[[str, int, int], Tensor], memory: Tensor | None = None) -> Tensor:
         """Our full tensor, float32, of `read(their name, first row, end row)`; in this flat memory, if given."""
@@ -111,7 +141,28 @@ def name_map(config: Config) -> NameMap:
     form = form_of(config.model)
     shards = parameters_of(config)
     heads = config.model.num_attention_heads
-    return NameMap(form, shards, {name: tuple(parts_of(form, heads, name, shard)) for name, shard in shards.items()})
+    parts = {name: tuple(parts_of(form, heads, name, shard)) for name, shard in shards.items()}
+    return NameMap(form, shards, parts, _stretches(form, config.model.num_experts, shards, parts))
+
+
+def _stretches(
+    form: HuggingFaceForm,
+    num_experts: int | None,
+    shards: Mapping[str, Shard],
+    parts: Mapping[str, tuple[MappedTensor, ...]],
+) -> dict[str, Stretch]:
+    if num_experts is None or not form.fused_experts:
+        return {}
+    found: dict[str, Stretch] = {}
+    for name, shard in shards.items():
+        module = name.rpartition(".")[0]
+        fused = form.fused_name(module)
+        if fused is not None:
+            # layers.3.mlp.experts.1.down
+            expert = int(module.split(".")[-2])
+            shape = (num_experts, *shard.shape)
+            found |= {part.name: Stretch(fused, shape, expert, part.begin) for part in parts[name]}
+    return found
 
 
 def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
@@ -120,23 +171,21 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
     if module == "output":
         yield MappedTensor(form.output, shard.shape, 0, shard.shape[0])
         return
-    number = next((word for word in module.split(".") if word.isdigit()), "")
-    ours = module.replace(f".{number}.", ".*.") if number else module
-    if ours not in form.modules:
+    theirs = form.their_modules(module)
+    if not theirs:
         raise CheckpointError(
             f"transformers' {form.class_name} has no place for {name}; keep the model as native or universal"
         )
-    theirs = form.modules[ours]
     # one tensor of theirs holds all pieces of ours, one after the other, or each piece has its own
     pieces = shard.pieces if len(theirs) > 1 else shard.shape[:1]
     # only matrices within the layers: embeddings are [vocabulary, hidden] everywhere
-    transposed = form.transposed and bool(number) and len(shard.shape) == 2
-    by_head = form.qkv_by_head and ours.endswith(".attention.qkv")
+    transposed = form.transposed and module.startswith("layers.") and len(shard.shape) == 2
+    by_head = form.qkv_by_head and module.endswith(".attention.qkv")
     begin = 0
     for their_module, length in zip(theirs, pieces, strict=True):
         shape = (length, *shard.shape[1:])
         yield MappedTensor(
-            f"{form.prefix}{their_module.replace('*', number)}.{kind}",
+            f"{their_module}.{kind}",
             shape[::-1] if transposed else shape,
             begin,
             length,
@@ -179,8 +228,7 @@ def export_huggingface(
     # _from_model_config: transformers' mark of one that only repeats config.json
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
     # last, since it takes long: what can be refused is refused before
-    shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
-    with WeightsWriter(folder, shapes, precision, max_shard_bytes) as writer:
+    with WeightsWriter(folder, mapped.written_shapes, precision, max_shard_bytes) as writer:
         write_tensors(writer, mapped, tensors)
     sync_export(folder)
     return copied
@@ -200,7 +248,8 @@ def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tupl
         if tuple(tensor.shape) != shard.shape:
             raise CheckpointError(f"{name} is {list(tensor.shape)}, but the config makes it {list(shard.shape)}")
         for part in mapped.parts[name]:
-            writer.write(part.name, (view for _, _, view in part.chunks(tensor)))
+            written, first = mapped.written(part)
+            writer.write(written, (view for _, _, view in part.chunks(tensor)), first)
         del tensor  # before the next one is made
     if missing:
         raise CheckpointError(f"the checkpoint lacks {some(list(missing))}; it is not of this model")

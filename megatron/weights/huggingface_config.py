@@ -150,6 +150,13 @@ class _Fields:
             raise CheckpointError(f"{self.where}: {name}={shown(value)} must be a list of texts")
         return value
 
+    def integers(self, name: str) -> list[int]:
+        self._read.add(name)
+        value = self.values.get(name) or []
+        if not isinstance(value, list) or not all(_is_of(int, number) for number in value):
+            raise CheckpointError(f"{self.where}: {name}={shown(value)} must be a list of integers")
+        return value
+
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
         self._read.add(name)
@@ -277,6 +284,10 @@ _OF_THE_RUN = (
     "use_fast_softmax",
     "fused_sdpa_recompute",
     "use_fused_rmsnorm",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_router_bias_update_rate",
+    "moe_input_jitter_eps",
 )
 """Options of a run or its machine, which no config.json settles."""
 _ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
@@ -309,6 +320,8 @@ def described(model: ModelConfig) -> dict[str, Any]:
         idle.update(_ROPE_SCALING)
     if model.position_embedding_type != "rope":
         idle.add("rotary_base")
+    # the experts' width may follow from it
+    idle |= model.idle_of_experts - {"ffn_hidden_size"}
     return {name: value for name, value in asdict(model).items() if value is not None and name not in idle}
 
 

@@ -93,6 +93,21 @@ def bytes_of(rows: Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def stretch_of(tensor: StoredTensor, index: int, first: int, length: int) -> StoredTensor:
+    """Return [length, columns]: rows from `first` on of one matrix of a tensor [matrices, rows, columns]."""
+    _, rows, columns = tensor.shape
+    shape = (length, columns)
+    if tensor.begin is None:  # in memory, or mapped there
+
+        def of_memory(begin: int, end: int) -> Tensor:
+            return tensor.rows(index, index + 1)[0, first + begin : first + end]
+
+        return StoredTensor(tensor.file, shape, tensor.dtype, of_memory)
+    offset = tensor.begin + (index * rows + first) * columns * tensor.dtype.itemsize
+    read = partial(_read_rows, tensor.file, "a matrix of experts", offset, shape, tensor.dtype)
+    return StoredTensor(tensor.file, shape, tensor.dtype, read, offset)
+
+
 def open_bin(path: Path, files: ForeignFiles) -> dict[str, StoredTensor]:
     """Return every tensor of a .bin file by name. Raises CheckpointError for anything else in it."""
     content = files.load(path)
@@ -236,9 +251,13 @@ class WeightsWriter:
         for name in shard:
             self._offsets[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
-    def write(self, name: str, parts: Iterable[Tensor]) -> None:
-        """A whole tensor, as consecutive parts of its rows. Raises CheckpointError if one does not fit the dtype."""
+    def write(self, name: str, parts: Iterable[Tensor], first: int = 0) -> None:
+        """A tensor from the element of this number on, as consecutive parts of its rows.
+
+        Raises CheckpointError if one does not fit the dtype.
+        """
         file, offset = self._offsets[name]
+        offset += first * self.dtype.itemsize
         for part in parts:
             rows = part.to(self.dtype).contiguous()
             # bfloat16 has float32's range

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.source import Region, Slice, WeightSource, copy_overlap, regions
-from megatron.models.family import HuggingFaceForm
 from megatron.options.config import Config
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.foreign_files import ForeignFiles
-from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, name_map
+from megatron.weights.huggingface import CHUNK_BYTES, MappedTensor, NameMap, Stretch, name_map
 from megatron.weights.huggingface_config import OUTPUT, config_of, other_model
-from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, open_weights, some
+from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, open_weights, some, stretch_of
 
 
 class MappedSource(WeightSource):
@@ -152,9 +151,12 @@ class HuggingFaceSource(MappedSource):
         described = config_of(theirs, path, architecture=architecture)
         files = ForeignFiles()
         stored = open_weights(folder, files)
-        # before a map of as many layers as config.json pretends is built
+        # before a map of as many layers and experts as config.json pretends is built
         if described.model.num_layers > len(stored):
             raise CheckpointError(f"{path} has {described.model.num_layers} layers, but {folder} lacks most of them")
+        most_experts = max([len(stored), *(tensor.shape[0] for tensor in stored.values() if len(tensor.shape) == 3)])
+        if (described.model.num_experts or 0) > most_experts:
+            raise CheckpointError(f"{path} has {described.model.num_experts} experts, but {folder} lacks most of them")
         mapped = name_map(described)
         tensors = _checked_tensors(
             folder, mapped, stored, is_tied=not described.model.untie_embeddings_and_output_weights
@@ -200,8 +202,11 @@ def _checked_tensors(
     """
     expected = {part.name: part for parts in mapped.parts.values() for part in parts}
     # all faults in one message: a folder of another model has many of each kind
-    tensors, faults = _by_full_name(mapped.form, stored, expected)
-    if missing := sorted(set(expected) - set(tensors)):
+    tensors, faults = _by_full_name(mapped, stored, expected)
+    lacking = set(expected) - set(tensors)
+    if mapped.form.writes_fused:
+        lacking = {mapped.stretches[name].name if name in mapped.stretches else name for name in lacking}
+    if missing := sorted(lacking):
         faults.append(f"missing: {some(missing)}")
     wrong = [
         f"{name} in {tensors[name].file.name} is {list(tensors[name].shape)} of {tensors[name].dtype}, config.json "
@@ -221,21 +226,39 @@ def _checked_tensors(
 
 
 def _by_full_name(
-    form: HuggingFaceForm, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
+    mapped: NameMap, stored: Mapping[str, StoredTensor], expected: Mapping[str, MappedTensor]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors by their full names, which files may shorten, and the faults of the names."""
+    """Return the tensors by their full names, which files may shorten, and the faults of the names.
+
+    A tensor that holds all experts is those of each.
+    """
+    form = mapped.form
+    fused: dict[str, dict[str, Stretch]] = {}
+    for name, stretch in mapped.stretches.items():
+        fused.setdefault(stretch.name, {})[name] = stretch
     tensors: dict[str, StoredTensor] = {}
     faults, unknown = [], []
     for name, tensor in stored.items():
-        has_full_name = name == form.output or name.startswith(form.prefix)
-        full = name if has_full_name else form.prefix + name
+        full = form.full_name(name)
         # causal masks and the like, which old releases saved among the weights, and are computed
         if re.fullmatch(form.buffers, full):
             continue
-        if full in tensors:
-            faults.append(f"{full} is there twice, in {tensors[full].file.name} and in {tensor.file.name}")
-        elif full in expected or full == form.output:
-            tensors[full] = tensor
+        found = {full: tensor}
+        if full in fused:
+            stretches = fused[full]
+            shape = next(iter(stretches.values())).shape
+            if tensor.shape != shape:
+                faults.append(
+                    f"{name} in {tensor.file.name} is {list(tensor.shape)}, config.json makes it {list(shape)}"
+                )
+                continue
+            found = {
+                own: stretch_of(tensor, at.expert, at.first, expected[own].length) for own, at in stretches.items()
+            }
+        if twice := next((own for own in found if own in tensors), None):
+            faults.append(f"{twice} is there twice, in {tensors[twice].file.name} and in {tensor.file.name}")
+        elif found.keys() <= expected.keys() or full == form.output:
+            tensors |= found
         else:
             unknown.append(f"{name} in {tensor.file.name}")
     if unknown:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from megatron.generation.generator import generate
 from megatron.generation.loading import load_model
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
+from megatron.models.decoder import router_terms
 from megatron.models.registry import FAMILIES
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config
@@ -53,6 +55,8 @@ NEOX_SHAPE: Fields = {
     "num_attention_heads": 5, "max_position_embeddings": 512, "rotary_pct": 0.5,
     "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
+MOE_SHAPE: Fields = {**LLAMA_SHAPE, "output_router_logits": True, "router_aux_loss_coef": 0.7}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 ROWS: dict[str, tuple[Fields, ...]] = {
@@ -121,10 +125,41 @@ ROWS: dict[str, tuple[Fields, ...]] = {
         },
         {**LLAMA_SHAPE, "head_dim": 6, "sliding_window": 9, "num_key_value_heads": 1, "query_pre_attn_scalar": 7},
     ),
+    "mixtral": (
+        {**MOE_SHAPE, "num_local_experts": 4},
+        {**MOE_SHAPE, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7, "rope_theta": 1e4},
+        {**MOE_SHAPE, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 6, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        {**MOE_SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 18},
+        {
+            **MOE_SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+            "norm_topk_prob": True, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 6,
+        },
+        {
+            **MOE_SHAPE, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "head_dim": 6,
+            "mlp_only_layers": [0], "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoe": (
+        {
+            **MOE_SHAPE, "num_local_experts": 4, "embedding_multiplier": 12.0, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22, "logits_scaling": 0.5, "tie_word_embeddings": True,
+        },
+        {**MOE_SHAPE, "num_local_experts": 6, "num_experts_per_tok": 4, "attention_multiplier": 0.35},
+        {**MOE_SHAPE, "num_local_experts": 3, "num_key_value_heads": 4, "attention_multiplier": 0.25},
+    ),
+    "olmoe": (
+        {**MOE_SHAPE, "num_experts": 4, "num_experts_per_tok": 2},
+        {**MOE_SHAPE, "num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4, "norm_topk_prob": True},
+        {**MOE_SHAPE, "num_experts": 5, "num_experts_per_tok": 2, "rope_theta": 5e5, "tie_word_embeddings": True},
+    ),
 }  # fmt: skip
+WITH_EXPERTS = [kind for kind, rows in ROWS.items() if "router_aux_loss_coef" in rows[0]]
 
 CASES = [(kind, index) for kind, rows in ROWS.items() for index in range(len(rows))]
 every_row = pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind}-{index}" for kind, index in CASES])
+every_dense_family = pytest.mark.parametrize("kind", [kind for kind in ROWS if kind not in WITH_EXPERTS])
 every_family = pytest.mark.parametrize("kind", ROWS)
 
 
@@ -137,7 +172,7 @@ def test_every_family_has_rows() -> None:
 
 def their_model(kind: str, fields: Fields) -> Any:
     config = transformers.AutoConfig.for_model(kind, **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,8 +189,14 @@ def our_config(theirs: Any) -> Config:
 def to_ours(theirs: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """By our names, each of theirs used once."""
     mapped = name_map(config)
+    form = mapped.form
     # transformers renames GPT-NeoX's where it writes and reads files
-    theirs = {mapped.form.output if name == "lm_head.weight" else name: tensor for name, tensor in theirs.items()}
+    theirs = {form.output if name == "lm_head.weight" else form.full_name(name): t for name, t in theirs.items()}
+    lengths = {part.name: part.length for parts in mapped.parts.values() for part in parts}
+    for name, (fused, _, expert, first) in mapped.stretches.items():
+        theirs[name] = theirs[fused][expert, first : first + lengths[name]]
+    for fused in {stretch.name for stretch in mapped.stretches.values()}:
+        del theirs[fused]
     assert sorted(part.name for parts in mapped.parts.values() for part in parts) == sorted(theirs)
     return {name: _assembled(mapped, name, theirs) for name in mapped.parts}
 
@@ -172,8 +213,8 @@ def our_parameters(config: Config) -> dict[str, Tensor]:
     return dict(named_parameters(SequentialModel(build_layers(config, ParallelContext.single()))))
 
 
-def our_model(config: Config, weights: dict[str, Tensor]) -> SequentialModel:
-    model = SequentialModel(build_layers(config, ParallelContext.single()))
+def our_model(config: Config, weights: dict[str, Tensor], ctx: ParallelContext | None = None) -> SequentialModel:
+    model = SequentialModel(build_layers(config, ctx or ParallelContext.single()))
     parameters = dict(named_parameters(model))
     assert parameters.keys() == weights.keys()
     with torch.no_grad():
@@ -182,23 +223,52 @@ def our_model(config: Config, weights: dict[str, Tensor]) -> SequentialModel:
     return model
 
 
+def their_balance(config: Config, outputs: Any) -> Any:
+    """transformers' own loss a layer at a time, and over the experts of a token, as ours is."""
+    if config.model.num_experts is None:
+        return 0.0
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    topk = config.model.moe_router_topk
+    logits = outputs.router_logits
+    assert len(logits) == sum(map(config.model.has_experts, range(config.model.num_layers)))
+    return sum(load_balancing_loss_func((layer,), config.model.num_experts, topk) / topk for layer in logits)
+
+
+@contextmanager
+def recorded_terms(totals: dict[str, float], config: Config, ctx: ParallelContext, *, tokens: int) -> Iterator[None]:
+    def record(sums: Any) -> None:
+        for name, (total, _) in sums.items():
+            totals[name] += float(total) / tokens
+
+    gradient = torch.tensor(1.0 / tokens)
+    with ctx.state.terms.recorded(record, router_terms(config.model), gradient):
+        yield
+
+
 def compare(kind: str, fields: Fields, *, exact: bool) -> None:
     """Logits, loss and gradients; in float64 if `exact`."""
     with in_float64() if exact else nullcontext():
         theirs = their_model(kind, fields)
         tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(3))
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        logits = theirs(inputs, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
         config, ctx = our_config(theirs), ParallelContext.single()
-        model = our_model(config, to_ours({name: p.detach() for name, p in theirs.named_parameters()}, config))
+        outputs = theirs(inputs, use_cache=False)
+        logits = outputs.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        balance = their_balance(config, outputs)
+        (loss + config.model.moe_aux_loss_coeff * balance).backward()
+        balance = float(balance.detach() if isinstance(balance, Tensor) else balance)
+        model = our_model(config, to_ours({name: p.detach() for name, p in theirs.named_parameters()}, config), ctx)
         found = logits_of(model, inputs, ctx)
         assert logits.std() > 0.3  # logits that hardly differ would agree by accident
         # relative to the largest, as for gradients: float32 rounds every number in proportion to it
         error = float((found - logits.transpose(0, 1)).abs().max() / logits.abs().max())
         assert error < (1e-9 if exact else 1e-5), f"logits: relative error {error:.1e}"
-        model(inputs, project=mean_loss(labels, ctx)).backward()
+        recorded: dict[str, float] = dict.fromkeys(router_terms(config.model), 0.0)
+        with recorded_terms(recorded, config, ctx, tokens=inputs.numel()):
+            model(inputs, project=mean_loss(labels, ctx)).backward()
+        assert recorded.get("load_balancing_loss", 0.0) == pytest.approx(balance, rel=1e-9 if exact else 1e-5)
         expected = to_ours({name: p.grad for name, p in theirs.named_parameters()}, config)
         for name, parameter in named_parameters(model):
             assert parameter.grad is not None, name
@@ -237,7 +307,7 @@ def test_noise_on_embeddings_is_as_large_as_transformers(kind: str) -> None:
     assert error < 1e-4 < 1e-2 < (expected - without).abs().max()
 
 
-@every_family
+@every_dense_family
 def test_all_linear_adapters_are_those_of_peft(kind: str) -> None:
     """A norm over all heads is cut over ranks as a linear layer is, and has no adapter."""
     peft = pytest.importorskip("peft")
@@ -317,7 +387,7 @@ def test_a_round_trip_keeps_every_bit(kind: str, index: int, tmp_path: Path) -> 
     # written without the source, it describes the same model
     again = config_of(json.loads((alone / "config.json").read_text()), "config.json")
     assert again.model == model.config.model
-    ours = transformers.AutoModelForCausalLM.from_pretrained(alone, attn_implementation="eager")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(alone, **EAGER)
     written = their_model(kind, ROWS[kind][index])
     tokens = torch.arange(30)[None] % VOCABULARY
     assert torch.equal(ours(tokens).logits, written(tokens).logits)

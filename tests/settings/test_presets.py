@@ -65,6 +65,13 @@ PUBLISHED_PARAMETERS = {
     "pythia_160m": 162_322_944,
     "pythia_1b4": 1_414_647_808,
     "pythia_6b9": 6_857_302_016,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "granite30_1b_a400m": 1_334_628_352,
+    "granite30_3b_a800m": 3_298_793_472,
+    "olmoe_1b_7b": 6_919_161_856,
 }
 
 # tensor x pipeline x data, each a layout that somebody would start
@@ -114,6 +121,13 @@ LAYOUTS = {
     "pythia_160m": [(2, 2, 2)],
     "pythia_1b4": [(2, 2, 2)],
     "pythia_6b9": [(4, 2, 1)],
+    "mixtral_8x7b": [(8, 4, 1), (2, 4, 8)],
+    "mixtral_8x22b": [(8, 8, 1)],
+    "qwen3_30b_a3b": [(4, 4, 2)],
+    "qwen3_235b_a22b": [(4, 2, 16)],
+    "granite30_1b_a400m": [(2, 2, 2)],
+    "granite30_3b_a800m": [(2, 2, 2)],
+    "olmoe_1b_7b": [(2, 2, 2)],
     "tiny_bloom": [(1, 1, 1), (2, 2, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1)],
     "tiny_llama": [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1)],
 }

@@ -97,7 +97,11 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(ranks: RankPools, tmp_path
 
 @pytest.mark.parametrize(
     ("ranks_needed", "flags"),
-    [(2, f"{EP2} --micro-batch-size 2"), (4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2")],
+    [
+        (2, f"{EP2} --micro-batch-size 2"),
+        (2, f"{TP2} {SP} --micro-batch-size 4"),
+        (4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2"),
+    ],
 )
 @pytest.mark.parametrize("quantised", [False, True])
 def test_adapters_of_experts_train_on_every_layout(

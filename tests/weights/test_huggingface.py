@@ -5,6 +5,7 @@ Whole conversions, with logits, are in tests/cli/test_convert_checkpoint.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -109,14 +110,23 @@ def test_presets_have_transformers_names_shapes_and_config(preset: str) -> None:
     theirs_config = transformers.AutoConfig.for_model(**theirs)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs_config)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if "lm_head.weight" in expected:  # which transformers may rename in files
-        expected[mapped.form.output] = expected.pop("lm_head.weight")
-    assert {part.name: part.shape for parts in mapped.parts.values() for part in parts} == expected
+    # which transformers may rename in files
+    renamed = {"lm_head.weight": mapped.form.output}
+    expected = {
+        renamed.get(name) or mapped.form.full_name(name): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+    }
+    held: dict[str, tuple[int, ...]] = {}
+    for part in itertools.chain.from_iterable(mapped.parts.values()):
+        # experts lie in one tensor in memory
+        stretch = mapped.stretches.get(part.name)
+        held |= {part.name: part.shape} if stretch is None else {stretch.name: stretch.shape}
+    assert held == expected
     assert type(model).__name__ == mapped.form.class_name
     # and back, from what transformers itself writes
     back = config_of(json.loads(theirs_config.to_json_string()), "config.json").model
     model_config, own = config.model, {"make_vocab_size_divisible_by", "attention_backend", "hidden_dropout"}
+    own.add("moe_z_loss_coeff")
     for field in (field for field in model_config.__dict__ if field not in own | {"max_position_embeddings"}):
         ours, found = getattr(model_config, field), getattr(back, field)
         if field == "ffn_hidden_size":

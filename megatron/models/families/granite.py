@@ -11,7 +11,7 @@ from typing import Any
 from megatron.models.config_json import LLAMA_BUFFERS, LLAMA_MODULES, rotary_fields, rotary_only, rotary_options
 from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
-from megatron.options.config import Config
+from megatron.options.config import Config, ModelConfig
 
 BLOCK = DecoderBlock(norm="rms_norm", activation="silu", is_gated=True)
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -27,11 +27,16 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
 
 
 def _config_fields(config: Config) -> dict[str, Any]:
-    model = config.model
     return {
         **rotary_fields(config),
+        **multiplier_fields(config.model),
         "attention_bias": False,
         "mlp_bias": False,
+    }
+
+
+def multiplier_fields(model: ModelConfig) -> dict[str, Any]:
+    return {
         "embedding_multiplier": model.embedding_multiplier,
         "attention_multiplier": model.attention_multiplier or model.head_size**-0.5,
         "residual_multiplier": model.residual_multiplier,

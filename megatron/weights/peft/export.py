@@ -34,6 +34,7 @@ from megatron.weights.model import config_of_source, different
 from megatron.weights.peft.folder import CONFIG, PREFIX, WEIGHTS
 from megatron.weights.tokenizer_files import copy_tokenizer
 
+EXPERT = ".mlp.experts."
 START = "lora_start_"
 """Begins the names of what PiSSA keeps of the factors' start (parallel/low_rank.py)."""
 FACTORS = {
@@ -99,10 +100,17 @@ class AdaptedModel:
                     factors[layer.full_name(local)] = self._module_and_kind(layer.name, local)
         return factors
 
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, str], list[Module]]:
+        found: dict[tuple[str, str], list[Module]] = {}
+        for module in self.modules:
+            found.setdefault(module.place, []).append(module)
+        return found
+
     def _module_and_kind(self, layer: str, parameter: str) -> tuple[Module, str]:
         prefix, _, name = parameter.rpartition(".")
         kind = next(kind for kind in FACTORS if name.startswith(kind))
-        modules = [module for module in self.modules if module.place == (layer, prefix)]
+        modules = self._by_place[layer, prefix]
         if kind.startswith("lora_embedding"):
             modules = [module for module in modules if not module.is_output]
         # a tied embedding is a module, and as the output the one after it
@@ -250,13 +258,38 @@ def check_exportable(config: Config, source: Mapping[str, Any] | None) -> None:
 
     `source`: description of the Hugging Face model that the base comes from, if it does.
     """
-    _ = AdaptedModel(config).map  # raises for a model that transformers does not have
+    model = AdaptedModel(config)
+    _ = model.map  # raises for a model that transformers does not have
+    _check_experts(model)
     there = ((source or {}).get("config") or {}).get("vocab_size", config.model.vocab_size)
     if there != config.model.vocab_size:
         raise CheckpointError(
             f"save_hf cannot export adapters for a base of another vocabulary: vocab_size={config.model.vocab_size} "
             f"here, {there} in the base, and PEFT would load them onto that. Pass --save-hf-merged, or add the tokens "
             "to the base first"
+        )
+
+
+def _check_experts(model: AdaptedModel) -> None:
+    """Raise CheckpointError unless PEFT can join the adapters of experts as transformers 5 joins their weights."""
+    adapted = [module for module in model.adapted if EXPERT in module.names[0]]
+    if not adapted:
+        return
+    options, fault = model.config.model, None
+    if model.form.writes_fused:
+        fault = f"the files of {model.form.class_name} have no names of single experts"
+    elif not all(map(options.has_experts, range(options.num_layers))):
+        fault = "layers without experts have an MLP of the same names"
+    elif len(adapted) < sum(EXPERT in module.names[0] for module in model.modules):
+        fault = "some projections of some experts have none"
+    elif len({model.rank_and_alpha(module) for module in adapted}) > 1:
+        fault = "they differ in rank or alpha"
+    elif model.config.lora.use_dora:
+        fault = "DoRA's magnitudes have no place there"
+    if fault is not None:
+        raise CheckpointError(
+            f"PEFT has the adapters of all experts in one tensor, but {fault}: it could not load these. Export with "
+            "them merged (--save-hf-merged), or adapt the attention alone"
         )
 
 
@@ -276,7 +309,9 @@ def export_adapter(
     training can go on from the very weights. Returns the names of the tokenizer files. Every file is on disk when this
     returns. Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
     """
-    mapped = AdaptedModel(config).map
+    model = AdaptedModel(config)
+    _check_experts(model)
+    mapped = model.map
     copied = [] if tokenizer is None else copy_tokenizer(tokenizer, folder, config.model.vocab_size)
     revision = None
     if identity is not None:

@@ -1,0 +1,279 @@
+"""Families with experts: training as transformers', both forms of their files, generation and adapters on ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.models.sequential import SequentialModel, build_layers
+from megatron.options.config import Config
+from megatron.options.model import LoraConfig
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import named_parameters, shard_of
+from megatron.weights.huggingface_config import config_of
+from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.peft.export import export_adapter
+from megatron.weights.peft.source import PeftSource
+from tests import runs
+from tests.models import expert_runs
+from tests.models.outputs import logits_of
+from tests.models.test_families import (
+    EAGER,
+    ROWS,
+    WITH_EXPERTS,
+    Fields,
+    our_config,
+    their_balance,
+    their_model,
+    to_ours,
+)
+from tests.ranks import RankPools
+from tests.training import layouts
+
+transformers = pytest.importorskip("transformers")
+every_family = pytest.mark.parametrize("kind", WITH_EXPERTS)
+STEPS = 20
+
+
+def fields_of(kind: str, **changed: Any) -> Fields:
+    """The second row of a family, of a size that ranks can cut."""
+    fields = {**ROWS[kind][1], "hidden_size": 48, "vocab_size": 250, "router_aux_loss_coef": 0.05, **changed}
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    return {**fields, name: 4}
+
+
+@every_family
+def test_twenty_steps_equal_adamw_over_transformers_model(kind: str, ranks: RankPools, tmp_path: Path) -> None:
+    theirs = their_model(kind, fields_of(kind))
+    theirs.save_pretrained(tmp_path)
+    config = our_config(theirs)
+    (found,) = ranks(1)(expert_runs.train, str(tmp_path), "--micro-batch-size 4", STEPS)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.0)
+    expected: dict[str, list[float]] = {"losses": [], "terms": [], "norms": []}
+    for step in [*range(STEPS), 0]:
+        tokens = torch.from_numpy(layouts.step_tokens(step, 4, 24))
+        outputs = theirs(tokens[:, :-1], use_cache=False)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
+        terms = config.model.moe_aux_loss_coeff * their_balance(config, outputs)
+        optimizer.zero_grad()
+        (loss + terms).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        for name, value in (("losses", loss), ("terms", terms), ("norms", norm)):
+            expected[name].append(float(value.detach()))
+    # of the first batch again
+    assert expected["losses"].pop() < 0.95 * expected["losses"][0]
+    expected = {name: values[:STEPS] for name, values in expected.items()}
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert found["terms"] == pytest.approx(expected["terms"], rel=1e-6)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both forms of files
+
+
+def rewrite_in_memorys_names(theirs: Any, folder: Path, *, is_bin: bool) -> None:
+    """Leave the weights under the names that transformers 5 has in memory, all experts in one tensor."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    weights = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
+    if is_bin:
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("is_bin", [False, True])
+@every_family
+def test_fused_experts_are_read_as_those_of_files_are(kind: str, is_bin: bool, tmp_path: Path) -> None:
+    theirs = their_model(kind, ROWS[kind][2] | {"tie_word_embeddings": False})
+    for name in ("apart", "fused"):
+        theirs.save_pretrained(tmp_path / name)
+    rewrite_in_memorys_names(theirs, tmp_path / "fused", is_bin=is_bin)
+    apart, fused = (HuggingFaceSource(tmp_path / name) for name in ("apart", "fused"))
+    assert apart.parameters.keys() == fused.parameters.keys()
+    for name in apart.parameters:
+        assert torch.equal(apart.read_full(name), fused.read_full(name)), name
+
+
+def test_a_fused_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    theirs = their_model("granitemoe", ROWS["granitemoe"][1])
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.1.block_sparse_moe.input_linear.weight"
+    save_file({**weights, name: weights[name][:3].contiguous()}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"input_linear.weight in model.safetensors is \[3, 112, 40\], config"):
+        HuggingFaceSource(tmp_path)
+    del weights[name]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"missing: {name}$"):
+        HuggingFaceSource(tmp_path)
+
+
+def test_more_experts_than_the_files_can_hold_are_refused_at_once(tmp_path: Path) -> None:
+    their_model("mixtral", ROWS["mistral"][0] | {"num_local_experts": 2}).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 10**12}))
+    with pytest.raises(CheckpointError, match="has 1000000000000 experts"):
+        HuggingFaceSource(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1}),
+        ("granitemoe", {"shared_intermediate_size": 64}),
+    ],
+)
+def test_fields_of_another_model_are_refused(kind: str, changed: Fields) -> None:
+    theirs = their_model(kind, ROWS[kind][0]).config.to_dict()
+    with pytest.raises(CheckpointError, match=next(iter(changed))):
+        config_of({**theirs, **changed}, "config.json")
+
+
+def test_a_coefficient_counts_where_transformers_trains_with_it() -> None:
+    theirs = their_model("mixtral", ROWS["mixtral"][1]).config.to_dict()
+    # of three layers' choices together, three for each token: the same strength in each layer
+    assert config_of(theirs, "config.json").model.moe_aux_loss_coeff == pytest.approx(0.7)
+    assert config_of({**theirs, "output_router_logits": False}, "config.json").model.moe_aux_loss_coeff == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+
+EXPERTS_ON_TP = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+LAYOUTS: list[tuple[int, dict[str, int]]] = [
+    (2, {"tensor_model_parallel_size": 2}),
+    (2, EXPERTS_ON_TP),
+    (4, {**EXPERTS_ON_TP, "pipeline_model_parallel_size": 2}),
+    (4, EXPERTS_ON_TP),
+]
+"""The last is two copies of the model."""
+PROMPTS = [(5, 6, 7), tuple(range(20, 40)), (9,), (17, 3), (2,) * 11]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral that has trained on two expert ranks, as it is exported."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    their_model("mixtral", fields_of("mixtral", vocab_size=61)).save_pretrained(folder / "theirs")
+    data = runs.write_dataset(folder / "text", vocabulary=61)
+    flags = (
+        f"--load {folder / 'theirs'} --finetune --data-path {data} --train-iters 10 --eval-iters 0 --lr 3e-3 "
+        f"--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --device cpu --results-dir {folder / 'run'} "
+        f"--expert-model-parallel-size 2 --save {folder / 'saved'} --save-hf {folder / 'exports'}"
+    )
+    assert set(ranks(2)(runs.train_loaded, flags)) == {""}
+    return folder / "exports" / "samples_40"
+
+
+def test_an_export_of_a_trained_mixtral_generates_as_transformers_does(
+    trained: Path, ranks: RankPools, tmp_path: Path
+) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained, **EAGER)
+    started = HuggingFaceSource(trained.parents[1] / "theirs").read_full("layers.1.mlp.experts.3.down.weight")
+    assert not torch.equal(HuggingFaceSource(trained).read_full("layers.1.mlp.experts.3.down.weight"), started)
+    expected = []
+    for prompt in PROMPTS:
+        ids = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        expected.append(ids[0, len(prompt) :].tolist())
+    load = {"load": str(trained), "precision": "fp32"}
+    assert len({tuple(text) for text in expected}) == len(PROMPTS)
+    assert ranks(1)(expert_runs.texts, load, PROMPTS, 200)[0] == expected
+    for world_size, layout in LAYOUTS:
+        assert ranks(world_size)(expert_runs.texts, {**load, **layout}, PROMPTS, 40)[0] == [
+            text[:40] for text in expected
+        ]
+
+
+def test_experts_over_copies_of_the_model_cannot_generate(trained: Path, ranks: RankPools) -> None:
+    options = {"load": str(trained), "expert_model_parallel_size": 2}
+    with pytest.raises(AssertionError, match="several copies share experts"):
+        ranks(2)(expert_runs.texts, options, PROMPTS, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters of PEFT
+
+
+def with_adapters(kind: str, row: int, **options: Any) -> tuple[Any, Config, SequentialModel]:
+    """transformers' model; ours with its weights and adapters of random numbers."""
+    theirs = their_model(kind, ROWS[kind][row])
+    plain = our_config(theirs)
+    lora = LoraConfig(lora_rank=2, lora_alpha=3.0, **options)
+    config = dataclasses.replace(plain, lora=lora)
+    base = to_ours({name: p.detach() for name, p in theirs.named_parameters()}, plain)
+    model = SequentialModel(build_layers(config, ParallelContext.single()))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            if name in base:
+                parameter.copy_(shard_of(parameter).take(base[name], 0, 1))
+            else:
+                parameter.normal_(0.0, 0.3)
+    return theirs, config, model
+
+
+def adapters_of(model: SequentialModel) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in named_parameters(model) if "lora_" in name}
+
+
+@pytest.mark.parametrize(("kind", "row"), [("mixtral", 1), ("qwen3_moe", 0), ("olmoe", 1)])
+def test_adapters_of_experts_go_to_peft_and_back(kind: str, row: int, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    theirs, config, model = with_adapters(kind, row)
+    weights = adapters_of(model)
+    assert any(".experts.3." in name for name in weights)
+    export_adapter(tmp_path, config, weights.items(), base_name=None)
+    read = PeftSource(tmp_path, config)
+    assert read.parameters.keys() == weights.keys()
+    assert all(torch.equal(read.read_full(name), weights[name]) for name in weights)
+    tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
+    expected, found = adapted(tokens, use_cache=False).logits, logits_of(model, tokens, ParallelContext.single())
+    assert float((found.transpose(0, 1) - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "options", "fault"),
+    [
+        ("granitemoe", 1, {}, "no names of single experts"),
+        ("qwen3_moe", 1, {}, "layers without experts have an MLP of the same names"),
+        ("mixtral", 0, {"lora_target_modules": ("w1", "w2")}, "some projections of some experts have none"),
+        ("mixtral", 0, {"lora_rank_pattern": ("w2=4",)}, "they differ in rank or alpha"),
+        ("olmoe", 0, {"use_dora": True}, "DoRA's magnitudes"),
+    ],
+)
+def test_adapters_of_experts_that_peft_could_not_load_are_refused(
+    kind: str, row: int, options: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    _, config, model = with_adapters(kind, row, **options)
+    with pytest.raises(CheckpointError, match=fault):
+        export_adapter(tmp_path, config, adapters_of(model).items(), base_name=None)
+
+
+def test_pefts_adapters_of_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    theirs = their_model("mixtral", ROWS["mistral"][0] | {"num_local_experts": 2})
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+    peft.get_peft_model(theirs, options).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"target_parameters.*not read here"):
+        PeftSource(tmp_path, our_config(theirs))
