@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.data.packing import pack_dataset
 from megatron.generation.graphs import PassGraphs
-from megatron.generation.model import InferenceModel
+from megatron.generation.model import InferenceModel, sequence_faults
 from megatron.models.embedding import unpack
 from megatron.models.kv_cache import CachedTokens
 from megatron.options.config import ConfigError
@@ -95,17 +95,14 @@ def score(
 
 
 def _faults(model: InferenceModel, requests: Sequence[Continuation]) -> Iterator[str]:
-    vocab_size, positions = model.vocab_size, model.max_positions
     for number, request in enumerate(requests):
         if not request.context or not request.ids:
             empty = "continuation" if request.context else "context"
             yield f"request {number} has an empty {empty}; each needs a token, a context such as the end-of-text one"
             continue
         ids = request.context + request.ids
-        if (wrong := next((each for each in ids if not 0 <= each < vocab_size), None)) is not None:
-            yield f"request {number} has the id {wrong}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
-        if positions is not None and len(ids) - 1 > positions:
-            yield f"request {number} needs {len(ids) - 1} positions, but the model has {positions}; shorten its context"
+        for fault in sequence_faults(model, ids, len(ids) - 1):
+            yield f"request {number} {fault}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

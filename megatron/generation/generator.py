@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.generation.chooser import BeamResult, Chooser, IsFinished, chooser_of
 from megatron.generation.graphs import uses_graphs
-from megatron.generation.model import InferenceModel
+from megatron.generation.model import InferenceModel, sequence_faults
 from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import KeptText, PromptPass, StagePasses, prompt_passes
 from megatron.generation.requests import REASONS, Completion, MostTokens, Request, RowGroup, Unit, Verdict, units_of
@@ -144,15 +144,10 @@ def _faults_of(request: Request, model: InferenceModel, options: GenerationOptio
     if not request.prompt:
         yield "has no tokens; give at least one, such as the tokenizer's begin-of-text token"
         return
-    # the embedding is padded: an id of the padding would be looked up without an error
-    wrong = next((token for token in request.prompt if not 0 <= token < model.vocab_size), None)
-    if wrong is not None:
-        yield f"has the id {wrong}, but the model's vocabulary has the ids 0 to {model.vocab_size - 1}"
     needed = len(request.prompt)
     if options.num_beams > 1:
         needed += options.max_new_tokens - 1  # a beam search compares texts of one largest length
-    if model.max_positions is not None and needed > model.max_positions:
-        yield f"needs {needed} positions, but the model has {model.max_positions} learned ones; shorten the prompt"
+    yield from sequence_faults(model, request.prompt, needed)
 
 
 def _exchange(model: InferenceModel, completions: list[Completion], is_done: bool) -> tuple[list[Completion], bool]:

@@ -134,6 +134,16 @@ class InferenceModel:
         return gather_logits(*outputs, self.ctx, self._product)
 
 
+def sequence_faults(model: InferenceModel, ids: Sequence[int], num_positions: int) -> Iterator[str]:
+    """Describe the ids that the model's vocabulary lacks, and more positions than it has learned."""
+    # the embedding is padded: an id of the padding would be looked up without an error
+    wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        yield f"has the id {wrong}, but the model's vocabulary has the ids 0 to {model.vocab_size - 1}"
+    if model.max_positions is not None and num_positions > model.max_positions:
+        yield f"needs {num_positions} positions, but the model has {model.max_positions} learned ones; shorten it"
+
+
 def build_stage(config: Config, ctx: ParallelContext, device: torch.device) -> tuple[list[Layer], nn.ModuleList]:
     """Return this rank's layers, and their modules, each once, with uninitialised weights on `device`.
 

@@ -21,7 +21,7 @@ import torch
 from megatron.generation.generator import BatchSettings, GenerationStatistics, OnToken, generate, request_faults
 from megatron.generation.graphs import check_graphs
 from megatron.generation.jsonl import Prompt, PromptSource, ResultFile, as_line, as_result
-from megatron.generation.model import InferenceModel
+from megatron.generation.model import InferenceModel, sequence_faults
 from megatron.generation.options import GenerateCommand, GenerationOptions
 from megatron.generation.passes import KeptText
 from megatron.generation.prompts import Ends, PromptEncoder
@@ -47,7 +47,7 @@ class Session:
         if prompts.use_graphs:
             check_graphs(model.ctx)
         self.encoder = PromptEncoder(model, prompts.chat_template, command.load.tokenizer_model, prompts.system)
-        faults = list(_unknown_ids(self.options, model.vocab_size))
+        faults = list(_unknown_ids(self.options, model))
         if faults:
             raise ConfigError(faults)
         self.settings = BatchSettings(batch_size=prompts.batch_size, use_graphs=prompts.use_graphs)
@@ -193,13 +193,12 @@ def _throughput(name: str, replicas: Sequence[dict[str, Any]], tokens: str, seco
     return text
 
 
-def _unknown_ids(options: GenerationOptions, vocab_size: int) -> Iterator[str]:
+def _unknown_ids(options: GenerationOptions, model: InferenceModel) -> Iterator[str]:
     """Describe the ids of options that the model does not have."""
     ids_of = {"stop_token_ids": options.stop_token_ids, "logit_bias": [token for token, _ in options.logit_bias]}
     for name, ids in ids_of.items():
-        unknown = [token for token in ids if token >= vocab_size]
-        if unknown:
-            yield f"{name} has the id {unknown[0]}, but the model's vocabulary has the ids 0 to {vocab_size - 1}"
+        for fault in sequence_faults(model, ids, 0):
+            yield f"{name} {fault}"
 
 
 def run_prompts(session: Session) -> None:
