@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.runtime.commands import UserError
 from megatron.runtime.files import parse_json
 
 MANIFEST = "checkpoint.json"
@@ -31,6 +31,14 @@ LEFTOVER = re.compile(
 )
 """Hidden names beside the checkpoints, of a save in progress or of one that was killed; see `hidden_path`."""
 REMEDY = "copy it again from where the checkpoint was saved, or load another checkpoint"
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint is missing, damaged, of another model, or cannot be written. The message names the file."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint or an export could not be written; earlier ones are as they were. Another attempt may succeed."""
 
 
 def iteration_of(tag: str) -> int:

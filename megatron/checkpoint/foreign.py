@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.folders import MANIFEST, CheckpointError
 from megatron.runtime.commands import command_name
 
 SEARCHED_FOLDERS = 1000

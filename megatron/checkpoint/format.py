@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# `as`: exported again for those that use the format, as strict mypy wants it marked
-from megatron.checkpoint.errors import CheckpointError as CheckpointError
-from megatron.checkpoint.errors import SaveError as SaveError
 from megatron.checkpoint.folders import MANIFEST, REMEDY, TAG, open_file
+
+# `as`: exported again for those that use the format, as strict mypy wants it marked
+from megatron.checkpoint.folders import CheckpointError as CheckpointError
+from megatron.checkpoint.folders import SaveError as SaveError
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import parse_json

@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import read_metadata
+from megatron.checkpoint.folders import CheckpointError, read_metadata
 from megatron.options.config import Config
 from megatron.options.model import PARTICULAR, ModelConfig, differing
 

@@ -149,7 +149,7 @@ def merge_command(
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
-    from megatron.checkpoint.errors import CheckpointError
+    from megatron.checkpoint.folders import CheckpointError
 
     return run_command(
         lambda: run(base, adapters, save, verify=verify, allow_other_base=allow_other_base),

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.generation.options import LoadOptions
 from megatron.models.rules import check_experts_of_copies, check_layout
 from megatron.options.config import CheckpointConfig, Config, ConfigError, TrainingConfig, on_device

@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folders import (
     MANIFEST,
+    CheckpointError,
     checkpoint_folders,
     holds_checkpoints,
     iteration_of,

@@ -27,9 +27,8 @@ from megatron.options.outputs import CheckpointConfig, LoggingConfig
 from megatron.options.preference import PreferenceConfig
 from megatron.options.training import Fp8Config, GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
-from megatron.runtime.commands import counted
+from megatron.runtime.commands import UserError, counted
 from megatron.runtime.devices import find_device
-from megatron.runtime.errors import UserError
 
 
 class ConfigError(UserError, ValueError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.options.config import Config
-from megatron.runtime.errors import UserError
+from megatron.runtime.commands import UserError
 
 AXES = {
     "tensor_rank": "tensor_size",

@@ -9,10 +9,9 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron.checkpoint.errors import SaveError
+from megatron.checkpoint.folders import SaveError
 from megatron.parallel.context import ParallelContext
-from megatron.runtime.commands import ABORTED, FAILED, REFUSED
-from megatron.runtime.errors import UserError
+from megatron.runtime.commands import ABORTED, FAILED, REFUSED, UserError
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Commands of this package: their names as the user types them, their exit statuses, and messages for a terminal."""
+"""Commands of this package: their names as the user types them, exit statuses, errors and messages for a terminal."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ So does the agent in a crash loop: one rank failed three times in the same step 
 """
 HUNG = 4
 """The watchdog saw no progress. A restart may succeed."""
+
+
+class UserError(Exception):
+    """Base of the errors that a user can remedy: something given to the program is wrong.
+
+    The message says what, the rule, and the remedy, and is enough; a restart would fail in the same way.
+    """
 
 
 def shell_status(returncode: int) -> int:

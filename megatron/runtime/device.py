@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron.runtime.errors import UserError
+from megatron.runtime.commands import UserError
 
 
 class DeviceError(UserError, RuntimeError):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.runtime.errors import UserError
+from megatron.runtime.commands import UserError
 
 if TYPE_CHECKING:
     import torch

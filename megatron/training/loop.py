@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.errors import SaveError
+from megatron.checkpoint.folders import SaveError
 from megatron.data.batches import Batches
 from megatron.data.index.indexed import DataError
 from megatron.observability.memory import MemoryLog

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.checkpoint.source import Slice, WeightSource, bands, regions
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard

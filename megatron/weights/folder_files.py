@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.runtime.files import BusyOutput, disk_shortage, new_output, parse_json
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import MANIFEST, holds_checkpoints
+from megatron.checkpoint.folders import MANIFEST, CheckpointError, holds_checkpoints
 from megatron.checkpoint.foreign import deepspeed_folder
 from megatron.weights.folder_files import is_adapter_folder, is_model_folder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import FAMILIES, family_named
 from megatron.options.config import Config, ModelConfig, TrainingConfig

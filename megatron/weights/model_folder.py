@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import checkpoint_folders
+from megatron.checkpoint.folders import CheckpointError, checkpoint_folders
 from megatron.checkpoint.model_options import saved_model_options
 from megatron.options.config import ConfigError
 from megatron.options.model import ModelConfig

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface_config import SPECIAL_TOKENS, shown
 

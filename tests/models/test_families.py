@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.generation.generator import generate
 from megatron.generation.loading import load_model
 from megatron.generation.options import GenerationOptions, LoadOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.checkpoint.reader import read_latest
 from megatron.generation.jsonl import _is_result
 from megatron.observability.run_plots import PlotError, read_run

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.weights.peft.adapter_merge import Merge
 
 transformers = pytest.importorskip("transformers")

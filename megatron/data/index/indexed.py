@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.runtime.commands import command_name
-from megatron.runtime.errors import UserError
+from megatron.runtime.commands import UserError, command_name
 
 Tokens = NDArray[Any]
 """Token ids in the file's integer type."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.launch.dialects.finetune_file import read_finetune_file
 from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import (

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.options.config import ConfigError
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.model_folder import find_model

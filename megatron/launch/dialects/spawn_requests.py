@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.data.index.indexed import DataError
 from megatron.data.read.input_shards import of_split
 from megatron.data.read.search import find_sources

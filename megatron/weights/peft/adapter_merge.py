@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.runtime.files import sync_file
 from megatron.weights.base_identity import FILE as IDENTITY
 from megatron.weights.base_identity import BaseIdentity, check_identity, read_identity, stored_sums

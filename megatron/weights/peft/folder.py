@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folders import MANIFEST
+from megatron.checkpoint.folders import MANIFEST, CheckpointError
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import ADAPTER_CONFIG as CONFIG
 from megatron.weights.folder_files import own_file, read_json

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.parallel.low_rank import gain
 from megatron.weights.folder_files import own_file, real_path
 from megatron.weights.huggingface_files import StoredTensor, bytes_of, write_at
