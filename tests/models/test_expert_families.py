@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folders import CheckpointError
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config
 from megatron.options.model import LoraConfig
