@@ -89,7 +89,7 @@ UNUSED = {
     "datastates_ckpt": "checkpoints are written by this project",
     "eigenvalue": REMOVED,
     "elasticity": "--min-nodes of the launcher lets a run continue with fewer nodes",
-    "expert_parallel": "there are no mixture-of-experts models",
+    "expert_parallel": "expert_model_parallel_size divides the experts",
     "graph_harvesting": REMOVED,
     "hybrid_engine": "this is an engine for training alone",
     "nebula": REMOVED,
