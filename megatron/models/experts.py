@@ -199,7 +199,9 @@ class Experts(nn.Module):
         output = self._routed(hidden, routing, kept)
         if self.shared is not None:
             output = output + self.shared(hidden)
-        if not in_training:
+        state = self.ctx.state
+        # a validation has the terms too; generation and passes before a step have neither
+        if isinstance(packing, CachedTokens) or not (state.terms.is_recorded or state.loads.is_on):
             return output
         return self._with_terms(output, routing, kept, is_token_SB)
 

@@ -111,6 +111,10 @@ class LayerTerms:
         self._coefficients: Mapping[str, float] = {}
         self._gradient: Tensor | None = None
 
+    @property
+    def is_recorded(self) -> bool:
+        return self._record is not None
+
     @contextlib.contextmanager
     def recorded(
         self, record: Callable[[Mapping[str, Sums]], None], coefficients: Mapping[str, float], gradient: Tensor
@@ -164,7 +168,7 @@ class ExpertLoads:
     """Choices of experts by the tokens of this rank in one training step, by layer. They stay on the device."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.is_on = False
         self._checks: FiniteChecks | None = None
         self.by_layer: dict[int, Tensor] = {}
         """int32 [E + 1] by number of the layer: choices of each expert, and how many were dropped. Alike on
@@ -173,11 +177,11 @@ class ExpertLoads:
     @contextlib.contextmanager
     def step(self, checks: FiniteChecks) -> Iterator[None]:
         """Count what is routed within, and forget the previous step."""
-        self.by_layer, self._checks, self._is_on = {}, checks, True
+        self.by_layer, self._checks, self.is_on = {}, checks, True
         try:
             yield
         finally:
-            self._is_on = False
+            self.is_on = False
 
     # as in LayerTerms: a compiled graph would know nothing of what the host adds to
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
@@ -185,7 +189,7 @@ class ExpertLoads:
     def add(self, layer: int, counts_E: Tensor, num_kept: Tensor | None) -> None:
         """Add the choices of one pass. `num_kept`: how many are not dropped; None: all."""
         # computed again in a backward pass, or no step of a training
-        if not self._is_on or (self._checks is not None and self._checks.place.direction == BACKWARD):
+        if not self.is_on or (self._checks is not None and self._checks.place.direction == BACKWARD):
             return
         dropped = counts_E.new_zeros(1) if num_kept is None else (counts_E.sum() - num_kept).view(1)
         # whole numbers: sums over microbatches are exact in any order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +63,20 @@ def test_every_layout_trains_as_one_process(
     ):
         for name in ("losses", "norms", "validation"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def validation(arguments: str) -> dict[str, float]:
+    engine, task = layouts.build(arguments)
+    evaluated = engine.evaluate(layouts.step_batches(engine, task, 0), layouts.num_microbatches(engine))
+    return engine.read_metrics(evaluated.metrics)
+
+
+def test_a_validation_has_the_routers_terms(ranks: RankPools) -> None:
+    expected = ranks(1)(validation, f"{FLAGS} --micro-batch-size 4")[0]
+    assert 1.0 <= expected["load_balancing_loss"] < 4.0
+    assert expected["router_z_loss"] == pytest.approx(math.log(4) ** 2, rel=0.2)  # logits that are almost zero
+    for found in ranks(2)(validation, f"{FLAGS} {EP2} --micro-batch-size 2"):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 CHAIN = [
