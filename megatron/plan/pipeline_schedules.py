@@ -131,7 +131,7 @@ class PipelineSchedule(NamedTuple):
         # later stage, since to there an activation travels and from there its gradient
         return 2 * later_stages + (self.num_chunks - 1) * self.num_stages
 
-    def timeline(self, costs: Mapping[PassKind, float] = COSTS) -> list[Timed]:
+    def timeline(self) -> list[Timed]:
         """Return every pass with its times, each stage's in order, in the unit of the costs of a chunk's passes.
 
         A stage starts a pass as soon as it is free and the pass before it in the model has ended; messages take no
@@ -151,7 +151,7 @@ class PipelineSchedule(NamedTuple):
                         break
                     action = actions.popleft()
                     start = max([free[stage], *(ends[key] for key in needed)])
-                    free[stage] = ends[self._key(stage, action)] = start + costs[action.kind]
+                    free[stage] = ends[self._key(stage, action)] = start + COSTS[action.kind]
                     timeline.append(Timed(stage, action, start, free[stage]))
             if len(timeline) == num_before:
                 raise ValueError(f"{self} stops: every stage waits for another")
@@ -187,12 +187,12 @@ class PipelineSchedule(NamedTuple):
         # neither a device that handles them in the order of their calls nor one that waits in any of them can deadlock.
         return _instructions(self, stage)
 
-    def bubble(self, costs: Mapping[PassKind, float] = COSTS) -> float:
+    def bubble(self) -> float:
         """Return the part of a step that the stages wait, on average, if all chunks cost the same."""
-        timeline = self._shorter().timeline(costs)
+        timeline = self._shorter().timeline()
         step = max(timed.end for timed in timeline)
         idle = step - sum(timed.end - timed.start for timed in timeline) / self.num_stages
-        work = sum(costs[action.kind] for action in self.order(0))
+        work = sum(COSTS[action.kind] for action in self.order(0))
         return idle / (work + idle)
 
     def _shorter(self) -> PipelineSchedule:

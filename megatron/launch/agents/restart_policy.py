@@ -62,12 +62,12 @@ class Failure:
         return cls.from_json({**report, **own})
 
     @classmethod
-    def of_member(cls, member: str, host: str, returncode: int, *, step: int = 0, fault: str = "") -> Failure:
+    def of_member(cls, member: str, host: str, returncode: int, *, fault: str = "") -> Failure:
         """Return the failure of a member other than a rank. `fault`: an error of the system, which may pass."""
         state = ""
         if fault:
             state = "failed"
-        return cls(NO_RANK, host, returncode, step, state=state, fault=fault, may_pass=bool(fault), member=member)
+        return cls(NO_RANK, host, returncode, state=state, fault=fault, may_pass=bool(fault), member=member)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Failure:

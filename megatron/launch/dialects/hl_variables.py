@@ -60,10 +60,8 @@ def _switch(
     return sets(name, target, text, lambda value: on if is_on(value) else off, scripts)
 
 
-def _one_in(
-    name: str, target: str, choices: Sequence[str], text: str, hint: str = "", scripts: tuple[Script, ...] = ALL
-) -> Entry:
-    return sets(name, target, text, one_in(choices, hint), scripts)
+def _one_in(name: str, target: str, choices: Sequence[str], text: str, scripts: tuple[Script, ...] = ALL) -> Entry:
+    return sets(name, target, text, one_in(choices), scripts)
 
 
 DEVICE = "hpu, cuda, cpu, or your own as package.module:RECORD"

@@ -135,14 +135,14 @@ def _model_flags(model: str) -> tuple[Entry, ...]:
     )
 
 
-def _schedule_flags(*, rate: str, shape: str, warmup: str, decay: str, optimizer: str, seed: str) -> list[Entry]:
+def _schedule_flags(*, rate: str, shape: str, warmup: str, optimizer: str, seed: str) -> list[Entry]:
     # of the two scripts dpo.py alone has this default, and its own name for the flag of the optimizer
     of_decay = "; dpo.py declares 0.05, but never uses it" if optimizer == "paged_adamw_32bit" else ""
     return [
         _to("--learning_rate", "HL_LR", default=rate),
         _choice("--lr_scheduler_type", _SHAPES, "`--lr-decay-style`", default=shape),
         Entry("--warmup_steps", "sets", "`--lr-warmup-iters`", convert=_warmup, default=warmup),
-        _to("--weight_decay", "--weight-decay", of_decay, default=decay),
+        _to("--weight_decay", "--weight-decay", of_decay, default="0.0"),
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
             _OPTIMIZERS,
@@ -247,7 +247,7 @@ SFT: tuple[Entry, ...] = (
     ),
     honoured("--remove_unused_columns", "columns that a form of rows does not name are not read"),
     # schedule and length
-    *_schedule_flags(rate="5e-5", shape="linear", warmup="0", decay="0.0", optimizer="adamw_torch", seed="42"),
+    *_schedule_flags(rate="5e-5", shape="linear", warmup="0", optimizer="adamw_torch", seed="42"),
     _to("--warmup_ratio", "--lr-warmup-fraction"),
     *_adam_flags(),
     *_batch_flags("8", "1"),
@@ -353,7 +353,7 @@ DPO: tuple[Entry, ...] = (
         default="1024",
     ),
     # schedule and results
-    *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", decay="0.0", optimizer="paged_adamw_32bit", seed="0"),
+    *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", optimizer="paged_adamw_32bit", seed="0"),
     *_adam_flags("; dpo.py has no such flag and always uses the default"),
     *_batch_flags("1", "4"),
     Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", convert=_steps, default="1000"),
