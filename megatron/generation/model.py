@@ -53,7 +53,7 @@ class ModelOrigin:
 class InferenceModel:
     """This rank's stage of a model, in evaluation mode.
 
-    Every rank of `ctx.model_group` calls `forward_stage` in turn, from the first stage to the last; what one returns
+    Every rank of a copy of the model calls `forward_stage` in turn, from the first stage to the last; what one returns
     is what the next one takes.
     """
 

@@ -72,7 +72,10 @@ def _set_variables() -> None:
     for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", network.LOOPBACK)):
         os.environ.setdefault(name, alone)
     world_size = os.environ["WORLD_SIZE"]
-    os.environ.setdefault("MASTER_PORT", "29500" if world_size != "1" else "0")
+    port = "29500"
+    if world_size == "1":
+        port = "0"  # a free one: no other rank has to know it
+    os.environ.setdefault("MASTER_PORT", port)
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == world_size
     if is_one_machine and not _has_agent_store():
         os.environ["MASTER_ADDR"] = network.LOOPBACK
@@ -130,8 +133,6 @@ class ParallelContext(Layout):
     """The ranks that hold different experts of this part of the model, and between which tokens travel."""
     expert_grad_group: dist.ProcessGroup | None = None
     """The ranks over which the gradients of this rank's experts are summed, and which ZeRO shards."""
-    model_group: dist.ProcessGroup | None = None
-    """All ranks that together hold one copy of the model."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, over the host's network: what is decided there waits for no device."""
     sequence_parallel: bool = False
@@ -172,26 +173,34 @@ class ParallelContext(Layout):
         )
         with quiet():
             grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
-        # one group for both: they part only where several ranks share a sample (context parallelism)
-        data_group = grid.get_data_parallel_group() if layout.grad_size > 1 else None
+        tensor_group = data_group = deferred = None
+        if layout.tensor_size > 1:
+            tensor_group = grid.get_slice_parallel_group()
+        # one group of batches and gradients: they part only where several ranks share a sample (context parallelism)
+        if layout.grad_size > 1:
+            data_group = grid.get_data_parallel_group()
         expert_group, expert_grad_group = None, data_group
         if layout.divides_experts:
             expert_group = _group_along(layout, "expert_rank")
             expert_grad_group = _group_along(layout, "expert_grad_rank")
+        control_group = dist.group.WORLD
+        if not record.collectives_are_gloo:
+            control_group = dist.new_group(backend="gloo")
+        if parallel.schedule == "zero-bubble":
+            deferred = DeferredGradients()
         return cls(
             **vars(layout),
-            tensor_group=grid.get_slice_parallel_group() if layout.tensor_size > 1 else None,
+            tensor_group=tensor_group,
             batch_group=data_group,
             grad_group=data_group,
             expert_group=expert_group,
             expert_grad_group=expert_grad_group,
-            model_group=grid.get_model_parallel_group() if layout.model_size > 1 else None,
-            control_group=dist.group.WORLD if record.collectives_are_gloo else dist.new_group(backend="gloo"),
+            control_group=control_group,
             sequence_parallel=parallel.sequence_parallel and layout.tensor_size > 1,
             device=device,
             topology=topology,
             grid=grid,
-            state=PassState(deferred=DeferredGradients() if parallel.schedule == "zero-bubble" else None),
+            state=PassState(deferred=deferred),
         )
 
     @functools.cached_property
@@ -204,7 +213,9 @@ class ParallelContext(Layout):
 
     def grad_group_of(self, shard: Cut) -> dist.ProcessGroup | None:
         """The ranks over which the parameter's gradient is summed."""
-        return self.grad_group if shard.expert is None else self.expert_grad_group
+        if shard.expert is None:
+            return self.grad_group
+        return self.expert_grad_group
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, on every rank. Collective."""
@@ -260,7 +271,9 @@ class ParallelContext(Layout):
             return mine
         import torch.distributed as dist
 
-        content = bytearray(plain_data.encode(mine) if self.rank == 0 else b"")
+        content = bytearray()
+        if self.rank == 0:
+            content += plain_data.encode(mine)
         content = content.ljust(self.broadcast(len(content)))
         received = torch.frombuffer(content, dtype=torch.uint8)
         dist.broadcast(received, src=0, group=self.control_group)
