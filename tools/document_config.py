@@ -5,7 +5,6 @@ python tools/document_config.py > docs/reference/configuration.md
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,9 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.options.config import option_doc, sections
 from megatron.options.flags import flag, shown
-from megatron.options.stored import PRESETS_DIR, from_dict, read_preset
-from megatron.options.training import ParallelConfig
-from megatron.plan.flops import count_parameters
 
 HEADER = """# Configuration
 
@@ -26,20 +22,13 @@ HEADER = """# Configuration
 python -m megatron.train --config bloom_13b --num-layers 40 --rampup-batch-size 16 16 5000000
 ```
 
-In a preset, a YAML file, options are grouped by the sections below: `training: {seq_length: 128}`.
+In a [preset](families.md), a YAML file, options are grouped by the sections below: `training: {seq_length: 128}`.
 
 - The command line overrides the presets, and these the defaults. `--config` takes names or paths; with several, a later
   one overrides an earlier one, option by option: `--config llama32_1b --config sft_llama`.
 - Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` false. `none` unsets an option.
 - `--print-config` prints the resolved config; a run saves it as `config.yaml`. All errors are reported together.
 - The data-parallel size is the number of ranks / (tensor x pipeline).
-"""
-
-PRESETS = """
-## Presets
-
-Parameters are counted with the vocabulary padded for one tensor-parallel rank. Recipes (`sft_llama`, `lora_llama`,
-`dpo_llama`) have no model section and are combined with a preset that has one.
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
@@ -63,23 +52,6 @@ def type_text(hint: Any) -> str:
     return " \\| ".join(type_text(member) for member in members) if members else str(hint.__name__)
 
 
-def presets_table() -> str:
-    """Return the table of preset sizes: a row for each family, smallest model first."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for path in PRESETS_DIR.glob("*.yaml"):
-        tree = read_preset(path.stem)
-        if "model" not in tree:
-            continue  # a recipe
-        config = from_dict(tree)
-        parameters = count_parameters(dataclasses.replace(config, parallel=ParallelConfig()))
-        cell = f"[`{path.stem}`](../../megatron/presets/{path.name}) {parameters:,}"
-        found.setdefault(config.model.architecture, []).append((parameters, cell))
-    rows = [
-        f"| `{family}` | {'; '.join(cell for _, cell in sorted(cells))} |" for family, cells in sorted(found.items())
-    ]
-    return "\n".join(["| family | presets and their parameters |", "|---|---|", *rows])
-
-
 def section_table(section: str, cls: type) -> str:
     """Return the heading and the table of one section."""
     rows = [f"## {section}", "", "| flag | type | default | meaning |", "|---|---|---|---|"]
@@ -92,7 +64,7 @@ def section_table(section: str, cls: type) -> str:
 def document() -> str:
     """Return the whole page."""
     tables = [section_table(section, cls) for section, cls in sections().items()]
-    return "\n".join([HEADER, "\n\n".join(tables), PRESETS, presets_table()]) + "\n"
+    return "\n".join([HEADER, "\n\n".join(tables)]) + "\n"
 
 
 if __name__ == "__main__":

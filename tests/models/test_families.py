@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,14 +36,13 @@ from megatron.parallel.shards import named_parameters, shard_of
 from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_config import config_of, restored_config
 from megatron.weights.huggingface_source import HuggingFaceSource
-from tests import runs
 from tests.models.noise import our_noise
 from tests.models.outputs import in_float64, logits_of, mean_loss
-from tests.ranks import RankPools
 
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH = 61, 23
+FIELDS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "families.md"
 Fields = dict[str, Any]
 
 LLAMA_SHAPE: Fields = {
@@ -333,6 +333,18 @@ def test_published_code_of_a_class_is_passed_over_and_other_code_refused() -> No
         config_of({**their_model("mistral", ROWS["mistral"][0]).config.to_dict(), "auto_map": code}, "config.json")
 
 
+@every_family
+def test_fields_with_one_value_on_the_page_are_refused_with_another(kind: str) -> None:
+    theirs = their_model(kind, ROWS[kind][0]).config.to_dict()
+    fields_table = FIELDS_PAGE.read_text(encoding="utf-8").rpartition("| model_type |")[2]
+    (row,) = re.findall(rf"^\| `{kind}` \| (.*) \|$", fields_table, re.MULTILINE)
+    fixed = re.findall(r"`(\w+)` [^`]", row.split(" | ")[1])
+    assert len(fixed) >= 2
+    for name in fixed:
+        with pytest.raises(CheckpointError, match=f"{name}='other'"):
+            config_of({**theirs, name: "other"}, "config.json")
+
+
 @st.composite
 def drawn(draw: Any, kind: str) -> Fields:
     """A row of the family with other sizes."""
@@ -409,39 +421,3 @@ def test_greedy_tokens_equal_transformers_beyond_the_window(kind: str, index: in
         gaps = best.max(-1).values - best.gather(1, text[0, len(prompt) :, None])[:, 0]
         assert len(found[number]) == 200
         assert float(gaps.max()) < 1e-4, f"another token than transformers', {float(gaps.max()):.1e} below its best"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Layouts
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.write_dataset(tmp_path_factory.mktemp("data") / "text", vocabulary=VOCABULARY)
-
-
-def losses(ranks: RankPools, size: int, arguments: str, results: Path) -> tuple[list[float], list[float]]:
-    assert set(ranks(size)(runs.train_loaded, f"{arguments} --results-dir {results}")) == {""}
-    rows = [*runs.rows(results, "train")]
-    return [row["lm_loss"] for row in rows], [row["grad_norm"] for row in rows]
-
-
-@every_family
-def test_layouts_train_as_one_process_does(kind: str, dataset: Path, ranks: RankPools, tmp_path: Path) -> None:
-    fields = {**ROWS[kind][1], "num_attention_heads": 4, "hidden_size": 48, "intermediate_size": 56}
-    if "num_key_value_heads" in fields:
-        fields["num_key_value_heads"] = 2
-    their_model(kind, fields).save_pretrained(tmp_path / "theirs")
-    common = (
-        f"--load {tmp_path / 'theirs'} --finetune --data-path {dataset} --train-iters 10 --eval-iters 0 --lr 3e-4 "
-        "--seq-length 24 --micro-batch-size 2 --global-batch-size 4 --device cpu --log-interval 1"
-    )
-    single = losses(ranks, 1, common, tmp_path / "one")
-    layouts = {
-        2: "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
-        4: "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-    }
-    for size, layout in layouts.items():
-        found = losses(ranks, size, f"{common} {layout}", tmp_path / str(size))
-        assert found[0] == pytest.approx(single[0], rel=1e-6)
-        assert found[1] == pytest.approx(single[1], rel=1e-5)

@@ -15,6 +15,8 @@ from megatron.options.stored import from_dict
 from megatron.parallel.shards import declared_shards
 from megatron.settings.validation import check
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def config(*freeze: str, architecture: str = "bloom") -> Config:
     model = {"architecture": architecture, "num_layers": 12, "freeze": freeze}
@@ -68,3 +70,10 @@ def test_families_import_no_torch() -> None:
     code = f"import sys, {names}; print(sorted({{'torch', 'deepspeed'}} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_the_committed_page_of_families_is_up_to_date() -> None:
+    tool = [sys.executable, "tools/document_families.py"]
+    printed = subprocess.run(tool, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
+    page = (ROOT / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
+    assert printed == page, "run `python tools/document_families.py > docs/reference/families.md`"
