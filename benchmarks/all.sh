@@ -82,6 +82,7 @@ run guard_overhead:two_ranks - 1 --ranks 2
 run start - 1
 run loss - 2
 run kernels - 2
+run families - 1
 run plan_memory - 1
 run preprocess PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100
 run preprocess:bloom PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100 --tokenizer bloom
