@@ -22,7 +22,7 @@ from megatron.options.config import Config, ConfigError
 from megatron.resilience.process import leave, print_error
 from megatron.resilience.shutdown import Signals
 from megatron.runtime.commands import DONE, REFUSED
-from megatron.runtime.first_steps import defer_backends
+from megatron.runtime.first_steps import defer_backends, importing
 from megatron.runtime.network import adopt_mpi_variables
 from megatron.training.configure import load_settings, prepare_device
 
@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 def main(arguments: list[str], signals: Signals) -> None:
     """Train as a command line says. What it raises, `start` turns into a message and a status."""
     config = load_settings(arguments)  # every fault at once, before torch is imported
-    config, device = prepare_device(config)  # before anything imports deepspeed
+    with importing():
+        config, device = prepare_device(config)  # before anything imports deepspeed
     with joined_ranks(config, device) as (ctx, watchdog):
-        from megatron.training.run import run
+        with importing():
+            from megatron.training.run import run
 
         run(config, ctx, signals, watchdog)
 

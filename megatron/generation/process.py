@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.generation.options import LoadOptions
 from megatron.resilience.process import print_error
+from megatron.runtime.first_steps import importing
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -27,14 +28,15 @@ def work_with_model(
     # these variables are read when the device's plugin is imported, so they come before everything else
     if use_graphs:
         set_graph_variables(load.device, load.tensor_model_parallel_size, lazy=True)
-    device = accelerator.choose_device(load.device)  # before anything imports deepspeed
+    with importing():
+        device = accelerator.choose_device(load.device)  # before anything imports deepspeed
 
-    import torch.distributed as dist
+        import torch.distributed as dist
 
-    from megatron.generation.loading import load_model
-    from megatron.generation.saved_model import parallel_options
-    from megatron.parallel.context import ParallelContext
-    from megatron.resilience.errors import raise_on_all_ranks
+        from megatron.generation.loading import load_model
+        from megatron.generation.saved_model import parallel_options
+        from megatron.parallel.context import ParallelContext
+        from megatron.resilience.errors import raise_on_all_ranks
 
     try:
         ctx = ParallelContext.build(parallel_options(load), device)
