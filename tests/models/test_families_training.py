@@ -49,9 +49,10 @@ PP2 = "--pipeline-model-parallel-size 2"
 
 def fields_of(kind: str, **changed: Any) -> Fields:
     """The second row of a family, of a size that two ranks can cut."""
-    fields = {**ROWS[kind][1], "num_attention_heads": 4, "hidden_size": 48, "intermediate_size": 56}
-    if "num_key_value_heads" in fields:
-        fields["num_key_value_heads"] = 2
+    fields = {**ROWS[kind][1], "num_attention_heads": 4, "hidden_size": 48}
+    # a class has names of its own for them
+    sizes = {"intermediate_size": 56, "ffn_hidden_size": 56, "num_key_value_heads": 2, "num_kv_heads": 2}
+    fields |= {name: size for name, size in sizes.items() if name in fields}
     return {**fields, **changed}
 
 

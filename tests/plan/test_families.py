@@ -46,7 +46,7 @@ def square_of(window: int | None) -> int:
 
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 1000,
+    "hidden_size": 128, "intermediate_size": 352, "ffn_hidden_size": 352, "num_attention_heads": 4, "vocab_size": 1000,
     "max_position_embeddings": 512,
 }  # fmt: skip
 RUN = "--seq-length 256 --micro-batch-size 2 --global-batch-size 8"
@@ -69,9 +69,9 @@ WINDOW = 64
 def test_the_plan_is_within_5_percent_of_a_run(
     ranks: RankPools, kind: str, size: int, flags: str, tmp_path: Path
 ) -> None:
-    fields = {**ROWS[kind][1], **SIZES}
-    wide = {"head_dim": 32, "sliding_window": WINDOW}
-    fields |= {name: value for name, value in wide.items() if fields.get(name) is not None}
+    sizes = SIZES | {"head_dim": 32, "sliding_window": WINDOW}
+    row = ROWS[kind][1]
+    fields = row | {name: size for name, size in sizes.items() if row.get(name) is not None}
     preset = tmp_path / "model.yaml"
     preset.write_text(yaml.safe_dump({"model": _plain(described(our_config(their_model(kind, fields)).model))}))
     results = [each for each in ranks(size)(compare, f"--config {preset} {RUN} {flags}", "cpu") if each is not None]
