@@ -78,7 +78,7 @@ def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
         if linear.weight.expert is not None:
             # all experts together take the choices of this rank's tokens, wherever each of them is
             whole_or_part = sum(linear.weight.local_shape(layout.cut_of(linear.weight)[1]))
-            tokens_share = linear.cost.share * layout.expert_tensor_size / layout.tensor_size
+            tokens_share = config.model.moe_router_topk * layout.expert_tensor_size / layout.tensor_size
             numbers += tokens_share * whole_or_part
         elif linear.is_column:
             numbers += inputs // sizes.sequence_cut + outputs // sizes.tensor_size
@@ -131,11 +131,13 @@ class _Linear:
 
 
 def _linears(layer: LayerDeclaration) -> list[_Linear]:
+    """Return the linear layers; of experts, which are all alike, those of the first."""
     linears = []
+    adapted = {local.rpartition(".")[0] for local, shard in layer.shards.items() if shard.added}
     for name, shard in layer.shards.items():
-        if isinstance(shard.cost, MatrixProduct):
+        if isinstance(shard.cost, MatrixProduct) and not shard.expert:
             prefix = name.removesuffix("weight")
-            is_adapted = any(other.added for local, other in layer.shards.items() if local.startswith(prefix))
+            is_adapted = prefix.removesuffix(".") in adapted
             method = layer.methods.get(prefix.removesuffix("."))
             linears.append(_Linear(shard, shard.cost, method, shard.trained or is_adapted))
     return linears

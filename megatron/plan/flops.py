@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from megatron.models.registry import family_of
 from megatron.options.config import Config
@@ -16,10 +17,27 @@ from megatron.parallel.costs import Attention, MatrixProduct, Router
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
 
+T = TypeVar("T")
+
 
 def declared_layers(config: Config) -> list[LayerDeclaration]:
     """Return the layers of the model, in order, as its family declares them."""
     return family_of(config).layers(config)
+
+
+def of_layers(layers: Sequence[LayerDeclaration], function: Callable[[LayerDeclaration], T]) -> list[T]:
+    """Return the function of each layer, computed once for those that are declared alike: most are, and with experts
+    each is hundreds of parameters."""
+    known: dict[tuple[Any, ...], T] = {}
+    results = []
+    for layer in layers:
+        methods = id(layer.methods) if layer.methods else 0
+        is_numbered = layer.number is not None
+        key = (id(layer.shards), methods, layer.dropouts, layer.keeps_output, layer.projects, is_numbered)
+        if key not in known:
+            known[key] = function(layer)
+        results.append(known[key])
+    return results
 
 
 def count_parameters(config: Config, counts: Callable[[Shard], bool] = lambda shard: True) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 from megatron.options.config import Config, num_microbatches
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import LayerMemory, deferred_bytes, layer_memory
 from megatron.plan.attention_core import attention_mask_bytes
-from megatron.plan.flops import declared_layers, parameters_of_layer
+from megatron.plan.flops import declared_layers, of_layers, parameters_of_layer
 from megatron.plan.loss_memory import adds_to_optimizers_sum, loss_memory
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.plan.pipeline import schedule_of, stage_ranges
@@ -67,7 +68,7 @@ def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
         state = shared_state(config, layout, held)
         step = _Step(config, chunks, state, number, schedule)
         peak, memory = max(step.moments(), key=lambda moment: moment[1].total)
-        parameters = sum(parameters_of_layer(layer, layout) for layer in held)
+        parameters = sum(of_layers(held, partial(parameters_of_layer, layout=layout)))
         stages.append(Stage(tuple(ranges), parameters, step.in_flight, memory, peak, state.host))
     return stages
 
@@ -105,15 +106,20 @@ class _Step:
         self.in_flight = schedule.in_flight(stage)
         self.is_last_stage = stage == schedule.num_stages - 1
         self.number_bytes = BYTES[config.training.precision]
-        by_chunk = [[self._layer(declaration) for declaration in chunk] for chunk in chunks]
+        by_chunk = [self._layers_of(chunk) for chunk in chunks]
         self.layers = list(itertools.chain(*by_chunk))
         self._kept = [sum(layer.memory.kept for layer in chunk) for chunk in by_chunk]
-        self._deferred = [sum(deferred_bytes(layer, config) for layer in chunk) for chunk in chunks]
+        self._deferred = [sum(of_layers(chunk, partial(deferred_bytes, config=config))) for chunk in chunks]
         self._messages = self._message_bytes()
 
-    def _layer(self, declaration: LayerDeclaration) -> _Layer:
-        trained = parameters_of_layer(declaration, Layout.of(self.config.parallel), trained_only=True)
-        return _Layer(declaration, layer_memory(declaration, self.config), trained * self.number_bytes)
+    def _layers_of(self, chunk: Sequence[LayerDeclaration]) -> list[_Layer]:
+        layout = Layout.of(self.config.parallel)
+        trained = of_layers(chunk, partial(parameters_of_layer, layout=layout, trained_only=True))
+        memory = of_layers(chunk, partial(layer_memory, config=self.config))
+        return [
+            _Layer(declaration, needed, numbers * self.number_bytes)
+            for declaration, needed, numbers in zip(chunk, memory, trained, strict=True)
+        ]
 
     def _message_bytes(self) -> int:
         """Bytes of what is received from and sent to other stages: tensors as large as the residual stream."""

@@ -14,7 +14,7 @@ from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import deferred_bytes, layer_memory
-from megatron.plan.flops import declared_layers, layer_flops, parameters_of_layer
+from megatron.plan.flops import declared_layers, layer_flops, of_layers, parameters_of_layer
 from megatron.plan.pipeline_schedules import PipelineSchedule
 
 STATE_BYTES = 16
@@ -49,9 +49,9 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
     schedule = schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size)
     bounds = _balanced(
         weights=tuple(_weights(config, layers)),
-        state=tuple(STATE_BYTES * parameters_of_layer(layer, layout) for layer in layers),
-        kept=tuple(layer_memory(layer, config).kept for layer in layers),
-        deferred=tuple(deferred_bytes(layer, config) for layer in layers),
+        state=tuple(of_layers(layers, lambda layer: STATE_BYTES * parameters_of_layer(layer, layout))),
+        kept=tuple(of_layers(layers, lambda layer: layer_memory(layer, config).kept)),
+        deferred=tuple(of_layers(layers, lambda layer: deferred_bytes(layer, config))),
         required=required,
         alive=_alive(schedule),
     )
@@ -62,7 +62,7 @@ def _weights(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:
     """Return the weight of each layer in the measure of `pipeline_partition_method`."""
     method, layout = config.parallel.pipeline_partition_method, Layout.of(config.parallel)
     if method == "parameters":
-        return [parameters_of_layer(layer, layout, trained_only=True) for layer in layers]
+        return of_layers(layers, lambda layer: parameters_of_layer(layer, layout, trained_only=True))
     if method == "uniform":
         return [1] * len(layers)
     if method == "cost":
@@ -79,10 +79,8 @@ def _required_layers(config: Config, layers: Sequence[LayerDeclaration]) -> tupl
     # trained ones, since the optimizer of a stage needs something to train
     layout = Layout.of(config.parallel)
     required = tuple(layer.number is not None or layer is layers[-1] for layer in layers)
-    trained = tuple(
-        is_required and parameters_of_layer(layer, layout, trained_only=True) > 0
-        for is_required, layer in zip(required, layers, strict=True)
-    )
+    is_trained = of_layers(layers, lambda layer: parameters_of_layer(layer, layout, trained_only=True) > 0)
+    trained = tuple(map(operator.and_, required, is_trained))
     if sum(trained) < config.parallel.num_pipeline_ranges:
         return required
     return trained

@@ -6,9 +6,10 @@ Sizes in bytes, of one rank, where the name does not say numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megatron.options.config import Config, ConfigError
@@ -16,7 +17,7 @@ from megatron.options.deepspeed_file import read_settings
 from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
-from megatron.plan.flops import declared_layers, held_numel, held_shards, parameters_of_layer
+from megatron.plan.flops import declared_layers, held_numel, held_shards, of_layers, parameters_of_layer
 from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import stage_ranges
 from megatron.runtime.device import Device
@@ -145,11 +146,18 @@ class _Rank:
     @cached_property
     def trained_by_size(self) -> list[tuple[int, int]]:
         """Numbers of ranks over which gradients are summed, and trained numbers: of experts they may be fewer."""
-        totals: dict[int, int] = {}
-        for shard in (shard for layer in self.layers for shard in held_shards(layer, self.layout) if shard.trained):
-            _, size = self.layout.grad_place(shard)
-            totals[size] = totals.get(size, 0) + held_numel(shard, self.layout)
+        totals: Counter[int] = Counter()
+        for of_layer in of_layers(self.layers, self._trained_of):
+            totals += of_layer
         return list(totals.items())
+
+    def _trained_of(self, layer: LayerDeclaration) -> Counter[int]:
+        totals: Counter[int] = Counter()
+        for shard in held_shards(layer, self.layout):
+            if shard.trained:
+                _, size = self.layout.grad_place(shard)
+                totals[size] += held_numel(shard, self.layout)
+        return totals
 
     @property
     def share(self) -> int:
@@ -383,7 +391,7 @@ def _offloaded(rank: _Rank, state: SharedState) -> SharedState:
 
 def _parameters(layers: Sequence[LayerDeclaration], layout: Layout, *, trained_only: bool = False) -> int:
     """Numbers of the parameters that a rank holds, which quantised weights are not among."""
-    total = sum(parameters_of_layer(layer, layout, trained_only=trained_only) for layer in layers)
+    total = sum(of_layers(layers, partial(parameters_of_layer, layout=layout, trained_only=trained_only)))
     if trained_only:
         return total
     return total - sum(held_numel(shard, layout) for layer in layers for shard in _quantized(layer, layout))

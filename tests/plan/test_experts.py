@@ -112,3 +112,14 @@ def test_layers_of_experts_weigh_as_their_active_part() -> None:
     run = mixtral(parallel={"pipeline_model_parallel_size": 4}, training={"seq_length": 4096})
     held = [stage.ranges[0][1] - stage.ranges[0][0] for stage in memory_by_stage(run, Layout.of(run.parallel, 4))]
     assert max(held) - min(held) <= 2
+
+
+def test_ranks_that_experts_do_not_divide_are_refused() -> None:
+    """A training is refused as a plan and a generation are."""
+    options: Any = {"training": {"train_iters": 10, "global_batch_size": 64}, "data": {"data_path": ["none"]}}
+    too_many = mixtral(parallel={"tensor_model_parallel_size": 8, "expert_model_parallel_size": 2}, **options)
+    assert any(
+        "expert_model_parallel_size=2 does not divide the 1 data-parallel" in each for each in check(too_many, 8)
+    )
+    cut_up = mixtral({"moe_router_enable_expert_bias": True}, optimizer={"zero_stage": 3}, **options)
+    assert any("moe_router_enable_expert_bias with zero_stage=3" in each for each in check(cut_up, 8))
