@@ -115,7 +115,7 @@ def open_file(path: Path) -> Iterator[int]:
 # Each manifest holds a run's identity, the options of its first start and its ancestors; `latest` holds those of the
 # run that it belongs to.
 
-START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+START_OPTIONS = ("load", "ckpt_step", "universal_checkpoint", "finetune", "upcycle", "no_load_optim", "no_load_rng")
 """Options that select the start of a run; they apply to its first start alone."""
 UNRECORDED = "unrecorded"
 """Identity of the runs whose checkpoints hold none."""

@@ -25,6 +25,7 @@ from megatron.generation.options import LoadOptions
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import CoresError, deepspeed_env_lines, own_sockets, rank_cores
 from megatron.launch.plan import FineTuning, LaunchRequest
+from megatron.models.rules import upcycle_faults
 from megatron.options.config import Config, ConfigError
 from megatron.options.training import ParallelConfig
 from megatron.parallel.shards import declared_shards
@@ -111,6 +112,9 @@ def _check_model(folder: Path, config: Config) -> Iterator[str]:
     """Yield the fault of a folder of transformers that is of another model."""
     path = own_file(folder, "config.json")
     theirs = config_of(read_json(path), str(path), architecture=config.model.architecture)
+    if config.checkpoint.upcycle:
+        yield from (f"load={folder}: {fault}" for fault in upcycle_faults(config, theirs))
+        return
     fault = other_model(folder, config, theirs)
     if fault is not None:
         yield fault
@@ -124,7 +128,8 @@ def _check_run(folder: Path, config: Config) -> None:
     if chosen is None:
         return
     saved = saved_model_options(chosen)
-    if saved is not None:
+    # experts start from another model, which the ranks compare
+    if saved is not None and not config.checkpoint.upcycle:
         check_model_options(chosen, *saved, config)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from megatron.models.registry import family_of
-from megatron.options.config import Config, ConfigError, ModelConfig
+from megatron.models.registry import family_named, family_of
+from megatron.options.config import Config, ConfigError, ModelConfig, broken
 from megatron.options.flags import divisors
+from megatron.options.model import differing
 from megatron.parallel.layout import Layout
 
 
@@ -189,3 +192,49 @@ def _check_rotary(model: ModelConfig) -> Iterator[str]:
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.rope_scaling_factor and low >= high:
         yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts from a dense model
+
+
+def upcycle_faults(config: Config, dense: Config) -> Iterator[str]:
+    """Yield why a model with experts cannot start from this dense one as what that computes."""
+    model, theirs = config.model, dense.model
+    if model.num_experts is None or theirs.num_experts is not None:
+        yield (
+            f"upcycle makes experts of the MLPs of a dense model, but num_experts={model.num_experts} here, "
+            f"{theirs.num_experts} there; set it here alone, or leave upcycle out"
+        )
+        return
+    here, there = (_block_of(architecture) for architecture in (model.architecture, theirs.architecture))
+    yield from broken(
+        (
+            model.moe_shared_expert_intermediate_size is not None,
+            "upcycle has nothing to start shared experts from; leave moe_shared_expert_intermediate_size out",
+        ),
+        (
+            model.moe_router_pre_softmax or model.moe_router_topk_scaling_factor != 1,
+            "upcycle needs weights of a token's experts that add up to 1, as an MLP has; leave moe_router_pre_softmax "
+            "and moe_router_topk_scaling_factor out",
+        ),
+        (
+            model.expert_ffn_size != theirs.ffn_size,
+            f"upcycle copies MLPs of width {theirs.ffn_size}, but the experts have moe_ffn_hidden_size="
+            f"{model.expert_ffn_size}; give {theirs.ffn_size}",
+        ),
+        (
+            here is None or here != there,
+            f"upcycle needs layers of one structure, but those of architecture={model.architecture} are not "
+            f"{theirs.architecture}'s; give a family whose layers are, such as {theirs.architecture} itself",
+        ),
+    )
+    plain = replace(model, architecture=theirs.architecture, num_experts=None, ffn_hidden_size=theirs.ffn_hidden_size)
+    found = differing(plain.computed(config.training.seq_length), theirs.computed(dense.training.seq_length))
+    if found:
+        yield f"upcycle takes all but the MLPs as it is, but the models differ in {'; '.join(found)}; give theirs"
+
+
+def _block_of(architecture: str) -> Any:
+    """Return the structure of a family's layers; None: it is not declared as a block."""
+    return getattr(family_named(architecture).declare, "keywords", {}).get("block")

@@ -67,6 +67,9 @@ class CheckpointConfig:
     its `latest_universal` or `latest` file may name the folder."""
     finetune: bool = False
     """Load the weights only and start at iteration 0."""
+    upcycle: bool = False
+    """Start a model with experts from the dense one in load, weights only: each expert is a copy of its layer's MLP,
+    and the routers are drawn. The model computes at first what the dense one does."""
     no_load_optim: bool = False
     """Start with a new optimizer state."""
     no_load_rng: bool = False
@@ -90,7 +93,7 @@ class CheckpointConfig:
     def needs_start(self) -> bool:
         """True if `load` must hold something; the folder that the run saves to is empty at a first start."""
         # each needs a model that exists, which a first start in an empty folder does not have
-        names_one = self.finetune or self.universal_checkpoint or self.ckpt_step is not None
+        names_one = self.finetune or self.upcycle or self.universal_checkpoint or self.ckpt_step is not None
         return self.loads_elsewhere or (names_one and self.load is not None)
 
 

@@ -279,6 +279,11 @@ def _check_loading(config: Config) -> Iterator[str]:
             "skip_train evaluates, but eval_iters=0; set the number of global batches",
         ),
         (
+            checkpoint.upcycle and config.lora.lora_rank is not None,
+            f"upcycle makes a new model, and lora_rank={config.lora.lora_rank} trains adapters of one that is stored; "
+            "upcycle first, then train adapters of the result",
+        ),
+        (
             skip_train and has_nothing,
             "skip_train evaluates a checkpoint, but load is not given; give its folder",
         ),
@@ -286,7 +291,7 @@ def _check_loading(config: Config) -> Iterator[str]:
     # without `load` the run in `save` is evaluated
     evaluates_own = skip_train and checkpoint.save is not None
     if checkpoint.load is None and not evaluates_own:
-        for name in ("finetune", "universal_checkpoint", "ckpt_step"):
+        for name in ("finetune", "upcycle", "universal_checkpoint", "ckpt_step"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}={value} is about the weights in load, which is not given; give a folder, or leave it out"

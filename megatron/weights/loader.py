@@ -5,27 +5,35 @@ Each rank then reads the slices that it needs of the source.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from megatron.checkpoint.folders import MANIFEST, Run
 from megatron.checkpoint.foreign import deepspeed_folder, needless_step
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
-from megatron.checkpoint.source import WeightSource
+from megatron.checkpoint.source import Slice, WeightSource
+from megatron.models.rules import upcycle_faults
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
 from megatron.weights.formats import DEEPSPEED, FORMATS, NATIVE, Given, recognise
-from megatron.weights.model import check_model
+from megatron.weights.huggingface import parameters_of
+from megatron.weights.model import check_model, config_of_source, holds_adapters
 from megatron.weights.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 
 TAG = "global_step"
+ROUTER = re.compile(r"\.mlp\.router\.\w+$")
+EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +117,51 @@ def find_checkpoint(config: Config, ctx: ParallelContext, own: Run | None = None
         return None
     load = Load(
         Path(options.load),
-        Given(config),
+        # a dense model that experts start from is another one than the run's
+        Given(architecture=config.model.architecture) if options.upcycle else Given(config),
         step=options.ckpt_step,
         # a measurement of an older model would pass for one of the newest
         fall_back=options.load_fallback and not config.training.skip_train,
         own=own,
         is_deepspeed=options.universal_checkpoint,
     )
-    return open_source(load, ctx)
+    source = open_source(load, ctx)
+    if source is None or not options.upcycle:
+        return source
+    return raise_on_all_ranks(ctx, lambda: UpcycledSource(source, config))
+
+
+class UpcycledSource(WeightSource):
+    """A dense model as the start of one with experts: each expert is a copy of the MLP, and the routers are drawn.
+
+    Since the weights of a token's experts add up to 1, the model computes at first what the dense one does.
+    Source: Komatsuzaki et al. 2022 (arXiv:2212.05055); He et al. 2024 (arXiv:2410.07524).
+
+    Raises CheckpointError where the model of `config` would not compute what the dense one does.
+    """
+
+    format, holds_run = "dense", False
+
+    def __init__(self, dense: WeightSource, config: Config) -> None:
+        self._dense, self._seed = dense, config.training.seed
+        self.title = f"{dense.title}, its MLPs as experts"
+        if holds_adapters(dense):
+            raise CheckpointError(f"upcycle: {dense.folder} holds adapters, not a whole model; merge them first")
+        if faults := list(upcycle_faults(config, config_of_source(dense))):
+            raise CheckpointError(f"{dense.folder}: {'; '.join(faults)}")
+        super().__init__(dense.folder, parameters_of(config), metadata=dense.metadata, config=config)
+
+    def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
+        return self._dense.verify(share, kinds)
+
+    def read(self, at: Slice, kind: str = "weight") -> Tensor:
+        if kind not in self.kinds or at.name not in self.parameters:
+            raise CheckpointError(f"{self.folder} has no {kind} of {at.name}: it is of another model")
+        if ROUTER.search(at.name):
+            drawn = at.shard.initial(at.name, self._seed, at.tensor_rank, at.tensor_size).flatten()
+            return drawn[at.start : at.start + at.numel]
+        shard = dataclasses.replace(at.shard, expert=None, num_experts=0)
+        return self._dense.read(dataclasses.replace(at, name=EXPERT.sub(".mlp.", at.name), shard=shard))
 
 
 def first_whole(

@@ -7,8 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron.generation.generator import BatchSettings, generate
+from megatron.generation.model import training_model
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Request
+from megatron.parallel.shards import named_parameters
 from megatron.training.resume import find_start, restore_start
 from megatron.weights.huggingface_config import preset_of
 from tests.generation import stages
@@ -55,3 +57,20 @@ def texts(options: dict[str, Any], prompts: list[tuple[int, ...]], count: int) -
     )
     ids: list[list[int]] = model.ctx.broadcast_object([list(each.ids) for each in done])
     return ids
+
+
+def started(arguments: str, tokens_BS: Any) -> tuple[dict[str, Any], Any]:
+    """Parameters of this rank as a run starts with them, and its logits [S, B, V]."""
+    with patch.object(layouts, "COMMON", COMMON):
+        engine, _ = layouts.build(arguments)
+    restore_start(engine, find_start(engine.config, engine.ctx))
+    weights = {name: p.detach().float().numpy().copy() for name, p in named_parameters(engine.module)}
+    with training_model(engine.module, engine.config, engine.ctx) as model:
+        return weights, stages.logits_of(model, tokens_BS)
+
+
+def save(arguments: str, folder: str) -> None:
+    """A checkpoint of a new run."""
+    with patch.object(layouts, "COMMON", COMMON.replace("--finetune", "")):
+        engine, _ = layouts.build(f"{arguments} --save {folder}")
+    layouts.save(engine, 0)

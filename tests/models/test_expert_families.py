@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,3 +279,69 @@ def test_pefts_adapters_of_fused_experts_are_refused_by_name(tmp_path: Path) -> 
     peft.get_peft_model(theirs, options).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"target_parameters.*not read here"):
         PeftSource(tmp_path, our_config(theirs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts from a dense model
+
+UPCYCLED = "--num-experts 4 --moe-router-topk 2 --micro-batch-size 2 --upcycle"
+ON_RANKS = {
+    1: "",
+    2: "--expert-model-parallel-size 2",
+    4: "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+}
+
+
+def dense(kind: str, folder: Path) -> str:
+    """Options of a dense model of transformers, written into a folder."""
+    their_model(kind, {**ROWS[kind][1], "hidden_size": 48, "vocab_size": 250}).save_pretrained(folder)
+    return expert_runs.flags_of(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("mistral", "mixtral"), ("qwen3", "qwen3_moe"), ("granite", "granitemoe")]
+)
+def test_an_upcycled_model_starts_as_the_dense_one(
+    kind: str, architecture: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    flags = dense(kind, tmp_path)
+    tokens = np.random.default_rng(1).integers(0, 250, (2, 17))
+    ((weights, expected),) = ranks(1)(expert_runs.started, f"{flags} --load {tmp_path} --micro-batch-size 2", tokens)
+    flags = f"{flags} --load {tmp_path} {UPCYCLED} --architecture {architecture}"
+    for world_size, layout in ON_RANKS.items():
+        for found, logits in ranks(world_size)(expert_runs.started, f"{flags} {layout}", tokens):
+            assert logits == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            experts = {name: value for name, value in found.items() if ".mlp.experts." in name}
+            assert len(experts) == 3 * 2 * 4 // (world_size if world_size > 1 else 1)
+            for name, value in experts.items():
+                dense_name = re.sub(r"experts\.\d\.", "", name)
+                assert np.array_equal(value, weights[dense_name]), name
+            assert np.std(found["layers.1.mlp.router.weight"]) == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_checkpoint_of_a_run_is_upcycled_too(ranks: RankPools, tmp_path: Path) -> None:
+    flags = dense("mistral", tmp_path / "theirs")
+    assert set(ranks(2)(expert_runs.save, f"{flags} --micro-batch-size 2", str(tmp_path / "run"))) == {None}
+    tokens = np.random.default_rng(1).integers(0, 250, (2, 17))
+    flags += f" --load {tmp_path / 'run'} --micro-batch-size 2"
+    ((_, expected),) = ranks(1)(expert_runs.started, flags, tokens)
+    for _, logits in ranks(2)(expert_runs.started, f"{flags} {UPCYCLED} {ON_RANKS[2]}", tokens):
+        assert logits == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ("--moe-ffn-hidden-size 28", "copies MLPs of width 56"),
+        ("--moe-router-pre-softmax True", "add up to 1"),
+        ("--moe-shared-expert-intermediate-size 8", "nothing to start shared experts from"),
+        ("--architecture qwen3_moe", "layers of one structure"),
+        ("--rotary-base 500", "differ in rotary_base=500.0 here, 10000.0 there"),
+    ],
+)
+def test_a_model_that_would_not_start_as_the_dense_one_is_refused(
+    changed: str, fault: str, ranks: RankPools, tmp_path: Path
+) -> None:
+    flags = f"{dense('mistral', tmp_path)} --load {tmp_path} {UPCYCLED} --architecture mixtral {changed}"
+    with pytest.raises(AssertionError, match=fault):
+        ranks(1)(expert_runs.started, flags, np.zeros((1, 2), np.int64))
