@@ -89,6 +89,10 @@ class Reading:
         self.read[name] = None
         return []
 
+    def numbers(self, name: str) -> list[float]:
+        self.read[name] = None
+        return []
+
     def demand(self, name: str, *allowed: Any) -> None:
         texts = ["null" if value is None else str(value).lower() for value in allowed]
         self._fix(name, " or ".join(texts))

@@ -41,6 +41,9 @@ class Continuation:
     context: tuple[int, ...]
     ids: tuple[int, ...]
 
+    def __len__(self) -> int:
+        return len(self.context) + len(self.ids)
+
 
 @dataclass(frozen=True)
 class Score:
@@ -77,7 +80,11 @@ def score(
     # log-probability of each id, and 1 where it is the most probable one
     found = torch.zeros(2, int(ends[-1]) if len(ends) else 0, dtype=torch.float64)
     # the sequences of a dataset, whose contexts have one token, lie alike in all rows if none is shared
-    documents = _documents(requests, row_tokens, least=1 if graphs is None else 2)
+    least = 1 if graphs is None else 2
+    border, longest = model.config.model.rotary_border, max(map(len, requests), default=0)
+    if border is not None and longest > border:
+        least = longest + 1  # none is shared: how a context is encoded depends on what follows it
+    documents = _documents(requests, row_tokens, least)
     rows = list(_rows(documents, row_tokens))[ctx.batch_rank :: ctx.num_batch_ranks]
     for row, (log_probs, largest) in _run(model, rows, on_row, graphs):
         # each request has its own stretch of `found`; the documents of a row come in another order than the requests
@@ -204,14 +211,8 @@ class _BranchingTokens(CachedTokens):
     """The tokens of a row: each sees its context and its own branch. Nothing is cached."""
 
     def __init__(self, spans: list[_Span], num_positions: int, positions_BS: Tensor) -> None:
-        self._spans, self._num_positions, self.positions_BS = spans, num_positions, positions_BS
+        self._spans, self.num_positions, self.positions_BS = spans, num_positions, positions_BS
         self._angles = {}
-
-    def _angles_of(self, rotary: Any) -> tuple[Tensor, Tensor]:
-        # a table of all positions of the row; equal positions of several documents share an entry
-        cos, sin = rotary.table(self._num_positions, self.positions_BS.device)
-        places = self.positions_BS[0]
-        return cos[places][:, None, None], sin[places][:, None, None]
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the context of q [S, 1, n, d] over k and v [S, 1, k, d]: [S, 1, n d]."""

@@ -238,6 +238,11 @@ class _Replica:
         self._kept = kept
         ctx, beams = model.ctx, options.num_beams
         self._most = MostTokens(options.max_new_tokens, model.max_positions)
+        # LongRoPE: all tokens of a longer text have other angles, as in transformers, which then reads it again too.
+        # With dynamic NTK it does not: a token keeps the angles that it was read with
+        self._border = model.config.model.rotary_border
+        if model.config.model.rope_scaling_type != "longrope":
+            self._border = None
         # no more rows than there are texts: each costs keys and values for a whole sequence
         num_rows = min(settings.batch_size, len(requests) * max(beams, options.num_samples))
         # a group for each stage keeps all stages at work; a group must hold the beams of one prompt
@@ -261,7 +266,7 @@ class _Replica:
             self._passes = new_passes(length)
         else:
             # before passes: a larger cache takes over only what the new prompt shares with the last text
-            kept.begin(requests[0].prompt, few_shapes=self._few_shapes)
+            kept.begin(requests[0].prompt, model.config.model, few_shapes=self._few_shapes)
             self._passes = kept.passes(model, attentions, length, new_passes)
             self._num_kept = len(kept.ids)
         self._cache = self._passes.cache
@@ -291,6 +296,9 @@ class _Replica:
         # prompts go first, and the group's texts wait a turn: a decode pass costs the same however few rows are in use
         if placed:
             self._prefill(group, placed)
+            self._statistics.prefill_s += time.perf_counter() - began
+        elif crossing := group.at(self._border):
+            self._read_again(group, crossing)
             self._statistics.prefill_s += time.perf_counter() - began
         elif group.active:
             self._decode(group)
@@ -325,6 +333,18 @@ class _Replica:
         if logits is not None and self._chooser is not None and copies:
             logits = logits.repeat_interleave(torch.tensor([len(own) for _, own in ended]).to(logits.device), dim=0)
         self._judge(group, rows, logits, copies)
+
+    def _read_again(self, group: RowGroup, rows: list[int]) -> None:
+        """Read the whole texts of these rows, whose earlier tokens have been encoded as those of shorter ones."""
+        texts = [(*group.active[row].request.prompt, *group.active[row].ids) for row in rows]
+        found: dict[int, Tensor] = {}
+        for chunk in prompt_passes(rows, texts, few_shapes=self._few_shapes):
+            logits = self._passes.prefill(chunk)
+            self._statistics.prompt_tokens += chunk.num_tokens
+            if logits is not None:
+                found |= {chunk.rows[index]: row for (index, _), row in zip(chunk.ends, logits, strict=True)}
+        # once for all rows: the beams of a prompt are compared
+        self._judge(group, rows, torch.stack([found[row] for row in rows]) if found else None, [])
 
     def _decode(self, group: RowGroup) -> None:
         rows = list(group.rows)

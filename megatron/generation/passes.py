@@ -18,6 +18,7 @@ from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
 from megatron.models import kv_cache
 from megatron.models.embedding import unpack
+from megatron.options.config import ModelConfig
 from megatron.parallel.messages import StageMessages
 from megatron.runtime.accelerator import free_memory_bytes
 
@@ -175,7 +176,7 @@ class KeptText:
         self.ids: Sequence[int] = ()
         self._passes: StagePasses | None = None
 
-    def begin(self, prompt: Sequence[int], *, few_shapes: bool) -> int:
+    def begin(self, prompt: Sequence[int], model: ModelConfig, *, few_shapes: bool) -> int:
         """Return the number of first tokens of a prompt whose keys and values are there, and keep these alone.
 
         The last token of a prompt is always read: its logits choose the first new token. `few_shapes`: a multiple of
@@ -184,6 +185,8 @@ class KeptText:
         # prompt[:-1]: a prompt that was kept whole still has to run its last token
         same = takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt[:-1], strict=False))
         count = sum(1 for _ in same)
+        if not model.encodes_alike(len(self.ids), len(prompt)):
+            count = 0
         # what is left to read then begins at a multiple of BUCKET, as the passes of a new prompt do
         if few_shapes:
             count -= count % kv_cache.BUCKET

@@ -154,13 +154,22 @@ class RowGroup:
             placed.append((unit, rows))
         return placed
 
+    def at(self, position: int | None) -> list[int]:
+        """Return the rows whose newest token is at this place."""
+        return [row for row in self.rows if row in self.active and self.active[row].position == position]
+
     def apply(self, rows: Sequence[int], verdicts: Sequence[Verdict]) -> Iterator[tuple[ActiveRow, Verdict]]:
         """Append the tokens, and free the rows of texts that ended. Yields each row in use that got a token."""
+        moved = [(row, each) for row, each in zip(rows, verdicts, strict=True) if each.source != row]
+        # before they change: a beam continues the text of another
+        texts = {verdict.source: tuple(self.active[verdict.source].ids) for _, verdict in moved}
         for row, verdict in zip(rows, verdicts, strict=True):
             # a pass computes rows without a text too
             if row not in self.active:
                 continue
             active = self.active[row]
+            if verdict.source != row:
+                active.ids = list(texts[verdict.source])
             active.ids.append(verdict.token)
             if verdict.logprob is not None:
                 active.logprobs.append(verdict.logprob)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.models.attention_kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
 from megatron.models.kv_cache import CachedTokens
-from megatron.models.positions import Packing, RotaryEmbedding, own_slopes
+from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import RMSNorm, SplitRMSNorm
@@ -50,9 +50,9 @@ class Shared:
         self.slopes = None if slopes is None else slopes.to(ctx.device)
         self._packed = packs_documents
         model = config.model
-        whole = local = RotaryEmbedding(model) if model.position_embedding_type == "rope" else None
+        whole = local = rotary_embedding(model) if model.position_embedding_type == "rope" else None
         if whole is not None and model.rotary_base_local is not None:
-            local = RotaryEmbedding(model, is_local=True)
+            local = rotary_embedding(model, is_local=True)
         windows = {model.window_of(number) for number in (None, *range(model.num_layers))}
         self.cores = {window: self._core(window, whole if window is None else local) for window in windows}
 

@@ -6,11 +6,15 @@ A family's form calls these with the defaults of its own class, which hold where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.models.family import ConfigFields
 from megatron.options.config import Config, ModelConfig
+from megatron.options.model import ROPE_SCALING
+
+RopeReader = Callable[[ConfigFields, int], dict[str, Any]]
+"""Options of the rotary positions from the fields of a class, and its longest sequence."""
 
 
 def rotary_options(
@@ -21,7 +25,7 @@ def rotary_options(
     groups: int | None = None,
     head_size: int | None = None,
     tied: bool = False,
-    rope: Callable[[ConfigFields], dict[str, Any]] | None = None,
+    rope: RopeReader | None = None,
 ) -> tuple[dict[str, Any], Any]:
     """Return the options and the longest sequence of a model of Llama's shape: RMSNorm, rotary positions, GQA.
 
@@ -45,7 +49,7 @@ def rotary_options(
         "vocab_size": fields.take("vocab_size"),
         "max_position_embeddings": length,
         "position_embedding_type": "rope",
-        **(rope or rope_options)(fields),
+        **(rope or rope_options)(fields, length),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", default=tied),
         "norm_epsilon": fields.take("rms_norm_eps", default=epsilon),
         "hidden_dropout": 0.0,
@@ -73,7 +77,7 @@ def rotary_fields(config: Config) -> dict[str, Any]:
 
 
 def gemma_options(
-    fields: ConfigFields, *, length: int, pattern: int, rope: Callable[[ConfigFields], dict[str, Any]] | None = None
+    fields: ConfigFields, *, length: int, pattern: int, rope: RopeReader | None = None
 ) -> tuple[dict[str, Any], Any]:
     """Options of Gemma's later classes. Every layer has a window but each `pattern`-th, unless layer_types says."""
     fields.demand("hidden_activation", "gelu_pytorch_tanh")
@@ -165,51 +169,119 @@ def layered_window_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rope_options(fields: ConfigFields) -> dict[str, Any]:
+def rope_options(fields: ConfigFields, length: int) -> dict[str, Any]:
     """Options from transformers 5's rope_parameters, or from rope_theta and rope_scaling before."""
     theta = fields.take("rope_theta", default=10000.0)
     fields.demand("partial_rotary_factor", 1.0)
-    return rope_options_of(fields.nested("rope_parameters", "rope_scaling", apart_from="rope_theta"), theta)
+    return rope_options_of(fields.nested("rope_parameters", "rope_scaling", apart_from="rope_theta"), theta, length)
 
 
-def partial_rope_options(fields: ConfigFields, *, base: str, percent: str, default: float) -> dict[str, Any]:
-    """Options of a class that rotates a part of each head; `base` and `percent` are its own names of the fields."""
+def partial_rope_options(
+    fields: ConfigFields, length: int, *, base: str, percent: str, default: float, **special: Any
+) -> dict[str, Any]:
+    """Options of a class that rotates a part of each head; `base` and `percent` are its own names of the fields.
+
+    `special`: `kinds` and `original` of rope_options_of.
+    """
     theta, share = fields.take(base, default=10000.0), fields.take(percent, default=default, kind=float)
     inner = fields.nested("rope_parameters", "rope_scaling")
     share = inner.take("partial_rotary_factor", default=share, kind=float)
-    return rope_options_of(inner, theta, partial=None) | {"rotary_percent": float(share)}
+    return rope_options_of(inner, theta, length, partial=None, **special) | {"rotary_percent": float(share)}
 
 
-def rope_options_of(inner: ConfigFields, theta: float, *, partial: float | None = 1.0) -> dict[str, Any]:
-    """Options from one mapping of rotary parameters. `partial`: the only share of each head that may be rotated."""
+def rope_options_of(
+    inner: ConfigFields,
+    theta: float,
+    length: int,
+    *,
+    partial: float | None = 1.0,
+    kinds: Mapping[str, str] | None = None,
+    original: int | None = None,
+) -> dict[str, Any]:
+    """Options from one mapping of rotary parameters.
+
+    `length` of the longest sequence. `partial`: the only share of each head that may be rotated. `kinds`: our
+    rope_scaling_type by the names of a class; None: all. `original`: wins over the mapping's original length.
+    """
+    known = kinds or {kind: kind for kind in ROPE_SCALING}
     kind = inner.take("rope_type", "type", default="default")
     options = {"rotary_base": inner.take("rope_theta", default=theta, kind=float)}
     if partial is not None:
         inner.demand("partial_rotary_factor", partial)
-    if kind == "llama3":
-        inner.demand("attention_factor", None, 1.0)
-        options["rope_scaling_factor"] = inner.take("factor", kind=float)
-        options["rope_scaling_low_freq_factor"] = inner.take("low_freq_factor", kind=float)
-        options["rope_scaling_high_freq_factor"] = inner.take("high_freq_factor", kind=float)
-        options["rope_scaling_original_length"] = inner.take("original_max_position_embeddings")
+    if kind in known:
+        options |= _scaling_options(inner, known[kind], length, original)
     elif kind != "default":
-        inner.refuse(f"rope_type={kind!r} (supported: 'default' or 'llama3')")
+        inner.refuse(f"rope_type={kind!r} (supported: {', '.join(map(repr, known))} or 'default')")
     inner.finish()
     return options
 
 
+def _scaling_options(inner: ConfigFields, kind: str, length: int, original: int | None) -> dict[str, Any]:
+    if kind == "linear":
+        return {"rope_scaling_type": kind, "rope_scaling_factor": inner.take("factor", kind=float)}
+    if kind == "dynamic":
+        # read by some releases alone: of two lengths one would be ignored in silence
+        inner.demand("original_max_position_embeddings", length, None)
+        factor = inner.take("factor", kind=float)
+        return {"rope_scaling_type": kind, "rope_scaling_factor": factor, "rope_scaling_original_length": length}
+    given = inner.take("original_max_position_embeddings", default=length)
+    given = original or given
+    options = {"rope_scaling_type": kind, "rope_scaling_original_length": given}
+    if kind == "llama3":
+        inner.demand("attention_factor", None, 1.0)
+        return options | {
+            "rope_scaling_factor": inner.take("factor", kind=float),
+            "rope_scaling_low_freq_factor": inner.take("low_freq_factor", kind=float),
+            "rope_scaling_high_freq_factor": inner.take("high_freq_factor", kind=float),
+        }
+    # left out, it is the ratio of the two lengths
+    factor = inner.take("factor", default=None, kind=float) or length / max(1, given)
+    options["rope_scaling_factor"] = factor
+    options["rope_scaling_attention_factor"] = inner.take("attention_factor", default=None, kind=float)
+    if kind == "longrope":
+        for side in ("short", "long"):
+            options[f"rope_scaling_{side}_factors"] = tuple(inner.numbers(f"{side}_factor"))
+        return options
+    numerator, denominator = (inner.take(name, default=None, kind=float) for name in ("mscale", "mscale_all_dim"))
+    # transformers' rule: one of them alone does nothing
+    if options["rope_scaling_attention_factor"] is None and numerator and denominator:
+        logarithm = 0.1 * math.log(max(1.0, factor))
+        options["rope_scaling_attention_factor"] = (numerator * logarithm + 1) / (denominator * logarithm + 1)
+    truncates = inner.take("truncate", default=not inner.has("truncate"))  # null: False
+    return options | {
+        "rope_scaling_beta_fast": inner.take("beta_fast", default=None, kind=float) or 32.0,
+        "rope_scaling_beta_slow": inner.take("beta_slow", default=None, kind=float) or 1.0,
+        "rope_scaling_truncate": truncates,
+    }
+
+
+_SCALING_FIELDS = {
+    "rope_scaling_factor": "factor",
+    "rope_scaling_original_length": "original_max_position_embeddings",
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+    "rope_scaling_attention_factor": "attention_factor",
+    "rope_scaling_beta_fast": "beta_fast",
+    "rope_scaling_beta_slow": "beta_slow",
+    "rope_scaling_truncate": "truncate",
+    "rope_scaling_short_factors": "short_factor",
+    "rope_scaling_long_factors": "long_factor",
+}
+
+
 def rope_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of the rotary positions, as transformers 4 and 5 read them."""
-    scaling = None
-    if model.rope_scaling_factor is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_scaling_low_freq_factor,
-            "high_freq_factor": model.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": model.rope_scaling_original_length,
-        }
-    return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    base = {"rope_theta": model.rotary_base, "rope_scaling": None}
+    if model.rope_scaling_factor is None:
+        return base
+    kind = model.rope_scaling_type
+    values = {name: getattr(model, name) for name in ("rope_scaling_factor", *ROPE_SCALING[kind])}
+    scaling = {_SCALING_FIELDS[name]: value for name, value in values.items() if value is not None}
+    if kind != "dynamic":
+        return base | {"rope_scaling": {"rope_type": kind, **scaling}}
+    # its original length is the longest sequence that the class names
+    length = scaling.pop("original_max_position_embeddings")
+    return base | {"rope_scaling": {"rope_type": kind, **scaling}, "max_position_embeddings": length}
 
 
 def rotary_only(model: ModelConfig) -> list[str]:
@@ -228,12 +300,6 @@ def heads_of_the_width(model: ModelConfig) -> list[str]:
     """Return the options of a form without head_dim: its heads make up the width."""
     is_width = model.head_size * model.num_attention_heads == model.hidden_size
     return [] if is_width else [f"kv_channels={model.kv_channels}"]
-
-
-def unscaled(model: ModelConfig) -> list[str]:
-    """Return the options of a form that does not scale its rotary positions as Llama 3.1 does."""
-    factor = model.rope_scaling_factor
-    return [] if factor is None else [f"rope_scaling_factor={factor}"]
 
 
 LLAMA_MODULES = {

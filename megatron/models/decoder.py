@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from megatron.options.config import Config, ModelConfig
+from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Router, Table
 from megatron.parallel.shards import BuildModule, LayerDeclaration, Shard, Shards
 
@@ -132,12 +132,23 @@ class DecoderBlock:
         return shards
 
     def shards(self, model: ModelConfig, kind: LayerKind) -> dict[str, Shard]:
-        """Return the parameters of a layer of this kind."""
+        """Return the parameters of a layer of this kind. Raises ConfigError."""
         mlp = self.expert_shards(model) if kind.has_experts else self.mlp_shards(model, model.ffn_size)
         branches = {"attention": self.attention_shards(model, kind.window), "mlp": mlp}
         shards: dict[str, Shard] = {}
+        if model.shared_norm:
+            if not (self.is_parallel and self.norms_inputs):
+                raise ConfigError(
+                    [
+                        f"shared_norm=True needs attention and MLP in parallel, not architecture={model.architecture}; "
+                        "leave it out"
+                    ]
+                )
+            shards |= below("shared_norm", self.norm_shards(model))
+            if not kind.has_experts:
+                branches["mlp"] = _reading_as_attention(mlp)
         for name, branch in branches.items():
-            if self.norms_inputs:
+            if self.norms_inputs and not model.shared_norm:
                 shards |= below(f"{name}_norm", self.norm_shards(model))
             shards |= below(name, branch)
             if self.norms_outputs:
@@ -173,6 +184,16 @@ def _of_expert(shard: Shard, expert: int, count: int, share: float) -> Shard:
     if isinstance(cost, MatrixProduct):
         cost = dataclasses.replace(cost, share=share)
     return dataclasses.replace(shard, expert=expert, num_experts=count, cost=cost)
+
+
+def _reading_as_attention(branch: Mapping[str, Shard]) -> dict[str, Shard]:
+    """An MLP whose products that read the stream keep the attention's input."""
+    return {
+        name: dataclasses.replace(shard, cost=dataclasses.replace(shard.cost, shares_input=True))
+        if isinstance(shard.cost, MatrixProduct) and shard.cost.reads is None
+        else shard
+        for name, shard in branch.items()
+    }
 
 
 def norm_shards(model: ModelConfig, kind: NormKind) -> dict[str, Shard]:

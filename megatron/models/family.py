@@ -43,6 +43,9 @@ class ConfigFields(Protocol):
     def integers(self, name: str) -> list[int]:
         """Return the list of integers under a name; an empty one where it is missing or null."""
 
+    def numbers(self, name: str) -> list[float]:
+        """Return the list of numbers under a name, which must be there."""
+
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
 
@@ -93,11 +96,11 @@ class HuggingFaceForm:
     output: str = "lm_head.weight"
     """Name of the output projection's weight in files."""
     published_code: Mapping[str, str] | None = None
-    """`auto_map` of the published folders, whose code became transformers' class; other code is refused."""
+    """Entries of `auto_map` in published folders, whose code became transformers' class; other code is refused."""
     transposed: bool = False
     """Matrices of the layers are [in, out] (GPT-2's Conv1D)."""
     qkv_by_head: bool = False
-    """Rows of the fused projection are [head][q, k, v][head size]; ours are [q, k, v][head][head size]."""
+    """Rows of the fused projection are [key/value head][its q, k, v][head size]; ours [q, k, v][head][head size]."""
     buffers: str = r"(?!)"
     """Constants that old files hold among the weights: a regular expression of their names."""
     fused_experts: Mapping[str, str] = field(default_factory=dict)

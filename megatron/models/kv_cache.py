@@ -84,21 +84,20 @@ class CachedTokens:
 
     positions_BS: Tensor
     """int64, the position each token is encoded with."""
+    lengths_BS: Tensor | None = None
+    """int64, tokens of its text so far, those of its pass included. None: of runs of consecutive positions."""
+    num_positions: int
+    """Larger than every position."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+        self.cache, self.num_positions = cache, cache.length
         self._angles: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def angles(self, rotary: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of each token, each [S, B, 1, d/2] float32, from the table of a RotaryEmbedding."""
+        """Return cos and sin of each token, each [S, B, 1, d/2] float32, from a RotaryEmbedding."""
         if rotary not in self._angles:
-            self._angles[rotary] = self._angles_of(rotary)
+            self._angles[rotary] = rotary.angles_at(self.positions_BS, self.lengths_BS, self.num_positions)
         return self._angles[rotary]
-
-    def _angles_of(self, rotary: Any) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary.table(self.cache.length, self.positions_BS.device)
-        positions_SB = self.positions_BS.t()
-        return cos[positions_SB].unsqueeze(2), sin[positions_SB].unsqueeze(2)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [S, B, k, d], and return the context of q [S, B, n, d]: [S, B, n d]."""
@@ -128,6 +127,8 @@ class PrefillChunk(CachedTokens):
         positions = torch.arange(begin, begin + width, device=rows.device)
         # a table of learned positions has none behind the prompt
         self.positions_BS = torch.minimum(positions, lengths[:, None] - 1)
+        # of the whole prompt, whose later chunks are known
+        self.lengths_BS = lengths[:, None].expand_as(self.positions_BS)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -149,6 +150,7 @@ class DecodeStep(CachedTokens):
         """`positions_B`: the place of each row's token; the pass reads the first `num_places`, a multiple of BUCKET."""
         super().__init__(cache)
         self.positions_B, self.positions_BS = positions_B, positions_B.unsqueeze(1)
+        self.lengths_BS = self.positions_BS + 1
         self.rows = slice(first_row, first_row + len(positions_B))
         self.num_places = num_places
         self._index: Tensor | None = None

@@ -157,7 +157,7 @@ def check_model(config: Config) -> Iterator[str]:
         )
     yield from _check_experts(model)
     if model.position_embedding_type == "rope":
-        yield from _check_rotary(model)
+        yield from check_rotary(model)
     if not model.attention_window_pattern or not set(model.attention_window_pattern) <= {0, 1}:
         given = " ".join(map(str, model.attention_window_pattern)) or "nothing"
         yield f"attention_window_pattern={given} must be 1 (a window) or 0 for each layer; correct it, or leave it out"
@@ -177,7 +177,8 @@ def _check_experts(model: ModelConfig) -> Iterator[str]:
         yield f"moe_layer_freq={given} must be 1 (experts) or 0 (one MLP) for each layer; correct it, or leave it out"
 
 
-def _check_rotary(model: ModelConfig) -> Iterator[str]:
+def check_rotary(model: ModelConfig) -> Iterator[str]:
+    """Yield the faults of rotary positions."""
     if model.rotary_percent == 1 and model.head_size % 2:
         yield (
             f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
@@ -189,9 +190,30 @@ def _check_rotary(model: ModelConfig) -> Iterator[str]:
             f"rotary_percent={model.rotary_percent} rotates {model.rotary_size} of the {model.head_size} channels of a "
             "head, which must be an even number, 2 or more; change it"
         )
+    if model.scales_rotary:
+        yield from _check_scaling(model)
+
+
+def _check_scaling(model: ModelConfig) -> Iterator[str]:
+    kind, pairs = model.rope_scaling_type, model.rotary_size // 2
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
-    if model.rope_scaling_factor and low >= high:
+    if kind == "llama3" and low >= high:
         yield f"rope_scaling_low_freq_factor={low} must be below rope_scaling_high_freq_factor={high}; lower it"
+    slow, fast = model.rope_scaling_beta_slow, model.rope_scaling_beta_fast
+    if kind == "yarn" and slow >= fast:
+        yield f"rope_scaling_beta_slow={slow} must be below rope_scaling_beta_fast={fast}; lower it"
+    if kind == "yarn" and model.rotary_base <= 1:
+        yield f"rotary_base={model.rotary_base} must be above 1 for rope_scaling_type=yarn; raise it"
+    if kind == "dynamic" and pairs < 2:
+        yield f"rope_scaling_type=dynamic needs heads of which 4 channels or more are rotated, not {model.rotary_size}"
+    if kind != "longrope":
+        return
+    if model.rope_scaling_original_length == 1:
+        yield "rope_scaling_original_length=1 must be above 1 for rope_scaling_type=longrope; raise it"
+    for name in ("rope_scaling_short_factors", "rope_scaling_long_factors"):
+        count = len(getattr(model, name))
+        if count != pairs:
+            yield f"{name} has {count} numbers; rope_scaling_type=longrope needs one for each of {pairs} frequencies"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

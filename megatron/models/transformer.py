@@ -79,7 +79,7 @@ def mlp_or_experts(shards: Shards, shared: Shared, *, activation: str, is_gated:
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with the norms that are declared and dropout on both branches.
 
-    `is_parallel`: x + attention(norm(x)) + mlp(norm(x)).
+    `is_parallel`: x + attention(norm(x)) + mlp(norm(x)), by one norm where `shared_norm` is declared.
     `attention_norm` and `mlp_norm` are those of the branches' inputs, `attention_output_norm` and `mlp_output_norm`
     those of their outputs.
     """
@@ -105,6 +105,7 @@ class TransformerLayer(nn.Module):
         def declared(name: str) -> nn.Module | None:
             return norm(shards.below(name), shared) if shards.below(name) else None
 
+        self.shared_norm = declared("shared_norm")
         self.attention_norm = declared("attention_norm")
         self.attention = attention(shards.below("attention"), shared)
         self.attention_output_norm = declared("attention_output_norm")
@@ -120,18 +121,26 @@ class TransformerLayer(nn.Module):
 
     def _layer(self, hidden: Tensor, packing: Packing | CachedTokens | None) -> Tensor:
         attention = partial(self.attention, packing=packing)
-        output = self._branch(self.attention_norm, attention, hidden, recomputed=False)
-        attended = self._add(hidden, output, self.attention_output_norm)
-        read = hidden if self.is_parallel else attended
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if isinstance(self.mlp, Experts):
             mlp = partial(self.mlp, packing=packing)
+        if self.shared_norm is not None:
+
+            def both(normed: Tensor) -> tuple[Tensor, Tensor]:
+                return attention(normed), self._branch(None, mlp, normed, recomputed=self.recompute_mlp)
+
+            attended, output = self._branch(self.shared_norm, both, hidden, recomputed=False)
+            hidden = self._add(hidden, attended, self.attention_output_norm)
+            return self._add(hidden, output, self.mlp_output_norm)
+        output = self._branch(self.attention_norm, attention, hidden, recomputed=False)
+        attended = self._add(hidden, output, self.attention_output_norm)
+        read = hidden if self.is_parallel else attended
         output = self._branch(self.mlp_norm, mlp, read, recomputed=self.recompute_mlp)
         return self._add(attended, output, self.mlp_output_norm)
 
     def _branch(
-        self, norm: nn.Module | None, branch: Callable[[Tensor], Tensor], hidden: Tensor, *, recomputed: bool
-    ) -> Tensor:
+        self, norm: nn.Module | None, branch: Callable[[Tensor], Any], hidden: Tensor, *, recomputed: bool
+    ) -> Any:
         """branch(norm(hidden)), with what is to be recomputed of it."""
         recomputed, discards = recomputed and self.training, self.discards_norms and self.training
         streams = self.ctx.state.streams

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from megatron.options.config import Config, options
 from megatron.options.data import DataConfig, parse_split
+from megatron.options.model import ROPE_SCALING, ROPE_SCALING_OPTIONS, ModelConfig
 from megatron.options.optimizer import READERS
 from megatron.options.training import Fp8Config
 from megatron.runtime.devices import candidates, planned_device
@@ -30,7 +31,6 @@ RESUMING = ("load_fallback", "allow_data_change")
 """They also apply to a run that resumes in the folder that it saves in."""
 LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 WSD_DECAY = ("lr_wsd_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_style")
-ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 RECOMPUTED = frozenset({"core_attn", "layernorm", "mlp", "mlp_act"})
 TRACING = ("profile_step_start", "profile_step_end")
 PROFILING = (
@@ -93,7 +93,7 @@ def idle_without(config: Config) -> Iterator[str]:
         *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
-        (model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING),
+        *_rotary_scaling(model),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         (
@@ -122,6 +122,15 @@ def idle_without(config: Config) -> Iterator[str]:
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def _rotary_scaling(model: ModelConfig) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
+    """Yield a row for the options of a rotary scaling, and one for each: the types that read it are what it needs."""
+    yield model.rope_scaling_factor, "rope_scaling_factor", "give it", ROPE_SCALING_OPTIONS
+    for name in ROPE_SCALING_OPTIONS:
+        readers = [kind for kind, names in ROPE_SCALING.items() if name in names]
+        is_read = not model.scales_rotary or name not in model.idle_rope_scaling
+        yield is_read, f"rope_scaling_type={' or '.join(readers)}", "choose that", (name,)
 
 
 def _validation_without_data(config: Config) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -28,12 +30,29 @@ All others are compared with those of a checkpoint, so a new option is compared 
 """
 PARTICULAR = (
     "attention_window", "attention_window_pattern", "attention_multiplier", "attention_softcap", "rotary_percent",
-    "rotary_base_local",
+    "rotary_base_local", "shared_norm",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
     "num_experts", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_score_function",
     "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
 )  # fmt: skip
 """Options that few models have: a form of transformers names those that it can express (models/family.py)."""
+
+ROPE_SCALING: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("rope_scaling_original_length", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    "linear": (),
+    "dynamic": ("rope_scaling_original_length",),
+    "yarn": (
+        "rope_scaling_original_length", "rope_scaling_attention_factor", "rope_scaling_beta_fast",
+        "rope_scaling_beta_slow", "rope_scaling_truncate",
+    ),
+    "longrope": (
+        "rope_scaling_original_length", "rope_scaling_attention_factor", "rope_scaling_short_factors",
+        "rope_scaling_long_factors",
+    ),
+}  # fmt: skip
+"""Options beside the factor that each rope_scaling_type reads."""
+ROPE_SCALING_OPTIONS = ("rope_scaling_type", *dict.fromkeys(itertools.chain.from_iterable(ROPE_SCALING.values())))
+"""Options that do nothing without a rope_scaling_factor."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -41,7 +60,7 @@ class ModelConfig:
     """Architecture of the model."""
 
     architecture: str = "bloom"
-    """Model family, a file of megatron/models/families/: `bloom`, `gemma2`, `gemma3`, `gpt_neox`, `granite`,
+    """Model family, a file of megatron/models/families/: `bloom`, `falcon`, `gemma2`, `gemma3`, `gpt_neox`, `granite`,
     `granitemoe`, `llama`, `mistral`, `mixtral`, `olmo2`, `olmoe`, `phi3`, `qwen2`, `qwen3`, `qwen3_moe`, `starcoder2`.
     `package.module:RECORD`: a family of your own."""
     num_layers: Positive = 2
@@ -71,13 +90,29 @@ class ModelConfig:
     rotary_percent: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Share of the channels of each head that are rotated, the first ones."""
     rope_scaling_factor: PositiveFloat | None = None
-    """Factor of Llama 3.1's frequency scaling. Unset: no scaling."""
-    rope_scaling_low_freq_factor: PositiveFloat = 1.0
-    """Divide wavelengths above original length / this number by rope_scaling_factor."""
-    rope_scaling_high_freq_factor: PositiveFloat = 4.0
-    """Keep wavelengths below original length / this number unchanged."""
+    """Factor by which the rotary positions are scaled. Unset: no scaling."""
+    rope_scaling_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """Form of that scaling: Llama 3.1's, all wavelengths alike, a base that grows with the length of a text (dynamic
+    NTK), YaRN, or LongRoPE."""
     rope_scaling_original_length: Positive = 8192
-    """Context length of the original training, for Llama 3.1's scaling."""
+    """Context length of the original training, for all but linear."""
+    rope_scaling_low_freq_factor: PositiveFloat = 1.0
+    """llama3: divide wavelengths above original length / this number by rope_scaling_factor."""
+    rope_scaling_high_freq_factor: PositiveFloat = 4.0
+    """llama3: keep wavelengths below original length / this number unchanged."""
+    rope_scaling_attention_factor: PositiveFloat | None = None
+    """yarn, longrope: factor of rotated queries and keys each. Unset: the method's own, by factor and original
+    length."""
+    rope_scaling_beta_fast: PositiveFloat = 32.0
+    """yarn: keep wavelengths below original length / this number unchanged."""
+    rope_scaling_beta_slow: PositiveFloat = 1.0
+    """yarn: divide wavelengths above original length / this number by rope_scaling_factor."""
+    rope_scaling_truncate: bool = True
+    """yarn: round these two bounds to whole channels."""
+    rope_scaling_short_factors: tuple[PositiveFloat, ...] = ()
+    """longrope: divisor of each frequency in texts up to the original length."""
+    rope_scaling_long_factors: tuple[PositiveFloat, ...] = ()
+    """longrope: divisor of each frequency in longer texts. As with dynamic, each packed document counts for itself."""
     attention_window: Positive | None = None
     """Latest tokens that a token sees, itself included (sliding-window attention). Unset: all before it."""
     attention_window_pattern: tuple[Whole, ...] = (1,)
@@ -94,6 +129,8 @@ class ModelConfig:
     """Divisor of the logits."""
     logits_softcap: PositiveFloat | None = None
     """Bound of the logits: z becomes cap * tanh(z / cap). Unset: none."""
+    shared_norm: bool = False
+    """Attention and MLP read one norm of the stream, in families that compute both in parallel: falcon, gpt_neox."""
     embed_layernorm: bool = False
     """Apply a LayerNorm to the word embedding, as in BLOOM-176B."""
     untie_embeddings_and_output_weights: bool = False
@@ -195,6 +232,47 @@ class ModelConfig:
         return int(self.head_size * self.rotary_percent)
 
     @property
+    def scales_rotary(self) -> bool:
+        return self.position_embedding_type == "rope" and self.rope_scaling_factor is not None
+
+    @property
+    def idle_rope_scaling(self) -> set[str]:
+        """Options of ROPE_SCALING_OPTIONS that do nothing."""
+        if not self.scales_rotary:
+            return set(ROPE_SCALING_OPTIONS)
+        return set(ROPE_SCALING_OPTIONS) - {"rope_scaling_type", *ROPE_SCALING[self.rope_scaling_type]}
+
+    @property
+    def rotary_border(self) -> int | None:
+        """Length of a text beyond which the angles of its tokens depend on its length. None: they never do."""
+        depends = self.scales_rotary and self.rope_scaling_type in ("dynamic", "longrope")
+        return self.rope_scaling_original_length if depends else None
+
+    def encodes_alike(self, length: int, other: int) -> bool:
+        """Return True if the tokens of a text of this length are encoded as those of one of another length."""
+        border = self.rotary_border
+        if border is None or max(length, other) <= border:
+            return True
+        return self.rope_scaling_type == "longrope" and min(length, other) > border
+
+    @property
+    def rotary_amplitude(self) -> float:
+        """Factor of rotated queries and keys each.
+
+        Source: Peng et al. 2023 (arXiv:2309.00071), equation 22; Ding et al. 2024 (arXiv:2402.13753), section 4.
+        """
+        factor, kind = self.rope_scaling_factor, self.rope_scaling_type
+        if not self.scales_rotary or factor is None or kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.rope_scaling_attention_factor is not None:
+            return self.rope_scaling_attention_factor
+        if factor <= 1:
+            return 1.0
+        if kind == "yarn":
+            return 0.1 * math.log(factor) + 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(self.rope_scaling_original_length))
+
+    @property
     def suits_flex(self) -> bool:
         """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
         return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
@@ -239,8 +317,7 @@ class ModelConfig:
             idle.add("max_position_embeddings")
         if self.position_embedding_type != "rope":
             idle |= {"rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling_factor"}
-        if self.position_embedding_type != "rope" or self.rope_scaling_factor is None:
-            idle |= {"rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length"}
+        idle |= self.idle_rope_scaling
         idle |= self.idle_of_experts
         # unset and written out are the same model
         resolved = {
@@ -249,6 +326,7 @@ class ModelConfig:
             "num_query_groups": self.num_kv_heads,
             "kv_channels": self.head_size,
             "max_position_embeddings": self.max_position_embeddings or seq_length,
+            "rope_scaling_attention_factor": self.rotary_amplitude,
         }
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | resolved
         return {name: value for name, value in values.items() if name not in idle}

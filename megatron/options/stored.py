@@ -14,6 +14,7 @@ from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dependents import ADAPTERS
 from megatron.options.dialect import nearest, suggestion
 from megatron.options.flags import sequence
+from megatron.options.model import ROPE_SCALING_OPTIONS
 from megatron.runtime.files import IMPORT_ROOT
 
 
@@ -121,9 +122,7 @@ POSITIONS = {
         "rotary_base_local",
         "rotary_percent",
         "rope_scaling_factor",
-        "rope_scaling_low_freq_factor",
-        "rope_scaling_high_freq_factor",
-        "rope_scaling_original_length",
+        *ROPE_SCALING_OPTIONS,
     ),
     "learned": ("max_position_embeddings",),
 }

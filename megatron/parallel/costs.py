@@ -58,6 +58,8 @@ class MatrixProduct:
     """Operation that computes the input; None: the norm before the branch."""
     share: float = 1.0
     """Share of the tokens that is multiplied: of an expert's, on average."""
+    shares_input: bool = False
+    """The norm before the branch is that before the attention too."""
 
 
 @dataclass(frozen=True)

@@ -241,15 +241,19 @@ class _TransformerLayer:
     @cached_property
     def _normed(self) -> int:
         """Outputs of the norms before the branches, which the products of a branch share."""
-        kept = 0
+        norms = set()
         for part, branch in self._branches.items():
-            is_read = any(linear.keeps_input for linear in branch if linear.reads_stream)
+            readers = [linear for linear in branch if linear.reads_stream]
+            is_read = any(linear.keeps_input for linear in readers)
             # a router keeps it as it is in float32, and is given it again where its branch is recomputed
             if part == "mlp" and self._experts.exist:
                 is_recomputed = "mlp" in self._sizes.config.training.recomputed_modules
                 is_read = is_read or is_recomputed or not self._sizes.is_16_bit
-            kept += is_read
-        return self._sizes.stream_bytes * kept
+            if is_read and any(linear.cost.shares_input for linear in readers):
+                norms.add("attention")
+            elif is_read:
+                norms.add(part)
+        return self._sizes.stream_bytes * len(norms)
 
     @cached_property
     def _activated(self) -> int:

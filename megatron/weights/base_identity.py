@@ -105,7 +105,7 @@ class BaseSums:
     def _add_part(self, part: MappedTensor, rows: Tensor, columns: tuple[int, int], block: Tensor) -> None:
         # in the numbers of theirs, whatever our order: a base has one identity in both formats
         rows, across = rows - part.begin, torch.arange(*columns)
-        if part.num_heads is not None:
+        if part.heads is not None:
             rows = part.row_by_head(rows)
         if part.transposed:
             block, rows, across = block.t(), across, rows

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,37 +46,48 @@ class MappedTensor:
     begin: int
     length: int
     transposed: bool = False
-    num_heads: int | None = None
-    """Given: their rows are [head][q, k, v][head size], ours [q, k, v][head][head size]."""
+    heads: tuple[int, int] | None = None
+    """Query and key/value heads. Given: their rows are [key/value head][its q, k, v][head size], ours [q, k, v][head]
+    [head size]."""
+
+    @cached_property
+    def _their_heads(self) -> list[int]:
+        """Number of theirs for each of our heads of rows."""
+        assert self.heads is not None
+        num_heads, groups = self.heads
+        own = num_heads // groups  # query heads of a key/value head
+        queries = [head // own * (own + 2) + head % own for head in range(num_heads)]
+        return queries + [group * (own + 2) + own + piece for piece in (0, 1) for group in range(groups)]
 
     @property
     def head_size(self) -> int:
-        assert self.num_heads is not None
-        return self.length // (3 * self.num_heads)
+        return self.length // len(self._their_heads)
 
     def row_by_head(self, row: Any) -> Any:
-        """Return the number of theirs for a row of ours, or a tensor of them, under `num_heads`."""
-        # ours: (piece * heads + head) * head size + rest; theirs: (head * 3 + piece) * head size + rest
-        piece, head = row // (self.length // 3), row // self.head_size % self.num_heads
-        return (3 * head + piece) * self.head_size + row % self.head_size
+        """Return the number of theirs for a row of ours, or for a tensor of them, under `heads`."""
+        return torch.tensor(self._their_heads)[row // self.head_size] * self.head_size + row % self.head_size
 
-    def view(self, ours: Tensor) -> Tensor:
-        """These rows of our full tensor, as theirs: [shape]; under `num_heads` its rows are [head, 3, head size]."""
+    def _stretches(self, ours: Tensor) -> Iterator[Tensor]:
+        """Views of these rows of our full tensor that make theirs, one after the other."""
         rows = ours.narrow(0, self.begin, self.length)
-        if self.num_heads is not None:
-            return rows.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1)
-        return rows.t() if self.transposed else rows
+        if self.heads is None:
+            yield rows.t() if self.transposed else rows
+            return
+        size, heads = self.head_size, self._their_heads
+        for head in sorted(range(len(heads)), key=heads.__getitem__):
+            yield rows[head * size : (head + 1) * size]
 
     def chunks(self, ours: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(first row, end row, the view of them) of theirs, CHUNK_BYTES of float32 at a time."""
-        view = self.view(ours)
-        count = view.shape[0]
-        # rows of the view within CHUNK_BYTES of float32; one at least
-        step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
-        rows = self.shape[0] // count  # of theirs in a row of the view: all of a head under `num_heads`
-        for begin in range(0, count, step):
-            end = min(begin + step, count)
-            yield begin * rows, end * rows, view[begin:end]
+        first = 0
+        for view in self._stretches(ours):
+            count = view.shape[0]
+            # rows of the view within CHUNK_BYTES of float32; one at least
+            step = max(1, CHUNK_BYTES * count // max(1, 4 * view.numel()))
+            for begin in range(0, count, step):
+                end = min(begin + step, count)
+                yield first + begin, first + end, view[begin:end]
+            first += count
 
 
 class Stretch(NamedTuple):
@@ -140,7 +152,7 @@ def name_map(config: Config) -> NameMap:
     """Raises CheckpointError where transformers has no such model, naming the options."""
     form = form_of(config.model)
     shards = parameters_of(config)
-    heads = config.model.num_attention_heads
+    heads = config.model.num_attention_heads, config.model.num_kv_heads
     parts = {name: tuple(parts_of(form, heads, name, shard)) for name, shard in shards.items()}
     return NameMap(form, shards, parts, _stretches(form, config.model.num_experts, shards, parts))
 
@@ -165,8 +177,11 @@ def _stretches(
     return found
 
 
-def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> Iterator[MappedTensor]:
-    """Yield the tensors of theirs that make a parameter of ours. Raises CheckpointError if there are none."""
+def parts_of(form: HuggingFaceForm, heads: tuple[int, int], name: str, shard: Shard) -> Iterator[MappedTensor]:
+    """Yield the tensors of theirs that make a parameter of ours. Raises CheckpointError if there are none.
+
+    `heads`: as in MappedTensor.
+    """
     module, _, kind = name.rpartition(".")
     if module == "output":
         yield MappedTensor(form.output, shard.shape, 0, shard.shape[0])
@@ -190,7 +205,7 @@ def parts_of(form: HuggingFaceForm, num_heads: int, name: str, shard: Shard) -> 
             begin,
             length,
             transposed,
-            num_heads if by_head else None,
+            heads if by_head else None,
         )
         begin += length
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megatron.checkpoint.folders import CheckpointError
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import FAMILIES, family_named
+from megatron.models.rules import check_rotary
 from megatron.options.config import Config, ModelConfig, TrainingConfig
 from megatron.options.model import PARTICULAR, differing
 from megatron.runtime.commands import command_name
@@ -157,6 +158,13 @@ class _Fields:
             raise CheckpointError(f"{self.where}: {name}={shown(value)} must be a list of integers")
         return value
 
+    def numbers(self, name: str) -> list[float]:
+        self._read.add(name)
+        value = self.values.get(name)
+        if not isinstance(value, (list, tuple)) or not value or not all(_is_of(float, number) for number in value):
+            raise CheckpointError(f"{self.where}: {name}={shown(value)} must be a list of numbers")
+        return [float(number) for number in value]
+
     def demand(self, name: str, *allowed: Any) -> None:
         """Refuse other values than these; a missing one is transformers' default, the first of them."""
         self._read.add(name)
@@ -231,7 +239,11 @@ def config_of(
     name, form = _form_described(theirs, where, architecture)
     fields = _Fields(theirs, where)
     # code of its own, whatever it computes, but for that which became transformers' class; none is run
-    fields.demand("auto_map", None, *([form.published_code] if form.published_code else []))
+    code, published = theirs.get("auto_map"), form.published_code or {}
+    if isinstance(code, Mapping) and all(published.get(name) == value for name, value in code.items()):
+        fields.demand("auto_map", code)
+    else:
+        fields.demand("auto_map", None)
     fields.demand("quantization_config", None)
     model, seq_length = form.options(fields)
     # keys that every export has, which the form of a family of one's own need not read
@@ -271,6 +283,8 @@ def _check_heads(ours: ModelConfig, where: Path | str) -> None:
             f"{where}: num_key_value_heads={ours.num_kv_heads} does not divide "
             f"num_attention_heads={ours.num_attention_heads}"
         )
+    if ours.position_embedding_type == "rope" and (faults := list(check_rotary(ours))):
+        raise CheckpointError(f"{where} describes no model: {'; '.join(faults)}")
 
 
 # A run's options from a config.json
@@ -290,7 +304,6 @@ _OF_THE_RUN = (
     "moe_input_jitter_eps",
 )
 """Options of a run or its machine, which no config.json settles."""
-_ROPE_SCALING = ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_length")
 
 
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
@@ -315,9 +328,7 @@ def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
 
 def described(model: ModelConfig) -> dict[str, Any]:
     """Return the options that settle a model, without those that a run chooses for it."""
-    idle = set(_OF_THE_RUN) | (set(PARTICULAR) - model.particular().keys())
-    if model.rope_scaling_factor is None:
-        idle.update(_ROPE_SCALING)
+    idle = set(_OF_THE_RUN) | (set(PARTICULAR) - model.particular().keys()) | model.idle_rope_scaling
     if model.position_embedding_type != "rope":
         idle.add("rotary_base")
     # the experts' width may follow from it

@@ -111,8 +111,8 @@ class MappedSource(WeightSource):
         begin = first
         while begin < last:
             end, theirs = min(begin + step, last), begin
-            if part.num_heads is not None:
-                theirs = part.row_by_head(begin)
+            if part.heads is not None:
+                theirs = int(part.row_by_head(begin))
                 # rows of one head and piece alone are neighbours on both sides
                 end = min(end, begin + part.head_size - begin % part.head_size)
             window = stored.rows(theirs, theirs + end - begin).float().view(end - begin, -1)

@@ -57,6 +57,10 @@ NEOX_SHAPE: Fields = {
 }  # fmt: skip
 MOE_SHAPE: Fields = {**LLAMA_SHAPE, "output_router_logits": True, "router_aux_loss_coef": 0.7}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+FALCON_SHAPE: Fields = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "ffn_hidden_size": 56, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 ROWS: dict[str, tuple[Fields, ...]] = {
@@ -100,6 +104,15 @@ ROWS: dict[str, tuple[Fields, ...]] = {
         {**NEOX_SHAPE, "rotary_pct": 0.25, "num_attention_heads": 2},
         NEOX_SHAPE,
         {**NEOX_SHAPE, "rotary_pct": 1.0, "rotary_emb_base": 500, "tie_word_embeddings": True},
+    ),
+    "falcon": (
+        {**FALCON_SHAPE, "ffn_hidden_size": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {**FALCON_SHAPE, "new_decoder_architecture": True, "num_kv_heads": 1},
+        {
+            **FALCON_SHAPE, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+        {**FALCON_SHAPE, "multi_query": False, "num_attention_heads": 2},
     ),
     "starcoder2": (
         {**LLAMA_SHAPE, "sliding_window": 8, "tie_word_embeddings": False, "rope_theta": 99999.4420358813},
@@ -204,8 +217,8 @@ def to_ours(theirs: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
 def _assembled(mapped: Any, name: str, theirs: dict[str, Tensor]) -> Tensor:
     full = torch.empty(mapped.shards[name].shape)
     for part in mapped.parts[name]:
-        view = part.view(full)
-        view.copy_(theirs[part.name].reshape(view.shape))
+        for begin, end, view in part.chunks(full):
+            view.copy_(theirs[part.name][begin:end])
     return full
 
 
@@ -322,7 +335,8 @@ def test_all_linear_adapters_are_those_of_peft(kind: str) -> None:
 
 def test_published_code_of_a_class_is_passed_over_and_other_code_refused() -> None:
     theirs = their_model("phi3", ROWS["phi3"][0]).config.to_dict()
-    code = FAMILIES["phi3"].huggingface[""].published_code
+    code = dict(FAMILIES["phi3"].huggingface[""].published_code or {})
+    assert config_of({**theirs, "auto_map": dict(list(code.items())[:2])}, "config.json")
     config = config_of({**theirs, "auto_map": code}, "config.json")
     assert config == config_of(theirs, "config.json")
     written = restored_config({**theirs, "auto_map": code}, config, "fp32", ({}, {}))
@@ -345,6 +359,10 @@ def test_fields_with_one_value_on_the_page_are_refused_with_another(kind: str) -
             config_of({**theirs, name: "other"}, "config.json")
 
 
+def width_name(fields: Fields) -> str:
+    return "ffn_hidden_size" if "ffn_hidden_size" in fields else "intermediate_size"
+
+
 @st.composite
 def drawn(draw: Any, kind: str) -> Fields:
     """A row of the family with other sizes."""
@@ -352,9 +370,8 @@ def drawn(draw: Any, kind: str) -> Fields:
     groups = draw(st.sampled_from([1, 2, 3]))
     heads = groups * draw(st.sampled_from([1, 2]))
     fields |= {"num_attention_heads": heads, "hidden_size": heads * 8}
-    if "num_key_value_heads" in fields:
-        fields["num_key_value_heads"] = groups
-    fields["intermediate_size"] = draw(st.integers(3, 40))
+    fields |= {name: groups for name in ("num_key_value_heads", "num_kv_heads") if name in fields}
+    fields[width_name(fields)] = draw(st.integers(3, 40))
     if "head_dim" in fields:
         fields["head_dim"] = 2 * draw(st.integers(2, 6))
     return fields

@@ -183,6 +183,20 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "rotates 0 of the 12 channels",
         "2 or more; change it",
     ),
+    "yarn's bounds": (
+        "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-type yarn --rope-scaling-beta-slow 32",
+        1,
+        "rope_scaling_beta_slow=32.0 must be below",
+        "lower it",
+    ),
+    "longrope's factors": (
+        "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-type longrope "
+        "--rope-scaling-short-factors 1 1 1 1 1 1 1 1 --rope-scaling-long-factors 2",
+        1,
+        "rope_scaling_long_factors has 1 numbers",
+        "one for each of 8 frequencies",
+    ),
+    "shared norm": ("--architecture llama --shared-norm", 1, "shared_norm=True needs", "not architecture=llama"),
     "rope factors": (
         "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-low-freq-factor 4",
         1,
@@ -553,6 +567,15 @@ IDLE: dict[str, tuple[str, str]] = {
     "--rope-scaling-original-length 64": (
         "rope_scaling_factor",
         "--position-embedding-type rope --rope-scaling-factor 8",
+    ),
+    "--rope-scaling-type yarn": ("rope_scaling_factor", "--position-embedding-type rope --rope-scaling-factor 8"),
+    "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-beta-fast 16": (
+        "rope_scaling_type=yarn",
+        "--rope-scaling-type yarn",
+    ),
+    "--position-embedding-type rope --rope-scaling-factor 8 --rope-scaling-attention-factor 1.5": (
+        "rope_scaling_type=yarn or longrope",
+        "--rope-scaling-type yarn",
     ),
     "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
     "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),

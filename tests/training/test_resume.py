@@ -34,6 +34,9 @@ from tests.training import layouts
 ROPE = f"{layouts.COMMON} --architecture llama --position-embedding-type rope --rope-scaling-factor 8"
 LEARNED = f"{layouts.COMMON} --architecture bloom --position-embedding-type learned"
 WINDOWS = f"{layouts.COMMON} --architecture gemma3 --position-embedding-type rope --attention-window 8"
+YARN = f"{ROPE} --rope-scaling-type yarn"
+LONGROPE = f"{ROPE} --rope-scaling-type longrope --rope-scaling-short-factors 1 --rope-scaling-long-factors 2"
+PARALLEL = f"{layouts.COMMON} --architecture gpt_neox --position-embedding-type rope"
 
 
 def config_of(words: str) -> Config:
@@ -97,6 +100,14 @@ OTHER = {
     "rope_scaling_low_freq_factor": (ROPE, "2"),
     "rope_scaling_high_freq_factor": (ROPE, "8"),
     "rope_scaling_original_length": (ROPE, "4096"),
+    "rope_scaling_type": (ROPE, "linear"),
+    "rope_scaling_attention_factor": (YARN, "1.5"),
+    "rope_scaling_beta_fast": (YARN, "16"),
+    "rope_scaling_beta_slow": (YARN, "2"),
+    "rope_scaling_truncate": (YARN, "false"),
+    "rope_scaling_short_factors": (LONGROPE, "3"),
+    "rope_scaling_long_factors": (LONGROPE, "3"),
+    "shared_norm": (PARALLEL, ""),
     "embed_layernorm": (LEARNED, ""),
     "untie_embeddings_and_output_weights": (ROPE, ""),
     "norm_epsilon": (ROPE, "1e-2"),
@@ -117,7 +128,7 @@ def test_every_option_that_changes_what_is_computed_is_compared(tmp_path: Path) 
     """A new option of the model is in NOT_COMPUTED, or has a row in OTHER."""
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields - NOT_COMPUTED == OTHER.keys()
-    for number, words in enumerate((ROPE, LEARNED, WINDOWS)):
+    for number, words in enumerate((ROPE, LEARNED, WINDOWS, YARN, LONGROPE, PARALLEL)):
         folder = tmp_path / str(number)
         save(folder, words)
         assert find(f"{words} --load {folder}") is not None
@@ -173,8 +184,8 @@ def test_the_arguments_of_a_megatron_run_are_compared() -> None:
     }  # fmt: skip
     same = config_of(f"{ROPE} --norm-epsilon 1e-6 --rotary-base 5e5")
     assert check_known_options(Path("run"), model_options(theirs), same) == [
-        "rope_scaling_factor", "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor",
-        "rope_scaling_original_length",
+        "rope_scaling_factor", "rope_scaling_type", "rope_scaling_original_length", "rope_scaling_low_freq_factor",
+        "rope_scaling_high_freq_factor",
     ]  # fmt: skip
     # what few models have is unsettled where the options here use it
     capped = config_of(f"{ROPE} --norm-epsilon 1e-6 --rotary-base 5e5 --attention-softcap 5")
@@ -188,7 +199,10 @@ def test_the_arguments_of_a_megatron_run_are_compared() -> None:
     with pytest.raises(CheckpointError, match=said):
         check_known_options(Path("run"), model_options(theirs), config_of(f"{ROPE} --num-query-groups 2"))
     modern = {"group_query_attention": True, "num_query_groups": 2, "norm_epsilon": 1e-5, "use_rope_scaling": True}
-    assert model_options(modern) == {"norm_epsilon": 1e-5, "num_query_groups": 2, "rope_scaling_factor": 8.0}
+    scaled = {"rope_scaling_factor": 8.0, "rope_scaling_type": "llama3"}
+    assert model_options(modern) == {"norm_epsilon": 1e-5, "num_query_groups": 2, **scaled}
+    divided = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": 4}
+    assert model_options(divided) == {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

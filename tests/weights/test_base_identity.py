@@ -152,7 +152,7 @@ def test_the_forms_of_hugging_face_have_the_sums_of_their_files() -> None:
     apart = sums(tuple(MappedTensor(name, (8, 5), 8 * i, 8) for i, name in enumerate("qkv")))
     assert [apart[name][0] for name in "qkv"] == [sum_of(full[8 * i : 8 * i + 8]) for i in range(3)]
     by_head = full.view(3, heads, size, 5).transpose(0, 1).reshape(24, 5)
-    assert sums((MappedTensor("qkv", (24, 5), 0, 24, num_heads=heads),))["qkv"][0] == sum_of(by_head)
+    assert sums((MappedTensor("qkv", (24, 5), 0, 24, heads=(heads, heads)),))["qkv"][0] == sum_of(by_head)
     assert sums((MappedTensor("c", (5, 24), 0, 24, transposed=True),))["c"][0] == sum_of(full.t().contiguous())
     assert sums((MappedTensor("e", (20, 5), 0, 20),))["e"][0] == sum_of(full[:20])
 

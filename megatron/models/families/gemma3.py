@@ -24,14 +24,14 @@ from megatron.models.config_json import (
 )
 from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
-from megatron.options.config import Config
+from megatron.options.config import Config, ModelConfig
 
 BLOCK = DecoderBlock(
     norm="rms_norm_1p", activation="gelu_tanh", is_gated=True, norms_outputs=True, head_norm="head", scales_noise=True
 )
 
 
-def _rope(fields: ConfigFields) -> dict[str, Any]:
+def _rope(fields: ConfigFields, length: int) -> dict[str, Any]:
     """Options from parameters by kind of layer, as transformers 5 has them, or from those of both kinds before."""
     theta, local = fields.take("rope_theta", default=1e6), fields.take("rope_local_base_freq", default=10000.0)
     by_kind = fields.nested("rope_parameters")
@@ -40,7 +40,9 @@ def _rope(fields: ConfigFields) -> dict[str, Any]:
     local = windowed.take("rope_theta", default=local, kind=float)
     windowed.finish()
     whole = by_kind.nested(FULL) if by_kind.has(FULL) else fields.nested("rope_scaling")
-    options = rope_options_of(whole, theta) | {"rotary_base_local": local}
+    # transformers looks for it one level above, where it is not
+    whole.demand("truncate", True)
+    options = rope_options_of(whole, theta, length) | {"rotary_base_local": local}
     by_kind.finish()
     return options
 
@@ -69,6 +71,13 @@ def _config_fields(config: Config) -> dict[str, Any]:
     }
 
 
+def _unsupported(model: ModelConfig) -> list[str]:
+    wrong = gemma_unsupported(model)
+    if not model.rope_scaling_truncate:
+        wrong.append("rope_scaling_truncate=False")
+    return wrong
+
+
 GEMMA3 = HuggingFaceForm(
     model_type="gemma3_text",
     class_name="Gemma3ForCausalLM",
@@ -76,7 +85,7 @@ GEMMA3 = HuggingFaceForm(
     modules=GEMMA_MODULES | HEAD_NORM_MODULES,
     options=_options,
     config_fields=_config_fields,
-    unsupported=gemma_unsupported,
+    unsupported=_unsupported,
     expresses=frozenset(
         {
             "attention_window",

@@ -12,8 +12,8 @@ from megatron.models.config_json import (
     heads_of_the_width,
     one_kv_head_each,
     partial_rope_options,
+    rope_fields,
     rotary_only,
-    unscaled,
 )
 from megatron.models.decoder import EVERY_BIAS, DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
@@ -35,7 +35,7 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
         "vocab_size": fields.take("vocab_size"),
         "max_position_embeddings": length,
         "position_embedding_type": "rope",
-        **partial_rope_options(fields, base="rotary_emb_base", percent="rotary_pct", default=0.25),
+        **partial_rope_options(fields, length, base="rotary_emb_base", percent="rotary_pct", default=0.25),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", default=False),
         "norm_epsilon": fields.take("layer_norm_eps", default=1e-5),
         "hidden_dropout": fields.take("hidden_dropout", default=0.0),
@@ -54,6 +54,7 @@ def _config_fields(config: Config) -> dict[str, Any]:
         "hidden_act": "gelu",
         "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
         "layer_norm_eps": model.norm_epsilon,
+        **{name: value for name, value in rope_fields(model).items() if name != "rope_theta"},
         "rotary_emb_base": model.rotary_base,
         "rotary_pct": model.rotary_percent,
         "use_parallel_residual": True,
@@ -64,7 +65,7 @@ def _config_fields(config: Config) -> dict[str, Any]:
 
 
 def _unsupported(model: ModelConfig) -> list[str]:
-    return rotary_only(model) + one_kv_head_each(model) + heads_of_the_width(model) + unscaled(model)
+    return rotary_only(model) + one_kv_head_each(model) + heads_of_the_width(model)
 
 
 GPT_NEOX = HuggingFaceForm(

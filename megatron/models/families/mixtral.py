@@ -18,9 +18,10 @@ ROOM = "layers.*.block_sparse_moe"
 """Room of the experts in files; transformers 5 holds them under `mlp`."""
 
 
-def _rope_options(fields: ConfigFields) -> dict[str, Any]:
+def _rope_options(fields: ConfigFields, length: int) -> dict[str, Any]:
     theta = fields.take("rope_theta", default=1e6)
-    return config_json.rope_options_of(fields.nested("rope_parameters", "rope_scaling", apart_from="rope_theta"), theta)
+    rope = fields.nested("rope_parameters", "rope_scaling", apart_from="rope_theta")
+    return config_json.rope_options_of(rope, theta, length)
 
 
 def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:

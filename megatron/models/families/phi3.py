@@ -16,7 +16,6 @@ from megatron.models.config_json import (
     rotary_fields,
     rotary_only,
     rotary_options,
-    unscaled,
 )
 from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
@@ -24,15 +23,25 @@ from megatron.options.config import Config, ModelConfig
 
 BLOCK = DecoderBlock(norm="rms_norm", activation="silu", is_gated=True)
 
+SCALINGS = {"longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+"""Names under which the class reads its only scaling."""
+
 
 def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
     fields.demand("hidden_act", "silu")
-    rope = partial(partial_rope_options, base="rope_theta", percent="partial_rotary_factor", default=1.0)
+    fields.demand("full_attn_mod", 1, None)  # of Phi-4 mini; transformers reads neither
+    fields.demand("interpolate_factor", 1, None)
+    rope = partial(
+        partial_rope_options,
+        base="rope_theta",
+        percent="partial_rotary_factor",
+        default=1.0,
+        kinds=SCALINGS,
+        original=fields.take("original_max_position_embeddings", default=4096),
+    )
     options, length = rotary_options(fields, length=4096, epsilon=1e-5, rope=rope)
     dropout = fields.take("resid_pdrop", default=0.0)
     fields.demand("embd_pdrop", dropout)  # one option for both
-    # read by the long form of the positions alone
-    fields.take("original_max_position_embeddings", default=4096)
     window = fields.take("sliding_window", default=None, kind=int)
     return {**options, "hidden_dropout": dropout, "attention_window": window}, length
 
@@ -40,9 +49,18 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
 def _config_fields(config: Config) -> dict[str, Any]:
     model = config.model
     fields = {name: value for name, value in rotary_fields(config).items() if name != "head_dim"}
+    original, scaling = fields["max_position_embeddings"], fields.pop("rope_scaling")
+    if scaling is not None:
+        original = scaling.pop("original_max_position_embeddings")
+        # transformers 4 refuses a mapping of more than these, where they suffice
+        factor = scaling.pop("factor")
+        if factor != fields["max_position_embeddings"] / original:
+            scaling["factor"] = factor
+        scaling["type"] = scaling.pop("rope_type")
     return {
         **fields,
-        "original_max_position_embeddings": fields["max_position_embeddings"],
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": original,
         "partial_rotary_factor": model.rotary_percent,
         "sliding_window": model.attention_window,
         "resid_pdrop": model.hidden_dropout,
@@ -51,7 +69,10 @@ def _config_fields(config: Config) -> dict[str, Any]:
 
 
 def _unsupported(model: ModelConfig) -> list[str]:
-    return rotary_only(model) + heads_of_the_width(model) + unscaled(model)
+    wrong = rotary_only(model) + heads_of_the_width(model)
+    if model.scales_rotary and model.rope_scaling_type != "longrope":
+        wrong.append(f"rope_scaling_type={model.rope_scaling_type} (it has longrope only)")
+    return wrong
 
 
 PHI3 = HuggingFaceForm(
@@ -71,6 +92,7 @@ PHI3 = HuggingFaceForm(
     published_code={
         "AutoConfig": "configuration_phi3.Phi3Config",
         "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",  # Phi-4 mini's, whose files lie in the folder too
     },
 )
 

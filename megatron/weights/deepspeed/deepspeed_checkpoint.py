@@ -66,6 +66,10 @@ def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if "use_rope_scaling" in arguments:
         factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
         options["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
+        if arguments["use_rope_scaling"]:
+            options["rope_scaling_type"] = "llama3"
+    if divisor := arguments.get("rotary_seq_len_interpolation_factor"):
+        options |= {"rope_scaling_factor": float(divisor), "rope_scaling_type": "linear"}
     return options
 
 

@@ -147,13 +147,14 @@ class AdaptedModel:
         return NameMap(self.form, self.shards, {name: tuple(self._parts(name)) for name in self.shards})
 
     def _parts(self, name: str) -> Iterator[MappedTensor]:
-        heads, shard = self.config.model.num_attention_heads, self.shards[name]
+        model, shard = self.config.model, self.shards[name]
+        heads = model.num_attention_heads, model.num_kv_heads
         if name in self.factors:
             module, kind = self.factors[name]
             # rows of A are of the rank, those of B and of the magnitudes are outputs of the weight, in its order
             is_by_head = kind != "lora_A" and self.form.qkv_by_head and module.prefix.endswith("attention.qkv")
             theirs = f"{PREFIX}{module.names[-1]}.{FACTORS[kind]}"
-            yield MappedTensor(theirs, shard.shape, 0, shard.shape[0], num_heads=heads if is_by_head else None)
+            yield MappedTensor(theirs, shard.shape, 0, shard.shape[0], heads=heads if is_by_head else None)
             return
         for part in parts_of(self.form, heads, name, shard):
             theirs = part.name
