@@ -54,6 +54,7 @@ class TokenRouter(nn.Module):
         self.topk, self.scaling = model.moe_router_topk, model.moe_router_topk_scaling_factor
         self.is_sigmoid = model.moe_router_score_function == "sigmoid"
         self.keeps_scores = model.moe_router_pre_softmax
+        self.num_groups, self.group_topk = model.moe_router_num_groups, model.moe_router_group_topk or 1
         self.jitter, self.ctx = model.moe_input_jitter_eps, shared.ctx
         self.weight = shards.allocate("weight", shared.ctx)
         self.bias: nn.Parameter | None = None
@@ -67,16 +68,23 @@ class TokenRouter(nn.Module):
             hidden = hidden * self._factors(hidden)
         logits = F.linear(hidden, self.weight.to(dtype))
         scores = logits.sigmoid() if self.is_sigmoid else logits.softmax(-1)
-        if self.bias is None:
-            weights, experts = scores.topk(self.topk, dim=-1)
-        else:
-            experts = (scores.detach() + self.bias).topk(self.topk, dim=-1).indices
-            weights = scores.gather(-1, experts)
+        choice = scores.detach() if self.bias is None else scores.detach() + self.bias
+        if self.num_groups is not None:
+            choice = self._in_best_groups(choice, self.num_groups)
+        experts = choice.topk(self.topk, dim=-1).indices
+        weights = scores.gather(-1, experts)
         if not self.keeps_scores:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.scaling != 1.0:
             weights = weights * self.scaling
         return Routing(logits, scores, experts, weights)
+
+    def _in_best_groups(self, choice: Tensor, num_groups: int) -> Tensor:
+        """Return the scores with those of all groups but the best at -inf; a group's is the sum of its best two."""
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.group_topk, dim=-1).indices
+        is_best = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        return grouped.masked_fill(~is_best.unsqueeze(-1), -math.inf).flatten(-2)
 
     def _factors(self, hidden: Tensor) -> Tensor:
         """Draw the factors of the input, alike on tensor-parallel ranks that hold the same tokens."""

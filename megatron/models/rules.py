@@ -172,6 +172,17 @@ def check_model(config: Config) -> Iterator[str]:
 def _check_experts(model: ModelConfig) -> Iterator[str]:
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:
         yield f"moe_router_topk={model.moe_router_topk} is larger than num_experts={model.num_experts}; lower it"
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if (groups is None) != (chosen is None):
+        yield "moe_router_num_groups and moe_router_group_topk belong together; give both, or leave both out"
+    elif groups is not None and chosen is not None and model.num_experts is not None:
+        size = model.num_experts // groups
+        if model.num_experts % groups or size < 2 or chosen > groups or chosen * size < model.moe_router_topk:
+            yield (
+                f"moe_router_num_groups={groups} must divide num_experts={model.num_experts} into groups of 2 or "
+                f"more, and moe_router_group_topk={chosen} of them hold moe_router_topk={model.moe_router_topk}; "
+                "change them"
+            )
     if not model.moe_layer_freq or not set(model.moe_layer_freq) <= {0, 1}:
         given = " ".join(map(str, model.moe_layer_freq)) or "nothing"
         yield f"moe_layer_freq={given} must be 1 (experts) or 0 (one MLP) for each layer; correct it, or leave it out"

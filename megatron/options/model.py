@@ -34,6 +34,7 @@ PARTICULAR = (
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logits_softcap",
     "num_experts", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_score_function",
     "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+    "moe_router_num_groups", "moe_router_group_topk",
 )  # fmt: skip
 """Options that few models have: a form of transformers names those that it can express (models/family.py)."""
 
@@ -176,6 +177,11 @@ class ModelConfig:
     """Weigh the chosen experts by their scores among all experts. Otherwise the weights of a token add up to 1."""
     moe_router_topk_scaling_factor: PositiveFloat = 1.0
     """Factor of the weights of the chosen experts."""
+    moe_router_num_groups: Positive | None = None
+    """Groups of experts, one after the other, of which a token passes through experts of moe_router_group_topk alone
+    (DeepSeek-V3's n_group). Unset: one group."""
+    moe_router_group_topk: Positive | None = None
+    """Groups that a token chooses first, by the sum of the two highest scores in each."""
     moe_router_enable_expert_bias: bool = False
     """Add a bias to the scores of the experts for the choice alone, not for the weights. After each step that of an
     expert with fewer tokens of the global batch than the mean rises, and the others' fall: balance without a loss."""

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.folders import CheckpointError
+from megatron.models.experts import TokenRouter
+from megatron.models.rules import check_model
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config
-from megatron.options.model import LoraConfig
+from megatron.options.model import LoraConfig, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import named_parameters, shard_of
 from megatron.weights.huggingface_config import config_of
@@ -27,7 +29,7 @@ from megatron.weights.peft.export import export_adapter
 from megatron.weights.peft.source import PeftSource
 from tests import runs
 from tests.models import expert_runs
-from tests.models.outputs import logits_of
+from tests.models.outputs import in_float64, logits_of
 from tests.models.test_families import (
     EAGER,
     ROWS,
@@ -345,3 +347,42 @@ def test_a_model_that_would_not_start_as_the_dense_one_is_refused(
     flags = f"{dense('mistral', tmp_path)} --load {tmp_path} {UPCYCLED} --architecture mixtral {changed}"
     with pytest.raises(AssertionError, match=fault):
         ranks(1)(expert_runs.started, flags, np.zeros((1, 2), np.int64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSeek-V3's routing
+
+
+@pytest.mark.parametrize(("groups", "chosen", "topk", "scaling"), [(4, 2, 3, 2.5), (2, 1, 2, 1.0), (1, 1, 4, 1.5)])
+def test_choices_within_groups_are_those_of_deepseek_v3(groups: int, chosen: int, topk: int, scaling: float) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=40, n_routed_experts=8, num_local_experts=8, num_experts_per_tok=topk, n_group=groups,
+        topk_group=chosen, routed_scaling_factor=scaling, norm_topk_prob=True,
+    )  # fmt: skip
+    options = Config(
+        model=ModelConfig(
+            architecture="llama", position_embedding_type="rope", hidden_size=40, num_layers=1, num_experts=8,
+            moe_router_topk=topk, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+            moe_router_num_groups=groups, moe_router_group_topk=chosen, moe_router_topk_scaling_factor=scaling,
+        )
+    )  # fmt: skip
+    assert not list(check_model(options))
+    with in_float64():
+        theirs = DeepseekV3TopkRouter(config)
+        model = SequentialModel(build_layers(options, ParallelContext.single()))
+        (ours,) = (module for module in model.modules() if isinstance(module, TokenRouter))
+        torch.manual_seed(2)
+        with torch.no_grad():
+            ours.weight.copy_(theirs.weight.normal_())
+            assert ours.bias is not None
+            ours.bias.copy_(theirs.e_score_correction_bias.normal_(0.0, 0.2))
+        tokens = torch.randn(50, 40)
+        logits, weights, experts = theirs(tokens)
+        found = ours(tokens[:, None], in_training=False)
+        order, expected = found.experts_SBK[:, 0].sort(-1), experts.sort(-1)
+        assert torch.equal(order.values, expected.values)
+        assert torch.equal(found.logits_SBE[:, 0], logits)
+        gaps = found.weights_SBK[:, 0].gather(-1, order.indices) - weights.gather(-1, expected.indices)
+        assert float(gaps.detach().abs().max()) < 1e-12
