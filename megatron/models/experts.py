@@ -23,7 +23,7 @@ from megatron.models.kv_cache import CachedTokens
 from megatron.models.mlp import MLP, activation_of, discard_output
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens
+from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens, through_all, through_slots
 from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
 from megatron.parallel.operators.products import grouped_linear
@@ -163,7 +163,7 @@ class Experts(nn.Module):
 
     The tokens of one rank's rows are sorted by expert. With experts over the ranks of the expert group, they travel
     there and back. Experts are cut over the tensor-parallel ranks as an MLP is, or are whole on each; then each of
-    these ranks sends its own share of the tokens.
+    these ranks sends its own share of the tokens. On some devices the router decides no size.
     """
 
     def __init__(self, shards: Shards, shared: Shared, *, activation: str) -> None:
@@ -172,6 +172,8 @@ class Experts(nn.Module):
         self.ctx, self.num_experts = shared.ctx, model.num_experts or 0
         self.layer = shards.layer_number or 0
         self.topk, self.capacity = model.moe_router_topk, model.moe_expert_capacity_factor
+        device = device_of(shared.ctx.device.type)
+        self.is_static = device.static_experts
         self.balances, self.has_z_loss = model.moe_aux_loss_coeff > 0, model.moe_z_loss_coeff > 0
         self.router = TokenRouter(shards.below("router"), shared)
         views = [shards.below(f"experts.{number}") for number in range(self.num_experts)]
@@ -187,7 +189,7 @@ class Experts(nn.Module):
         # pipeline schedule that defers their gradients takes them one by one
         methods = {layer.method for expert in held.values() for layer in (expert.up, expert.down)}
         self.is_grouped = (
-            device_of(shared.ctx.device.type).groups_products
+            device.groups_products
             and methods == {DENSE}
             and shared.config.optimizer.zero_stage < 3
             and shared.ctx.state.deferred is None
@@ -216,29 +218,38 @@ class Experts(nn.Module):
     def _routed(self, hidden: Tensor, routing: Routing, kept_SBK: Tensor | None) -> Tensor:
         """Return the weighed sum of the outputs of each token's experts."""
         ctx, experts, weights = self.ctx, routing.experts_SBK, routing.weights_SBK
+        slots = hidden.shape[1] * self._room(len(hidden))
         if not ctx.experts_are_whole:
             hidden, weights = enter_tensor_region(hidden, ctx), enter_tensor_region(weights, ctx)
             if ctx.sequence_parallel:
                 experts = all_gather_rows(experts, ctx)
                 kept_SBK = None if kept_SBK is None else all_gather_rows(kept_SBK, ctx)
-            output = self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK)
+            output = self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK, slots)
             return leave_tensor_region(output.view(hidden.shape), ctx)
         if ctx.sequence_parallel:
-            return self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK).view(hidden.shape)
+            return self._dispatched(hidden.flatten(0, 1), experts, weights, kept_SBK, slots).view(hidden.shape)
         # all tensor-parallel ranks hold the same tokens: each takes its share
         tokens = hidden.flatten(0, 1)
         experts, weights = own_tokens(experts.flatten(0, 1), ctx), own_tokens(weights.flatten(0, 1), ctx)
         if kept_SBK is not None:
             kept_SBK = own_tokens(kept_SBK.flatten(0, 1), ctx)
-        output = self._dispatched(own_tokens(tokens, ctx), experts, weights, kept_SBK)
+        output = self._dispatched(own_tokens(tokens, ctx), experts, weights, kept_SBK, slots)
         return all_tokens(output, len(tokens), ctx).view(hidden.shape)
 
-    def _dispatched(self, tokens_NH: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+    def _dispatched(
+        self, tokens_NH: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, slots: int
+    ) -> Tensor:
+        """`slots`: the most choices that any expert keeps of all these tokens, and of other ranks'."""
         experts_NK, weights_NK = experts.reshape(-1, self.topk), weights.reshape(-1, self.topk)
         kept_NK = None if kept is None else kept.reshape(-1, self.topk)
+        own: list[Any] = list(self.experts.values())
+        if self.is_static:
+            ways, is_trained = (tokens_NH, experts_NK, weights_NK), self.is_trained
+            if kept_NK is None:
+                return through_all(*ways, own, self.ctx, is_trained=is_trained)
+            return through_slots(*ways, kept_NK, min(slots, len(tokens_NH)), own, self.ctx, is_trained=is_trained)
         dispatch = Dispatch.of(experts_NK, self.num_experts, self.ctx, kept_NK)
         tokens = dispatch.to_experts(tokens_NH)
-        own: list[Any] = list(self.experts.values())
         if self.is_grouped:
             ends, downs = dispatch.ends, [expert.down.weight for expert in own]
             inside = grouped_linear(tokens, ends, [expert.up.weight for expert in own])
@@ -263,13 +274,18 @@ class Experts(nn.Module):
         competing_SBE = torch.where(chosen > 0, routing.scores_SBE, -1.0)
         if ctx.sequence_parallel:
             competing_SBE = all_gather_rows(competing_SBE, ctx)
-        length = len(competing_SBE)
-        room = min(length, math.ceil((self.capacity or 0.0) * self.topk * length / self.num_experts))
-        best = competing_SBE.topk(room, dim=0).indices
+        best = competing_SBE.topk(self._room(len(routing.experts_SBK)), dim=0).indices
         has_room_SBE = torch.zeros_like(competing_SBE, dtype=torch.bool).scatter_(0, best, True)
         if ctx.sequence_parallel:
             has_room_SBE = has_room_SBE.chunk(ctx.tensor_size)[ctx.tensor_rank]
         return (has_room_SBE & (chosen > 0)).gather(-1, routing.experts_SBK)
+
+    def _room(self, rows: int) -> int:
+        """Return the most tokens of a sequence that an expert takes. `rows`: those of it on this rank."""
+        length = rows * self.ctx.tensor_size if self.ctx.sequence_parallel else rows
+        if self.capacity is None:
+            return length
+        return min(length, math.ceil(self.capacity * self.topk * length / self.num_experts))
 
     def _with_terms(
         self, output: Tensor, routing: Routing, kept_SBK: Tensor | None, is_token_SB: Tensor | None

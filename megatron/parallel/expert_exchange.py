@@ -1,14 +1,19 @@
 """Ways of tokens to their experts and back: sorted by expert, sent to the ranks that hold these, and joined again.
 
-Shapes: N tokens of this rank, K experts that each passes through, H channels, n = N x K less what is dropped.
+A device whose software compiles a graph for each shape has ways whose sizes the router does not decide (below), so that
+the host waits for nothing either: with a capacity each expert takes that many slots of every rank, filled or not;
+without, it computes the tokens of all ranks, and those that did not choose it weigh 0.
+
+Shapes: N tokens of this rank, E experts, of which each passes through K, H channels, n = N x K less what is dropped.
 All sums over a token's experts are in one order, so equal layouts give equal results.
-Source: the dropless dispatch of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); expert parallelism of GShard (Lepikhin
-et al. 2020, arXiv:2006.16668).
+Sources: the dropless dispatch of MegaBlocks (Gale et al. 2022, arXiv:2211.15841); expert parallelism and slots of
+GShard (Lepikhin et al. 2020, arXiv:2006.16668); all tokens through each expert as optimum-habana's modeling_mixtral.py.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +192,12 @@ class _AllToAll(torch.autograd.Function):
         return _exchanged(grad, *function.arguments), None, None, None
 
 
+def exchange_evenly(rows: Tensor, ctx: ParallelContext) -> Tensor:
+    """Send the i-th of equal parts to the i-th rank of the expert group; return what all sent. Collective."""
+    sizes = [len(rows) // ctx.expert_size] * ctx.expert_size
+    return _AllToAll.apply(rows, sizes, sizes, ctx)  # type: ignore[no-any-return]
+
+
 class _OwnTokens(torch.autograd.Function):
     """This tensor-parallel rank's share of tokens that all of them hold; backward gathers."""
 
@@ -227,3 +238,111 @@ def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
 def all_tokens(tokens: Tensor, num_tokens: int, ctx: ParallelContext) -> Tensor:
     """The shares of `own_tokens` -> [num_tokens, ...] on all tensor-parallel ranks."""
     return _AllTokens.apply(tokens, ctx)[:num_tokens]  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes that the router does not decide.
+
+Experts = Sequence[Callable[[Tensor], Tensor]]
+"""Those of this rank, [n, H] -> [n, H]."""
+
+
+def through_all(
+    tokens_NH: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    experts: Experts,
+    ctx: ParallelContext,
+    *,
+    is_trained: bool,
+) -> Tensor:
+    """Return the weighed sum of the outputs of each token's experts, [N, H]. Collective in the expert group.
+
+    `is_trained`: a parameter of some expert is, on whichever rank.
+    """
+    size, num_tokens = ctx.expert_size, len(tokens_NH)
+    factors = weights_NK.new_zeros((num_tokens, size * len(experts))).scatter(1, experts_NK, weights_NK)
+    tokens = tokens_NH
+    if size > 1:
+        # all ranks receive the tokens, and each the columns of its own experts
+        tokens = exchange_evenly(tokens.expand(size, -1, -1).reshape(size * num_tokens, -1), ctx)
+        columns = factors.view(num_tokens, size, len(experts)).transpose(0, 1)
+        factors = exchange_evenly(columns.reshape(size * num_tokens, -1), ctx)
+    total: Tensor | None = None
+    for expert, factor in zip(experts, factors.unbind(1), strict=True):
+        weighed = expert(tokens) * factor.unsqueeze(1)
+        total = weighed if total is None else total + weighed
+    assert total is not None
+    output = _returned(total.to(tokens.dtype), ctx, is_trained=is_trained)
+    return output if size == 1 else output.view(size, num_tokens, -1).sum(0)
+
+
+def through_slots(
+    tokens_NH: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    kept_NK: Tensor,
+    slots: int,
+    experts: Experts,
+    ctx: ParallelContext,
+    *,
+    is_trained: bool,
+) -> Tensor:
+    """The same of the choices that are kept: at most `slots` of each expert. Collective in the expert group."""
+    num_tokens, topk = experts_NK.shape
+    size, num_choices = ctx.expert_size, num_tokens * topk
+    num_slots = size * len(experts) * slots
+    takes_NE = experts_NK.new_zeros((num_tokens, size * len(experts)))
+    takes_NE = takes_NE.scatter_(1, experts_NK, kept_NK.to(experts_NK.dtype))
+    place_NK = (takes_NE.cumsum(0) - 1).gather(1, experts_NK)
+    # what is dropped shares the slot behind all others, which nothing reads
+    slot_of_choice = torch.where(kept_NK, experts_NK * slots + place_NK, num_slots).flatten()
+    choice_of_slot = slot_of_choice.new_full((num_slots + 1,), num_choices)
+    numbers = torch.arange(num_choices, dtype=slot_of_choice.dtype, device=slot_of_choice.device)
+    choice_of_slot = choice_of_slot.scatter_(0, slot_of_choice, numbers)[:-1]
+
+    rows = _Rows.apply(tokens_NH, choice_of_slot // topk, slot_of_choice, topk)
+    if size > 1:
+        rows = exchange_evenly(rows, ctx)
+    # from each rank, for each expert
+    stretches = rows.view(size, len(experts), slots, -1).unbind(1)
+    outputs = [expert(own.reshape(size * slots, -1)) for expert, own in zip(experts, stretches, strict=True)]
+    computed = torch.stack([output.view(size, slots, -1) for output in outputs], dim=1)
+    computed = _returned(computed.view(num_slots, -1), ctx, is_trained=is_trained)
+    spread = _Rows.apply(computed, slot_of_choice, choice_of_slot, 1)
+    weighed = spread * weights_NK.flatten().unsqueeze(1)
+    return weighed.to(computed.dtype).view(num_tokens, topk, -1).sum(1)  # type: ignore[no-any-return]
+
+
+def _returned(outputs: Tensor, ctx: ParallelContext, *, is_trained: bool) -> Tensor:
+    if ctx.expert_size == 1:
+        return outputs
+    if is_trained and torch.is_grad_enabled() and not outputs.requires_grad:
+        # as above: all ranks must have a backward pass
+        outputs = outputs.detach().requires_grad_()
+    return exchange_evenly(outputs, ctx)
+
+
+class _Rows(torch.autograd.Function):
+    """[n, H] -> [m, H], the rows of these numbers; n is a row of zeros.
+
+    `back`: where each row went, `copies` numbers a row, m for nowhere. So the backward pass is an index too: torch's
+    own adds up in whatever order the device finishes.
+    """
+
+    @staticmethod
+    def forward(function: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
+        function.save_for_backward(back)
+        function.copies = copies
+        return _with_zeros(rows).index_select(0, numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        (back,) = function.saved_tensors
+        summed = _with_zeros(grad).index_select(0, back)
+        return summed.view(-1, function.copies, grad.shape[1]).sum(1), None, None, None
+
+
+def _with_zeros(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])

@@ -124,6 +124,9 @@ class Device:
     """Launch the recorded operators."""
     compiles_shapes: bool = False
     """Its software compiles a graph for each new shape, so that few shapes save time."""
+    static_experts: bool = False
+    """Experts compute numbers of tokens that the router does not decide: any other were a new shape to compile, and a
+    wait of the host, which has to know it."""
     compiled_graphs: Callable[[], int | None] = lambda: None
     """Return the number of graphs compiled in this process; None: it compiles none by itself."""
     cpu_fallbacks: Callable[[], dict[str, int]] = dict

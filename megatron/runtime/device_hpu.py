@@ -245,6 +245,7 @@ HPU = Device(
     is_lazy=is_lazy,
     mark_step=_mark_step,
     compiles_shapes=True,
+    static_experts=True,
     compiled_graphs=compiled_graphs,
     cpu_fallbacks=_cpu_fallbacks,
     compiles_layers=True,

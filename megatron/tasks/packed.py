@@ -16,9 +16,9 @@ from megatron.options.config import Config
 from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
 from megatron.options.flags import divisors
-from megatron.parallel.layout import parallel_batch_size
+from megatron.parallel.layout import Layout, parallel_batch_size
 from megatron.runtime.commands import counted
-from megatron.runtime.devices import device_of
+from megatron.runtime.devices import device_of, find_device, is_device
 from megatron.tasks.data import DatasetFacts, LabelIndex, LabelPlace, SampleLabels, TaskData
 
 if TYPE_CHECKING:
@@ -236,10 +236,25 @@ class PackedData(TaskData):
                 f"micro_batch_size={training.micro_batch_size}, but packing=step makes each microbatch one row of up "
                 "to max_batch_len tokens; use 1, and set max_batch_len"
             )
+        yield from self._expert_faults(world_size)
         if config.parallel.sequence_parallel and self.row_length % tp:
             yield (
                 f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={self.row_length}; "
                 f"use {divisors(self.row_length, 64)}, or turn it off"
+            )
+
+    def _expert_faults(self, world_size: int) -> Iterator[str]:
+        parallel = self.config.parallel
+        layout = Layout.of(parallel, world_size)
+        shares_samples = layout.expert_tensor_size * layout.expert_size <= layout.tensor_size
+        # `auto` is resolved before a run checks its config
+        is_static = is_device(parallel.device) and find_device(parallel.device).static_experts
+        if is_static and self.varies_shapes and not shares_samples:
+            yield (
+                f"expert_model_parallel_size={layout.expert_size} on {parallel.device} sends messages of one size "
+                "between data-parallel ranks, whose rows have different lengths with "
+                f"packing={self.config.sft.packing}; use packing=dataset, or a tensor_model_parallel_size as large "
+                "and expert_tensor_parallel_size=1"
             )
 
     @property
