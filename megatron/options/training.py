@@ -141,9 +141,9 @@ class TrainingConfig:
     layers."""
     recompute_modules: tuple[str, ...] = ()
     """Parts of a transformer layer to recompute with `recompute_granularity=selective`, by Megatron's names.
-    `core_attn`: rotary embedding and attention without its projections. `mlp`: the MLP. `layernorm` (or `norm`): the
-    outputs of both norms. `mlp_act`: the output of the MLP's activation. Separated by commas or spaces. Unset:
-    core_attn."""
+    `core_attn`: rotary embedding and attention without its projections. `mlp`: the MLP or the experts. `layernorm` (or
+    `norm`): the outputs of both norms. `mlp_act`: the output of the MLP's activation. Separated by commas or spaces.
+    Unset: core_attn."""
     torch_compile: bool | None = None
     """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
     mode."""
