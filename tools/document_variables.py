@@ -83,6 +83,7 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_GBS": ("preset: 1024", "preset: 2048, Llama 2 and 3.2 1B: 1024"),
         "HL_RAMPUP_BS": ("1", "0"),
         "HL_TRAIN_ITERS": ("preset: 300,000,000 samples", "preset"),
+        "HL_LR_WARMUP_ITERS": ("preset: 216,320 samples", "preset"),
         "HL_EXIT_INTERVAL": "0",
         "HL_KILL_SWITCH": "",
         "HL_KILL_SWITCH_FILE": "",
@@ -146,12 +147,14 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_TE_LIMIT_GRAPH_SIZE": "0",
         "HL_DETERMINISTIC_MODE": "0",
         "HL_USE_DISTRIBUTED_OPTIMIZER": "0",
+        "HL_DIST_OPTIMIZER": "0",
     },
     "Data, logs and results": {
         "HL_DATA_DIR_ROOT": ("/data/bigscience/oscar-en", "/data/datasets/red_pajama"),
         "HL_DATA_FILE_PREFIX": ("meg-gpt2_text_document", "redpajama"),
         "HL_DATA_IDX_DIR": "cache/ beside the data",
         "HL_DATA_CACHE_DIR": "cache/ beside the data",
+        "HL_CACHE_PATH": "cache/ beside the data",
         "HL_TOKENIZER_TYPE": "see Tokenizer",
         "HL_TOKENIZER_MODEL": "see Tokenizer",
         "HL_NUM_WORKERS": "1",
@@ -187,6 +190,21 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_PROFILE_STEP_END": "4",
         "HL_PROFILE_RANKS": "0",
         "HL_DRY_RUN": "0",
+    },
+    "Experts": {
+        "HL_MIXTRAL_MODEL": "8x7b",
+        "HL_MOE_NUM_EXPERTS": "preset: 8",
+        "HL_MOE_TOPK": "preset: 2",
+        "HL_MOE_ROUTER_PRE_SOFTMAX": "preset: 0",
+        "HL_MOE_EP": "as many as fit",
+        "HL_EP": "as many as fit",
+        "HL_ETP": "0",
+        "HL_MOE_ENABLE_EXPERT_TP": "1",
+        "HL_MOE_AUX_LOSS_COEFF": "2e-2",
+        "HL_AUX_LOSS_COEFF": "2e-2",
+        "HL_MOE_ZLOSS_COEFF": "",
+        "HL_MOE_EXPERT_CAPACITY_FACTOR": "",
+        "HL_MOE_DYNAMIC": "0",
     },
     "Fine-tuning, adapters and preferences": {
         "HL_MODEL": "",
@@ -245,6 +263,13 @@ HABANAS = {
 """Defaults of pretrain_llama.sh that differ from those of run_llama.sh, and why."""
 
 TEXTS = {
+    "Experts": """\
+[Experts](../guides/experts.md). The first four are run_mixtral.sh's; run_sft.sh and run_dpo.sh take the others,
+generate.sh and evaluate.sh those of the ranks. Further defaults of run_mixtral.sh: `HL_TP` 8, `HL_DP` and `HL_PP` 1,
+`HL_SEQ_LEN` 32768 (small: 256), `HL_GBS` 4,194,304 tokens, `HL_TRAIN_ITERS` 250000, `HL_DATA_DIR_ROOT`
+/data/datasets/red_pajama, `HL_DATA_FILE_PREFIX` medium, and otherwise those of run_llama.sh. They are those of
+`pretrain_mixtral.sh` of HabanaAI/Megatron-LM 1.24 but for `HL_MOE_ROUTER_PRE_SOFTMAX`, there 1, which is not the
+published model's router, `HL_MOE_NUM_CAPACITY_BINS`, there 10, and `HL_MOE_EP`, there as many ranks as experts.""",
     "Fine-tuning, adapters and preferences": """\
 run_sft.sh and run_dpo.sh take these and those above, except the ones for Llama's version and size, a dataset, a
 tokenizer, a ramp-up or the model's shape. All training scripts take those of adapters (`HL_LORA_RANK`

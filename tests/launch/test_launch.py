@@ -485,7 +485,8 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_DP": "2.5"}, "HL_DP='2.5' must be"),
         ({"HL_SAVE": "yes"}, "HL_SAVE='yes' must be 0 or 1"),
         ({"HL_RAMPUP_BS": "2"}, "HL_RAMPUP_BS='2' must be 0 or 1"),
-        ({"HL_CKP_ACT": "3"}, "HL_CKP_ACT='3' must be 0, 1 or 2 (3 belongs to Mixtral"),
+        ({"HL_CKP_ACT": "4"}, "HL_CKP_ACT='4' must be 0, 1, 2 or 3 (4 is 1 by another engine)"),
+        ({"HL_MOE_EP": "2"}, "it belongs to scripts/run_mixtral.sh and scripts/run_sft.sh and scripts/run_dpo.sh"),
         ({"HL_PROFILE": "hltv"}, "HL_PROFILE='hltv' needs Habana's trace viewer"),
         ({"HL_PROFILE_STEPS": "3"}, "HL_PROFILE_STEPS='3' must be two iterations"),
         ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd, fusedadamw or paged_adamw_32bit"),
@@ -521,7 +522,7 @@ def test_a_wrong_variable_is_one_fault(variables: dict[str, str], said: str) -> 
 @pytest.mark.parametrize("name", sorted(refused.name for refused in REFUSED))
 def test_an_unsupported_variable_is_refused_by_name_unless_off(name: str) -> None:
     entry = next(refused for refused in REFUSED if refused.name == name)
-    spelled = name.replace("*", "NUM_EXPERTS")
+    spelled = name.replace("*", "NOVELTY")
     (fault,) = translated({spelled: "7"}).faults
     assert fault == f"{spelled}=7 is not supported: {entry.text}"
     for off in (*entry.accepts, ""):

@@ -18,7 +18,7 @@ from megatron.options.config import ConfigError
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_sft.sh", "run_dpo.sh"]
+SCRIPTS = ["run_bloom13b.sh", "run_llama.sh", "run_mixtral.sh", "run_sft.sh", "run_dpo.sh"]
 SHELLCHECK = shutil.which("shellcheck") or shutil.which(str(Path(sys.executable).parent / "shellcheck"))
 
 
@@ -161,7 +161,7 @@ def test_a_qnpu_folder_is_sourced_first(tmp_path: Path) -> None:
     assert "holds no file `activate`" in missing.stderr
 
 
-@pytest.mark.parametrize("script", ["bloom13b", "llama", "sft", "dpo"])
+@pytest.mark.parametrize("script", ["bloom13b", "llama", "mixtral", "sft", "dpo"])
 def test_help_of_a_script_lists_its_own_variables(script: Script) -> None:
     first, every = (script_help(script, topic).splitlines() for topic in ("", "variables"))
     assert len(first) <= 50

@@ -190,7 +190,11 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
         "llama",
         "HL_LLAMA_VER=2 HL_LLAMA_MODEL_SIZE=8 HL_MOE_EP=2",
         "--data-path corpus --device cpu --seed -1",
-        ["HL_MOE_EP=2 is not supported", "HL_LLAMA_MODEL_SIZE=8 must be 7, 13, 34 or 70", "training.seed='-1'"],
+        [
+            "HL_MOE_EP=2 does not apply to this script",
+            "HL_LLAMA_MODEL_SIZE=8 must be 7, 13, 34 or 70",
+            "training.seed='-1'",
+        ],
     ),
     ("llama", "HL_DEVICE=gpu HL_TP=8 HL_PP=x HL_DP=1", "--data-path corpus", ["HL_PP='x'", "HL_DEVICE='gpu'"]),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.launch.dialects.hl_refused import REFUSED
-from megatron.launch.dialects.hl_variables import Script, variables_of
+from megatron.launch.dialects.hl_variables import VARIABLES, Script, variables_of
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Entry
 from megatron.runtime.commands import folded
@@ -14,14 +14,15 @@ from megatron.settings.parser import help_text, sections_text
 PURPOSE: dict[Script, str] = {
     "bloom13b": "Train BLOOM-13B in tensor, pipeline and data parallel.",
     "llama": "Train Llama 1, 2, 3.1 or 3.2 in tensor, pipeline and data parallel.",
+    "mixtral": "Train a Mixtral in expert, tensor, pipeline and data parallel.",
     "sft": "Fine-tune a Hugging Face model on chats: tokenize them, train, and export Hugging Face folders.",
     "dpo": "Train a Hugging Face model on preferences (DPO): tokenize pairs, train adapters, and export them.",
 }
 # the variables that most runs set
 FIRST = (
-    "HL_LLAMA_VER HL_LLAMA_MODEL_SIZE HL_MODEL HL_DATA HL_BETA HL_DATA_DIR_ROOT HL_DATA_FILE_PREFIX HL_DEVICE "
-    "HL_NUM_NODES HL_HOSTSFILE HL_DP HL_TP HL_PP HL_GBS HL_MICRO_BATCH HL_SEQ_LEN HL_TRAIN_ITERS HL_NUM_EPOCHS "
-    "HL_RESULTS_DIR HL_SAVE_INTERVAL HL_DRY_RUN"
+    "HL_LLAMA_VER HL_LLAMA_MODEL_SIZE HL_MIXTRAL_MODEL HL_MODEL HL_DATA HL_BETA HL_DATA_DIR_ROOT HL_DATA_FILE_PREFIX "
+    "HL_DEVICE HL_NUM_NODES HL_HOSTSFILE HL_DP HL_TP HL_PP HL_MOE_EP HL_GBS HL_MICRO_BATCH HL_SEQ_LEN HL_TRAIN_ITERS "
+    "HL_NUM_EPOCHS HL_RESULTS_DIR HL_SAVE_INTERVAL HL_DRY_RUN"
 ).split()
 
 
@@ -37,12 +38,12 @@ def script_help(script: Script, topic: str) -> str:
         return f"Variables of run_{script}.sh (defaults: docs/reference/variables.md)\n" + variable_lines(taken)
     if not topic.startswith("HL_"):
         return help_text(topic)
-    # before the script's own: a refused name is in no script's table, and has its reason here
+    named = [row for row in taken if row.name == topic]
     refused = next((row for row in REFUSED if row.covers(topic)), None)
-    if refused is not None:
+    # HL_MOE_* covers variables of other scripts too
+    if not named and refused is not None and topic not in {row.name for row in VARIABLES}:
         accepted = f" Accepted: {', '.join(refused.accepts)}." if refused.accepts else ""
         return f"{topic}: {refused.text}.{accepted}\n"
-    named = [row for row in taken if row.name == topic]
     if not named:
         raise ConfigError([f"run_{script}.sh has no variable {topic}; --help variables lists those it has"])
     return variable_lines(named) + "".join(f"  flag: {flag}\n" for flag in named[0].flags)

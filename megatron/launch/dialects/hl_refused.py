@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron.options.dialect import Entry, refused
 
-_EXPERTS = "mixture-of-experts models (Mixtral, DeepSeek) are not supported. Unset it"
+_BINS = "there are no bins: on HPU experts compute all tokens, or the slots of HL_MOE_EXPERT_CAPACITY_FACTOR"
+_DEEPSEEK = "it belongs to DeepSeek, which no preset here is"
 _COMPILE = "layers are compiled one by one, without further settings. Unset it"
 _TASKS = (
     "HL_LM_EVAL_TASKS names the tasks of lm-eval that measure a run, and HL_TASKS of scripts/evaluate.sh those of a "
@@ -21,13 +22,14 @@ def _refused(names: str, reason: str, accepts: str = "") -> Iterator[Entry]:
 
 
 def _idle(name: str, reason: str, accepts: str) -> Entry:
-    """Return a variable that has no effect with one value, and is refused with others."""
-    return Entry(name, "no effect", reason, accepts=(accepts,))
+    """Return a variable that has no effect with some values, and is refused with others."""
+    return Entry(name, "no effect", reason, accepts=tuple(accepts.split()))
 
 
 # A value in `accepts` requests what is done anyway, so a command that spells it out still runs.
 REFUSED: tuple[Entry, ...] = (
-    # fp8
+    # attention and fp8
+    *_refused("HL_USE_FLASH_ATTN", "HL_USE_FUSED_SDPA chooses the attention kernel. Unset it", "0 1"),
     *_refused("HL_USE_FUSED_SDPA_FP8", "under HL_FP8=1 the attention itself stays in bf16. Set 0", "0"),
     *_refused(
         "HL_USE_TE_CUSTOM_OP HL_TE_DISABLE_TCOMPILE_ON_FUSED_ATTN",
@@ -38,12 +40,45 @@ REFUSED: tuple[Entry, ...] = (
     # parallelism and experts
     *_refused("HL_CP", "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1", "1"),
     *_refused("HL_CP_COMM_TYPE", "context parallelism is not supported. Unset it", "p2p"),
-    *_refused("HL_MOE_*", _EXPERTS),
+    *_refused("HL_MOE_NUM_CAPACITY_BINS", f"{_BINS}. Set 0", "0"),
     *_refused(
-        "HL_EP HL_ETP HL_TOKEN_DROP HL_TOKEN_DISPATCHER_TYPE HL_MIXTRAL_MODEL HL_CAPACITY_BINS_EXP_BASE "
-        "HL_AUX_LOSS_COEFF HL_ENABLE_SHARED_EXPERT_OVERLAP",
-        _EXPERTS,
+        # the defaults of each
+        "HL_MOE_CAPACITY_BINS HL_MOE_CAPACITY_BINS_EXP_BASE HL_CAPACITY_BINS_EXP_BASE HL_MOE_CAPACITY_BINS_ALIGNMENT "
+        "HL_MOE_CAPACITY_BINS_OPTIMIZE_INTERVAL HL_MOE_CAPACITY_BINS_OPTIMIZE_MAX_GROUP "
+        "HL_MOE_CAPACITY_BINS_MAX_OVERHEAD_FACTOR",
+        f"{_BINS}. Unset it",
+        "1.5 64 300 4 0.0",
     ),
+    *_refused("HL_MOE_MIN_CAP", "an expert has no least capacity. Unset it", "64"),
+    *_refused(
+        "HL_MOE_TOKEN_DROP_POLICY", "the choices with the lowest scores pass a full expert by. Set probs", "probs"
+    ),
+    *_refused(
+        "HL_MOE_PAD_EXPERT_INPUT_TO_CAPACITY",
+        "free slots are padded where the device needs it, with the same result. Unset it",
+        "0 1",
+    ),
+    *_refused("HL_MOE_ROUTER_FP32", "the router always computes in float32. Set 1", "1"),
+    *_refused(
+        "HL_MOE_LOAD_BALANCING_TYPE",
+        "experts are balanced by Switch's loss, HL_MOE_AUX_LOSS_COEFF=0 for none. Set aux_loss",
+        "aux_loss",
+    ),
+    *_refused("HL_TOKEN_DISPATCHER_TYPE", "tokens travel by all-to-all. Set alltoall", "alltoall"),
+    *_refused(
+        "HL_MOE_PERMUTED_WEIGHTS HL_MOE_FUSED_WEIGHTS HL_MOE_GROUPED_GEMM HL_FP8_FORCE_SEQ_MOE",
+        "the device decides how the products of the experts are computed, with the same result. Unset it",
+        "0 1",
+    ),
+    *_refused("HL_MOE_USE_DATA_BEFORE_EXPERT_PARALLEL", "neighbouring ranks hold different experts. Set 0", "0"),
+    *_refused("HL_MOE_TOKEN_DISTRIBUTION_LOGGING", "the loads of the experts are always logged. Unset it", "0 1"),
+    *_refused("HL_MOE_TOKEN_DISTRIBUTION_LOGGING_INTERVAL", "they are logged at HL_LOG_INTERVAL. Unset it", "50"),
+    *_refused("HL_MOE_LAYER_RECOMPUTE", "HL_CKP_ACT=3 recomputes the experts. Set 0", "0"),
+    *_refused("HL_MOE_SKIP_FIRST_LAYERS", f"{_DEEPSEEK}; --moe-layer-freq says which layers have experts. Unset it"),
+    *_refused("HL_TOKEN_DROP", f"{_DEEPSEEK}; HL_MOE_EXPERT_CAPACITY_FACTOR lets experts pass tokens by. Set 0", "0"),
+    *_refused("HL_ENABLE_SHARED_EXPERT_OVERLAP", f"{_DEEPSEEK}. Set 0", "0"),
+    *_refused("HL_MOE_*", "experts have no such setting here; docs/guides/experts.md has those there are. Unset it"),
+    *_refused("HL_PARTITIONED_MODE", "messages between stages are sent whole. Set false", "false"),
     # compilation
     *_refused("HL_USE_REGIONAL_COMPILATION", _COMPILE, "0 1"),
     *_refused("HL_ALLOW_UNSPEC_INT_ON_NN_MODULE HL_CACHE_SIZE_LIMIT", _COMPILE, "0"),
@@ -52,9 +87,17 @@ REFUSED: tuple[Entry, ...] = (
         "checkpoints have a format of this project; tools/convert_checkpoint.py converts them. Unset it",
     ),
     *_refused("HL_CKPT_FULLY_PARALLEL_LOAD", "each rank reads its own part of a checkpoint. Unset it", "0 1"),
-    # one value each: it names a way of writing, not a result, and there is one way here
-    _idle("HL_SAVE_DISTRIB_OPTIMIZER_METHOD", "each rank writes its own part. Unset it", "serial_per_node"),
-    _idle("HL_LOAD_DISTRIB_OPTIMIZER_METHOD", "each rank reads its own part. Unset it", "serial_per_dp_groups"),
+    # defaults of scripts: they name a way of writing, not a result, and there is one way here
+    _idle(
+        "HL_SAVE_DISTRIB_OPTIMIZER_METHOD",
+        "each rank writes its own part. Unset it",
+        "serial_per_node parallel_multi_node",
+    ),
+    _idle(
+        "HL_LOAD_DISTRIB_OPTIMIZER_METHOD",
+        "each rank reads its own part. Unset it",
+        "serial_per_dp_groups serial_per_node",
+    ),
     *_refused("HL_NO_LOAD_STRICT", "a checkpoint must have every parameter of the model. Set 0", "0"),
     *_refused("HL_RECOMPUTE_NUM_LAYERS", "HL_CKP_ACT=1 recomputes each layer by itself. Set 1", "1"),
     *_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.launch.dialects.hl_variables import (
     FINE_TUNING,
     FP8_FORMATS,
     LLAMA_PRESETS,
+    MIXTRAL_PRESETS,
     PRETRAINING,
     VARIABLES,
     Script,
@@ -77,6 +79,8 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     if "index_folder" in settings:
         request.train_flags += ["--data-cache-path", settings["index_folder"]]
     request.train_flags += flag_words(settings)
+    if script == "mixtral" and preset is not None:
+        request.train_flags += _expert_ranks(settings, arguments, preset)
     _fp8(given, result, request)
     _launcher(settings, request)
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
@@ -219,6 +223,8 @@ def _preset(settings: Mapping[str, Any], script: Script, request: LaunchRequest,
         return str(settings["config"])
     if script == "llama":
         return _llama_preset(settings, request)
+    if script == "mixtral":
+        return MIXTRAL_PRESETS[settings.get("mixtral_model", "8x7b")]
     if script == "sft":  # the learning rate of a whole model is far too low for adapters
         return "lora_llama" if adapts else "sft_llama"
     return {"dpo": "dpo_llama", "bloom13b": "bloom_13b"}[script]
@@ -240,6 +246,29 @@ def _llama_preset(settings: Mapping[str, Any], request: LaunchRequest) -> str | 
     return None
 
 
+def _expert_ranks(settings: Mapping[str, Any], arguments: Mapping[str, object], preset: str) -> list[str]:
+    """Return the flag of the ranks that hold different experts where none is given: as many as fit, as Habana's."""
+
+    def size(option: str, otherwise: int) -> int:
+        value = arguments.get(option)
+        value = settings.get(flag(option)) if value is None else value
+        return otherwise if value in UNSET else int(str(value))
+
+    name = "expert_model_parallel_size"
+    # higher stages of ZeRO shard over ranks that hold the same parameters
+    if arguments.get(name) is not None or flag(name) in settings or size("zero_stage", 0) > 1:
+        return []
+    try:
+        experts = size("num_experts", int((read_preset(preset).get("model") or {}).get("num_experts") or 1))
+        tensor = size("tensor_model_parallel_size", 1)
+        data = int(str(arguments.get("data_parallel_size") or settings.get("data_parallel_size", 1)))
+        ranks = data * tensor // size("expert_tensor_parallel_size", tensor)
+    except (ConfigError, AttributeError, ValueError):
+        # what cannot be read is reported elsewhere
+        return []
+    return [flag(name), str(math.gcd(experts, ranks))]
+
+
 def preset_holds(preset: str | None, section: str, option: str) -> bool:
     """Return whether a preset gives an option a value."""
     try:
@@ -249,11 +278,13 @@ def preset_holds(preset: str | None, section: str, option: str) -> bool:
 
 
 def _run_name(settings: Mapping[str, Any], script: Script, preset: str | None) -> str:
-    """Return the folder below `out`: bloom13b, llama3.1_8b, sft_ or dpo_ and the model's name, or the preset's name."""
+    """Return the folder below `out`: bloom13b, llama3.1_8b, mixtral_8x7b, sft_ or dpo_ and the model, or the preset."""
     if script in FINE_TUNING:
         return f"{script}_{Path(settings.get('model', '.')).absolute().name}"
     if script == "bloom13b" and preset == "bloom_13b":
         return script
+    if script == "mixtral" and "config" not in settings:
+        return f"mixtral_{settings.get('mixtral_model', '8x7b')}"
     if preset is None or "config" not in settings:
         return f"llama{settings.get('llama_version', '3.1')}_{settings.get('llama_size', '8')}b"
     return Path(preset).stem if preset.endswith((".yaml", ".yml")) else preset
@@ -441,7 +472,7 @@ def _tokenizer(settings: Mapping[str, Any], script: Script, preset: str | None) 
     # no type is given: a file of the usual name shows it, else none is set, since few options of a training need one
     if script == "bloom13b" and all(Path(file).is_file() for file in of_gpt2.values()):
         return {"--tokenizer-type": "GPT2BPETokenizer", **of_gpt2}
-    if script == "llama" and (folder / "tokenizer.json").is_file():
+    if script in ("llama", "mixtral") and (folder / "tokenizer.json").is_file():
         return {"--tokenizer-type": "HFTokenizer", **of_huggingface}
     return {}
 

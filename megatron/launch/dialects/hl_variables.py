@@ -19,14 +19,15 @@ from megatron.options.optimizer import OPTIMIZERS
 from megatron.options.types import TooLong, TrainOn
 from megatron.runtime.devices import device_fault
 
-Script = Literal["bloom13b", "llama", "sft", "dpo", "generate", "evaluate"]
-ALL: tuple[Script, ...] = ("bloom13b", "llama", "sft", "dpo")
+Script = Literal["bloom13b", "llama", "mixtral", "sft", "dpo", "generate", "evaluate"]
+ALL: tuple[Script, ...] = ("bloom13b", "llama", "mixtral", "sft", "dpo")
 """The scripts that train."""
 GENERATE: tuple[Script, ...] = ("generate",)
 EVALUATE: tuple[Script, ...] = ("evaluate",)
 INFERENCE = (*GENERATE, *EVALUATE)
-PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama")
+PRETRAINING: tuple[Script, ...] = ("bloom13b", "llama", "mixtral")
 FINE_TUNING: tuple[Script, ...] = ("sft", "dpo")
+EXPERTS: tuple[Script, ...] = ("mixtral", *FINE_TUNING)
 DPO: tuple[Script, ...] = ("dpo",)
 
 
@@ -141,6 +142,14 @@ def _coverage(text: str) -> bool:
     return is_on(parts.get("mlp_row_parallel", "1"))
 
 
+def _recomputed(text: str) -> list[Setting]:
+    granularities = {"0": "none", "1": "full", "2": "selective", "3": "selective"}
+    number = one_in(granularities, " (4 is 1 by another engine)")(text)
+    settings: list[Setting] = [("--recompute-granularity", granularities[number])]
+    # Megatron's name of an MLP; Habana's Megatron-LM calls one with experts moe
+    return [*settings, ("--recompute-modules", ["mlp"])] if number == "3" else settings
+
+
 def _tokenizer(text: str) -> list[Setting]:
     if text == "Llama3Tokenizer":  # of Meta's package `llama`: a tiktoken rank file
         return [("--tokenizer-type", "TikTokenizer"), ("--tiktoken-pattern", "llama3")]
@@ -151,6 +160,15 @@ def _tokenizer(text: str) -> list[Setting]:
 TOKENIZERS: tuple[str, ...] = get_args(get_args(get_type_hints(DataConfig)["tokenizer_type"])[0])
 # the first counts where HL_FP8=1 names none
 FP8_FORMATS = ("hybrid", "e5m2")
+
+LLAMA_PRESETS: dict[str, dict[str, str]] = {
+    "1": {size: f"llama1_{size}b" for size in ("7", "13", "65")},
+    "2": {size: f"llama2_{size}b" for size in ("7", "13", "34", "70")},
+    "3.1": {size: f"llama31_{size}b" for size in ("8", "70", "405")},
+    "3.2": {size: f"llama32_{size}b" for size in ("1", "3")},
+}
+# run_mixtral.sh sets the sizes of small
+MIXTRAL_PRESETS = {"8x7b": "mixtral_8x7b", "8x22b": "mixtral_8x22b", "small": "mixtral_8x7b"}
 
 # In the order in which they count: a later one overrides what an earlier one implies. Earlier and later releases of
 # Habana's scripts name some differently: both names are here, and two values that differ are a fault.
@@ -164,6 +182,7 @@ _VARIABLES: tuple[Entry, ...] = (
         "billions of parameters: 7, 13, 65 | 7, 13, 34, 70 | 8, 70, 405 | 1, 3",
         ("llama",),
     ),
+    _one_in("HL_MIXTRAL_MODEL", "mixtral_model", tuple(MIXTRAL_PRESETS), one_of(MIXTRAL_PRESETS), scripts=("mixtral",)),
     _text("HL_MODEL", "model", "the model to fine-tune: a folder that transformers wrote", FINE_TUNING),
     _text(
         "HL_CHAT_TEMPLATE",
@@ -200,6 +219,32 @@ _VARIABLES: tuple[Entry, ...] = (
         "how a token knows its place: learned, alibi or rotary",
         scripts=PRETRAINING,
     ),
+    _number("HL_MOE_NUM_EXPERTS", "--num-experts", "experts of a layer", scripts=("mixtral",)),
+    _number("HL_MOE_TOPK", "--moe-router-topk", "experts that each token passes through", scripts=("mixtral",)),
+    _switch(
+        "HL_MOE_ROUTER_PRE_SOFTMAX",
+        "--moe-router-pre-softmax",
+        "1: weights of a token's experts are their scores among all; 0: they add up to 1",
+        scripts=("mixtral",),
+    ),
+    _text(
+        "HL_MOE_AUX_LOSS_COEFF", "--moe-aux-loss-coeff", "coefficient of the router's balancing loss; 0: none", EXPERTS
+    ),
+    _text("HL_AUX_LOSS_COEFF", "--moe-aux-loss-coeff", "the same, by its later name", EXPERTS),
+    _text("HL_MOE_ZLOSS_COEFF", "--moe-z-loss-coeff", "coefficient of the router's z-loss", EXPERTS),
+    _text(
+        "HL_MOE_EXPERT_CAPACITY_FACTOR",
+        "--moe-expert-capacity-factor",
+        "an expert takes so many times its even share of a sequence; others pass it by. Unset: it takes all",
+        EXPERTS,
+    ),
+    _row(
+        "HL_MOE_DYNAMIC",
+        ("--moe-expert-capacity-factor",),
+        "1: experts take all their tokens, as without a capacity factor",
+        lambda text: [("--moe-expert-capacity-factor", "none")] if is_on(text) else [],
+        EXPERTS,
+    ),
     _row(
         "HL_DROPOUT",
         ("--hidden-dropout", "--attention-dropout"),
@@ -213,6 +258,22 @@ _VARIABLES: tuple[Entry, ...] = (
     _number("HL_DP", "data_parallel_size", "data-parallel size; HL_DP x HL_TP x HL_PP must equal nodes x devices"),
     _number("HL_TP", "--tensor-model-parallel-size", "tensor-parallel size"),
     _number("HL_PP", "--pipeline-model-parallel-size", "pipeline stages"),
+    _number("HL_MOE_EP", "--expert-model-parallel-size", "ranks that hold different experts", scripts=EXPERTS),
+    _number("HL_EP", "--expert-model-parallel-size", "the same, by its later name", scripts=EXPERTS),
+    _row(
+        "HL_ETP",
+        ("--expert-tensor-parallel-size",),
+        "ranks that share each expert: 1, or 0 for HL_TP",
+        lambda text: [("--expert-tensor-parallel-size", whole(0)(text) or "none")],
+        EXPERTS,
+    ),
+    _row(
+        "HL_MOE_ENABLE_EXPERT_TP",
+        ("--expert-tensor-parallel-size",),
+        "1: HL_TP ranks share each expert; 0: each is whole on its rank",
+        lambda text: [("--expert-tensor-parallel-size", "none" if is_on(text) else 1)],
+        EXPERTS,
+    ),
     _switch("HL_SEQ_PARALLEL", "--sequence-parallel", "sequence parallelism between the tensor-parallel regions"),
     _number("HL_ZERO_STAGE", "--zero-stage", "ZeRO stage, 0 to 3; 2 and 3 run without a pipeline", 0),
     _switch("HL_NO_PIPELINE_PARALLEL", "--no-pipeline-parallel", "1: the sequential engine instead of the pipeline"),
@@ -283,6 +344,7 @@ _VARIABLES: tuple[Entry, ...] = (
         scripts=PRETRAINING,
     ),
     _number("HL_TRAIN_ITERS", "--train-iters", "steps to train for, instead of the preset's length"),
+    _number("HL_LR_WARMUP_ITERS", "--lr-warmup-iters", "steps of the learning rate's warm-up", 0, PRETRAINING),
     _number(
         "HL_EXIT_INTERVAL", "--exit-interval", "save and exit when the iteration is a multiple of this; 0: never", 0
     ),
@@ -315,12 +377,11 @@ _VARIABLES: tuple[Entry, ...] = (
     _one_in(
         "HL_GRAD_ACCUM_DTYPE", "--grad-accum-dtype", ("fp32", "bf16"), "in which gradients are added up: fp32 or bf16"
     ),
-    _choice(
+    _row(
         "HL_CKP_ACT",
-        "--recompute-granularity",
-        {"0": "none", "1": "full", "2": "selective"},
-        "activations recomputed: 0 none, 1 whole layers, 2 the attention core",
-        " (3 belongs to Mixtral, 4 is 1 by another engine)",
+        ("--recompute-granularity", "--recompute-modules"),
+        "activations recomputed: 0 none, 1 whole layers, 2 the attention core, 3 the MLPs or experts",
+        _recomputed,
     ),
     _switch(
         "HL_USE_FUSED_SDPA",
@@ -391,6 +452,7 @@ _VARIABLES: tuple[Entry, ...] = (
         {"0": 0, "1": 1},
         "1: shard the optimizer's state over data-parallel ranks; bf16 always does",
     ),
+    _choice("HL_DIST_OPTIMIZER", "--zero-stage", {"0": 0, "1": 1}, "the same, by its earlier name"),
     _number("HL_NUM_WORKERS", "--num-workers", "threads of a rank that read data ahead; 0: none", 0),
     _one_in(
         "HL_BUCKETING",
@@ -423,6 +485,7 @@ _VARIABLES: tuple[Entry, ...] = (
     _text("HL_DATA_FILE_PREFIX", "data_prefix", "the dataset in that folder: PREFIX.bin and PREFIX.idx", PRETRAINING),
     _text("HL_DATA_IDX_DIR", "index_folder", "folder for the index arrays"),
     _text("HL_DATA_CACHE_DIR", "index_folder", "the same, by its later name"),
+    _text("HL_CACHE_PATH", "index_folder", "the same, by its later name"),
     _row(
         "HL_TOKENIZER_TYPE",
         ("--tokenizer-type",),
@@ -503,7 +566,20 @@ _VARIABLES: tuple[Entry, ...] = (
 _OF_INFERENCE = (
     *("HL_MODEL", "HL_CHAT_TEMPLATE", "HL_CHECKPOINT_LOAD_TAG", "HL_QUANTIZE_BASE", "HL_BF16"),
     *("HL_TOKENIZER_TYPE", "HL_TOKENIZER_MODEL", "HL_NUM_NODES", "HL_NGPU_PER_NODE", "HL_DEVICES_PER_NODE"),
-    *("HL_DP", "HL_TP", "HL_PP", "HL_HOSTSFILE", "HL_RENDEZVOUS", "HL_DEVICE", "HL_USE_HPU", "HL_ENV_FLAGS"),
+    *(
+        "HL_DP",
+        "HL_TP",
+        "HL_PP",
+        "HL_MOE_EP",
+        "HL_EP",
+        "HL_ETP",
+        "HL_MOE_ENABLE_EXPERT_TP",
+        "HL_HOSTSFILE",
+        "HL_RENDEZVOUS",
+        "HL_DEVICE",
+        "HL_USE_HPU",
+        "HL_ENV_FLAGS",
+    ),
     *("HL_HNIC", "HL_HCCL_OVER_OFI", "HL_HCCL_GAUDI_DIRECT", "HL_FI_PROVIDER", "HL_QNPU_DIR", "HL_DRY_RUN"),
 )
 """Variables of training that scripts/generate.sh and scripts/evaluate.sh have too."""
@@ -530,11 +606,3 @@ def variables_of(script: Script) -> tuple[Entry, ...]:
 def path_of(script: str) -> str:
     """Return the path of a script in the repository."""
     return f"scripts/{script}.sh" if script in INFERENCE else f"scripts/run_{script}.sh"
-
-
-LLAMA_PRESETS: dict[str, dict[str, str]] = {
-    "1": {size: f"llama1_{size}b" for size in ("7", "13", "65")},
-    "2": {size: f"llama2_{size}b" for size in ("7", "13", "34", "70")},
-    "3.1": {size: f"llama31_{size}b" for size in ("8", "70", "405")},
-    "3.2": {size: f"llama32_{size}b" for size in ("1", "3")},
-}

@@ -301,7 +301,10 @@ SFT: tuple[Entry, ...] = (
     refused("--torch_compile_backend", "each device has one backend; leave it out", accepts="hpu_backend"),
     honoured("--use_regional_compilation", "with `--torch_compile`, layers are compiled one by one"),
     refused("--use_compiled_autograd", "compiled autograd is not supported; leave it out", "switch"),
-    refused("--use_zero3_leaf_promotion", "mixture-of-experts models are not supported; leave it out", "switch"),
+    honoured(
+        "--use_zero3_leaf_promotion",
+        "all ranks run the experts in one order, those without a token too, so that ZeRO-3 gathers them alike",
+    ),
     _variable("--gradient_checkpointing", "HL_CKP_ACT"),
     _variable("--use_flash_attention", "HL_USE_FUSED_SDPA"),
     _variable("--flash_attention_recompute", "HL_USE_FUSED_SDPA_WITH_RECOMPUTE", more=", on HPU alone"),

@@ -37,7 +37,7 @@ EPOCHS = "3"
 """Epochs where neither they nor steps are given, as transformers has it."""
 GAUDI_ADAM = ("--adam-beta2", "0.999", "--adam-eps", "1e-6")
 """Settings of GaudiTrainingArguments, which a finetune_lora.yaml has no keys for."""
-PEFT_MODULES = {"llama": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
+PEFT_MODULES = {"llama": "q_proj v_proj", "mixtral": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
 """Modules that PEFT adapts by default, by the model_type of a config.json."""
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 """Hydra's short flags."""
@@ -106,7 +106,7 @@ def script_request(
     given = hl_variables(command.defaults) | ranks.variables | variables | hl_variables(command.settings)
     request = from_environment(given, kind, [*flags, *command.train_flags])
     _set_batch(request, command, variables)
-    request.faults[:0] = [*_refused_model(command), *command.faults]
+    request.faults[:0] = command.faults
     # faults name HL_* variables, which the user of a script did not write
     request.faults = [named(fault, command.sources) for fault in request.faults]
     request.notes[:0] = command.notes
@@ -335,16 +335,6 @@ def _report(command: SpawnCommand) -> None:
     command.settings["--wandb-project"] = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
     if "run_name" in command.settings:
         command.settings["--wandb-exp-name"] = command.settings["run_name"]
-
-
-def _refused_model(command: SpawnCommand) -> Iterator[str]:
-    """Yield a fault for Mixtral, whether or not it is on this machine."""
-    model = command.get("HL_MODEL") or ""
-    if "mixtral" in Path(model).name.lower():
-        yield (
-            f"--model_name_or_path={model} is not supported: Mixtral is a mixture of experts, which no model family "
-            "here is; give a Llama"
-        )
 
 
 def named(text: str, sources: Mapping[str, str]) -> str:
