@@ -18,7 +18,7 @@ from megatron.runtime.devices import device_names
 from megatron.tasks.registry import TASKS
 
 # for any type that an option has: a switch, a count, a fraction, a text, three numbers, words
-CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
+CANDIDATES = (False, True, 1, 2, 3, 0.25, 0.125, 0.5, "one", "two", (1, 2, 3), (2, 4, 6), ("one",), ("two",))
 MOST = 3
 """Stand-ins of an option: each is another round of all rules."""
 NAMED: Mapping[str, Collection[str]] = {"architecture": FAMILIES, "task": TASKS, "device": device_names()}

@@ -45,6 +45,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "label_smoothing_factor=0.1 is not read by the loss of task=preference",
         "leave it out; its pairs have label_smoothing",
     ),
+    "upcycled adapters": (
+        "--num-experts 4 --load dense --upcycle --lora-rank 4",
+        1,
+        "upcycle makes a new model, and lora_rank=4 trains adapters",
+        "upcycle first",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,
