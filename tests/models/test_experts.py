@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +30,8 @@ def layers(flags: str) -> list[Experts | MLP]:
     config, _ = parse_arguments([*FLAGS.split(), *flags.split()])
     torch.manual_seed(0)
     model = build_model(config, ParallelContext.single()).double().eval()
-    return [layer.mlp for layer in model.modules() if hasattr(layer, "mlp")]
+    mlps: list[Any] = [layer.mlp for layer in model.modules() if hasattr(layer, "mlp")]
+    return mlps
 
 
 def gated(mlp: torch.nn.Module, x: Tensor) -> Tensor:
