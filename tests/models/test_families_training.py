@@ -277,8 +277,9 @@ LAYOUTS = {
     "tp2 sp zero1": (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "pp2": (2, PP2),
     "tp2 pp2": (4, f"--tensor-model-parallel-size 2 {PP2}"),
-    "zero1": (2, "--zero-stage 1"),
-    "zero3": (2, "--zero-stage 3"),
+    # one sample a rank: a router's balance is that of one microbatch of all data-parallel ranks
+    "zero1": (2, "--zero-stage 1 --micro-batch-size 1"),
+    "zero3": (2, "--zero-stage 3 --micro-batch-size 1"),
 }
 
 
