@@ -212,6 +212,7 @@ TEMPLATES = {
     "phi3": ("chujiezheng_mit/phi-3", "axolotl_apache2/phi_4"),
     "gemma2": ("axolotl_apache2/gemma",),
     "gemma3_text": ("chujiezheng_mit/gemma-it",),
+    "falcon": ("chujiezheng_mit/falcon-instruct",),
 }  # fmt: skip
 PAIRS = [(kind, name) for kind, names in TEMPLATES.items() for name in names]
 
