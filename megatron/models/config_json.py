@@ -276,6 +276,8 @@ def rope_fields(model: ModelConfig) -> dict[str, Any]:
         return base
     kind = model.rope_scaling_type
     values = {name: getattr(model, name) for name in ("rope_scaling_factor", *ROPE_SCALING[kind])}
+    # lists, as JSON has them
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     scaling = {_SCALING_FIELDS[name]: value for name, value in values.items() if value is not None}
     if kind != "dynamic":
         return base | {"rope_scaling": {"rope_type": kind, **scaling}}

@@ -195,11 +195,10 @@ def check_rotary(model: ModelConfig) -> Iterator[str]:
             f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
             "kv_channels"
         )
-    # rotating no channel would leave the model without positions
-    if model.rotary_percent < 1 and (model.rotary_size % 2 or model.rotary_size == 0):
+    # it would leave the model without positions; an odd number is rounded up, as in transformers
+    if model.rotary_size == 0:
         yield (
-            f"rotary_percent={model.rotary_percent} rotates {model.rotary_size} of the {model.head_size} channels of a "
-            "head, which must be an even number, 2 or more; change it"
+            f"rotary_percent={model.rotary_percent} rotates none of the {model.head_size} channels of a head; raise it"
         )
     if model.scales_rotary:
         yield from _check_scaling(model)

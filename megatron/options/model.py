@@ -222,7 +222,7 @@ class ModelConfig:
         """Options that do nothing where no layer has experts, or all have."""
         if self.num_experts is None:
             return {field.name for field in dataclasses.fields(self) if field.name.startswith("moe_")}
-        return {"moe_layer_freq", "ffn_hidden_size"} if all(self.moe_layer_freq) else set()
+        return {"ffn_hidden_size"} if all(self.moe_layer_freq) else set()
 
     @property
     def num_kv_heads(self) -> int:
@@ -328,6 +328,8 @@ class ModelConfig:
         # unset and written out are the same model
         resolved = {
             "moe_ffn_hidden_size": self.expert_ffn_size,
+            # 1 and 1 1 are one pattern
+            "moe_layer_freq": ",".join(str(int(self.has_experts(layer))) for layer in range(self.num_layers)),
             "ffn_hidden_size": self.ffn_size,
             "num_query_groups": self.num_kv_heads,
             "kv_channels": self.head_size,

@@ -213,8 +213,8 @@ def test_a_wrong_tensor_is_found_above_the_limit(
     make("llama_gqa", tmp_path / "hf")
     write = huggingface_files.WeightsWriter.write
 
-    def flawed(self: Any, name: str, parts: Any) -> None:
-        write(self, name, (part + 1e-3 if "layers.1.mlp.up" in name else part for part in parts))
+    def flawed(self: Any, name: str, parts: Any, first: int) -> None:
+        write(self, name, (part + 1e-3 if "layers.1.mlp.up" in name else part for part in parts), first)
 
     arguments = ("--load", tmp_path / "hf", "--save", tmp_path / "back", "--to", "hf", "--verify-limit", "1000")
     assert convert(*arguments) == 0

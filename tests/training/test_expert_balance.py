@@ -104,6 +104,7 @@ def test_the_bias_chooses_and_weighs_nothing() -> None:
     router: Any = TokenRouter.__new__(TokenRouter)
     torch.nn.Module.__init__(router)
     router.topk, router.scaling, router.is_sigmoid, router.keeps_scores, router.jitter = 1, 1.0, True, True, 0.0
+    router.num_groups = None
     router.weight = torch.nn.Parameter(torch.tensor([[1.0], [0.0], [-1.0]]))
     router.bias = torch.nn.Parameter(torch.tensor([0.0, 0.4, 0.0]), requires_grad=False)
     routing = router(torch.ones(1, 1, 1), in_training=True)

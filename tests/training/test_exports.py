@@ -244,12 +244,12 @@ def train_and_die(arguments: str, moment: str) -> None:
     writes, rename = WeightsWriter.write, os.rename
     seen = 0
 
-    def write(writer: WeightsWriter, name: str, parts: Any) -> None:
+    def write(writer: WeightsWriter, name: str, parts: Any, first: int) -> None:
         nonlocal seen
         seen += name == "model.norm.weight"
         if seen == 2 and moment == "writing":
             os._exit(9)
-        writes(writer, name, parts)
+        writes(writer, name, parts, first)
 
     def renaming(source: Any, target: Any) -> None:
         rename(source, target)
@@ -351,9 +351,9 @@ def export_slowly(arguments: str) -> int:
     """Signs of progress on this rank, of an export that takes 0.02 s a tensor."""
     writes, beats = WeightsWriter.write, []
 
-    def write(writer: WeightsWriter, name: str, parts: Any) -> None:
+    def write(writer: WeightsWriter, name: str, parts: Any, first: int) -> None:
         time.sleep(0.02)
-        writes(writer, name, parts)
+        writes(writer, name, parts, first)
 
     with (
         patch.object(WeightsWriter, "write", write),

@@ -37,6 +37,7 @@ WINDOWS = f"{layouts.COMMON} --architecture gemma3 --position-embedding-type rop
 YARN = f"{ROPE} --rope-scaling-type yarn"
 LONGROPE = f"{ROPE} --rope-scaling-type longrope --rope-scaling-short-factors 1 --rope-scaling-long-factors 2"
 PARALLEL = f"{layouts.COMMON} --architecture gpt_neox --position-embedding-type rope"
+EXPERTS = f"{ROPE} --num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1"
 
 
 def config_of(words: str) -> Config:
@@ -121,6 +122,17 @@ OTHER = {
     "residual_multiplier": (ROPE, "0.5"),
     "logits_scaling": (ROPE, "2"),
     "logits_softcap": (ROPE, "5"),
+    "num_experts": (EXPERTS, "8"),
+    "moe_router_topk": (EXPERTS, "1"),
+    "moe_ffn_hidden_size": (EXPERTS, "32"),
+    "moe_shared_expert_intermediate_size": (EXPERTS, "16"),
+    "moe_layer_freq": (EXPERTS, "1 0"),
+    "moe_router_score_function": (EXPERTS, "sigmoid"),
+    "moe_router_pre_softmax": (EXPERTS, ""),
+    "moe_router_topk_scaling_factor": (EXPERTS, "2"),
+    "moe_router_num_groups": (EXPERTS, "4"),
+    "moe_router_group_topk": (EXPERTS, "2"),
+    "moe_router_enable_expert_bias": (EXPERTS, ""),
 }
 
 
@@ -128,7 +140,7 @@ def test_every_option_that_changes_what_is_computed_is_compared(tmp_path: Path) 
     """A new option of the model is in NOT_COMPUTED, or has a row in OTHER."""
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields - NOT_COMPUTED == OTHER.keys()
-    for number, words in enumerate((ROPE, LEARNED, WINDOWS, YARN, LONGROPE, PARALLEL)):
+    for number, words in enumerate((ROPE, LEARNED, WINDOWS, YARN, LONGROPE, PARALLEL, EXPERTS)):
         folder = tmp_path / str(number)
         save(folder, words)
         assert find(f"{words} --load {folder}") is not None

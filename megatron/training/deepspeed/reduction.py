@@ -245,7 +245,8 @@ class GradientBuffers:
         if self._alone and self._options.scale_before != 1.0:
             # what no other rank adds to was in no bucket
             torch._foreach_mul_(self._alone, self._options.scale_before)
-        if self._options.scale_after != 1.0:
+        # a stage may train nothing
+        if self.flats and self._options.scale_after != 1.0:
             summed = self.shards if self._options.is_sharded else self.flats
             torch._foreach_mul_(summed, self._options.scale_after)
 
