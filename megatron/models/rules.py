@@ -195,7 +195,7 @@ def check_rotary(model: ModelConfig) -> Iterator[str]:
             f"position_embedding_type=rope needs an even head size, not {model.head_size}; change hidden_size or "
             "kv_channels"
         )
-    # it would leave the model without positions; an odd number is rounded up, as in transformers
+    # without a rotated channel the model has no positions; an odd number is rounded up, as in transformers
     if model.rotary_size == 0:
         yield (
             f"rotary_percent={model.rotary_percent} rotates none of the {model.head_size} channels of a head; raise it"

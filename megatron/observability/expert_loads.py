@@ -18,7 +18,7 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 
 COLLAPSE_STEPS = 100
-"""Steps in a row after which one expert that most tokens choose is a collapse."""
+"""Steps of log lines in a row after which one expert that most tokens choose is a collapse."""
 
 
 class LoadWatch:
@@ -97,7 +97,7 @@ class LoadWatch:
         self._pending, self._pending_steps = {}, 0
 
     def _collapses(self, by_layer: Mapping[int, list[float]], steps: int) -> list[str]:
-        """Return a warning, once a layer, where most tokens have chosen one expert for so many steps in a row."""
+        """Return a warning, once a layer, where one expert was above the limit in each log line of so many steps."""
         above = {
             (layer, expert): self._above.get((layer, expert), 0) + steps
             for layer, shares in by_layer.items()
@@ -116,7 +116,8 @@ class LoadWatch:
             share = by_layer[layer][expert]
             warnings.append(
                 f"WARNING: {share:.0%} of the tokens chose expert {expert} of layer {layer}, and more than "
-                f"moe_collapse_share={self._limit:g} for {so_many} steps in a row: the router has collapsed. Raise "
-                "moe_aux_loss_coeff or moe_z_loss_coeff, lower the learning rate, or resume from an earlier checkpoint"
+                f"moe_collapse_share={self._limit:g} in each log line of {so_many} steps: the router has collapsed. "
+                "Raise moe_aux_loss_coeff or moe_z_loss_coeff, lower the learning rate, or resume from an earlier "
+                "checkpoint"
             )
         return warnings

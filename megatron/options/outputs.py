@@ -168,4 +168,5 @@ class LoggingConfig:
     """Measure the time that each rank spends on its own work in forward, backward, update and data, and log the spread
     and the rank that holds up the others."""
     moe_collapse_share: PositiveFloat = 0.9
-    """num_experts: warn once more than this share of the tokens has chosen one expert for 100 steps in a row."""
+    """num_experts: warn once where one expert of a layer has had more than this share of the tokens in each log line of
+    100 steps."""
