@@ -38,6 +38,8 @@ LEFT_S = 3.0
 STEPS = 20
 STEP_S = 0.01
 IN_SERVER = "MEGATRON_TEST_FORK_SERVER"
+DISTURBED = "MEGATRON_TEST_DISTURBED"
+"""Names a file that exists once the run was disturbed."""
 
 
 def say(text: str) -> None:
@@ -50,6 +52,8 @@ def rank() -> NoReturn:
     with Signals() as signals:
         say(f"runs: {name}")
         if "--fail" in sys.argv and name == "1 in attempt 0":
+            while "--once-disturbed" in sys.argv and not Path(os.environ[DISTURBED]).exists():
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(STEPS):
             time.sleep(STEP_S)
@@ -131,7 +135,9 @@ def disturb(trial: dict[str, Any], owners: list[int]) -> bool:
 
 def attempt(trial: dict[str, Any]) -> dict[str, Any]:
     """Make a run, disturb it so many seconds after its output has the words `after`, and return what came of it."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as signs:
+        disturbed = Path(signs, "disturbed")
+        os.environ[DISTURBED] = str(disturbed)
         reader, writer = os.pipe()
         owners = []
         for node in range(trial["options"].get("nodes", 1)):
@@ -152,6 +158,8 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
                 at_s = now_s + trial["delay_s"]
             if at_s is not None and now_s >= at_s and not was_disturbed:
                 was_disturbed = disturb(trial, owners)
+                if was_disturbed:
+                    disturbed.touch()
             if now_s > end_s:
                 break
             if trial["what"] == "agent" and len(owners) > 1 and has_ended(owners[-1]):

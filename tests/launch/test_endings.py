@@ -94,6 +94,8 @@ def test_the_first_cause_fixes_the_status(
     trial: Trials, after: str, what: str, number: int, restarts: int, fails: bool, said: str
 ) -> None:
     flags = ["--fail"] if fails else []
+    if what == "tracker":
+        flags += ["--once-disturbed"]  # its death is said by the start that follows
     came = trial(after, 0.0, what, number, *flags, slow_end=after == "cleans up", max_restarts=restarts)
     check(came, what=what, number=number, restarts=restarts, fails=fails)
     assert said.replace("HOST", socket.gethostname()) in came.output, came.output
