@@ -114,7 +114,7 @@ def attention_sides(*, bf16: bool) -> Mapping[str, Callable[[], float]]:
     """Return the kernel of a layer with the window, and of one without, forward and backward."""
     import torch
 
-    from megatron.models.attention_kernels import build_kernel
+    from megatron.models.attention.kernels import build_kernel
     from megatron.options.config import ModelConfig
     from megatron.parallel.context import ParallelContext
 

@@ -235,7 +235,7 @@ def liger_operators(cos: Tensor, sin: Tensor) -> dict[str, Callable[..., Any]]:
 def attention(bench: Bench) -> None:
     import torch
 
-    from megatron.models.attention_kernels import FlexAttention, Scores, SDPAttention
+    from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention
     from megatron.models.positions import Packing, alibi_slopes
 
     S, B, cuda = bench.seq_length, bench.batch, bench.device.type == "cuda"
@@ -319,7 +319,7 @@ def reference_attention(bench: Bench, inputs: list[Tensor], bias: Tensor | None,
     """Return the computation of attention in float64, one head at a time."""
     import torch
 
-    from megatron.models.attention_kernels import AttentionMask
+    from megatron.models.attention.kernels import AttentionMask
 
     def run() -> list[Tensor]:
         q, k, v = (x.permute(1, 2, 0, 3).double() for x in inputs)

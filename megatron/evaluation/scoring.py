@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron.data.packing import pack_dataset
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel, sequence_faults
+from megatron.models.attention.kv_cache import CachedTokens
 from megatron.models.embedding import unpack
-from megatron.models.kv_cache import CachedTokens
 from megatron.options.config import ConfigError
 from megatron.parallel.chosen_log_probs import label_scores
 from megatron.parallel.context import ParallelContext

@@ -23,8 +23,8 @@ from megatron.generation.model import InferenceModel, sequence_faults
 from megatron.generation.options import GenerationOptions
 from megatron.generation.passes import KeptText, PromptPass, StagePasses, prompt_passes
 from megatron.generation.requests import REASONS, Completion, MostTokens, Request, RowGroup, Unit, Verdict, units_of
-from megatron.models.attention import SelfAttention
-from megatron.models.kv_cache import KVCache, row_bytes
+from megatron.models.attention.kv_cache import KVCache, row_bytes
+from megatron.models.attention.layer import SelfAttention
 from megatron.options.config import ConfigError
 from megatron.parallel.messages import Sends, receive
 from megatron.resilience.errors import raise_on_all_ranks
@@ -188,7 +188,7 @@ def attention_layers(module: nn.Module) -> list[SelfAttention]:
         if is_transformer and not own:
             name = ".".join(names[0].split(".")[:2])
             raise ConfigError(
-                [f"{name} has no SelfAttention of megatron/models/attention.py, whose keys and values can be kept"]
+                [f"{name} has no SelfAttention of models/attention/layer.py, whose keys and values can be kept"]
             )
         attentions += own
     return attentions

@@ -120,7 +120,7 @@ class InferenceModel:
     def forward_stage(self, stream: Any) -> Any:
         """Run this stage's layers, without gradients.
 
-        The first stage takes tokens [B, S] int64, or the tuple (tokens, positions, starts) of models/attention.py's
+        The first stage takes tokens [B, S] int64, or the tuple (tokens, positions, starts) of models/positions.py's
         Packing, each [B, S]; the others take what the stage before returned: hidden states [S, B, H], or the tuple with
         them first. The last stage returns (hidden [S, B, H], output weight), for `logits` and parallel/losses.py.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.generation.graphs import PassGraphs
 from megatron.generation.model import InferenceModel
-from megatron.models import kv_cache
+from megatron.models.attention import kv_cache
 from megatron.models.embedding import unpack
 from megatron.options.config import ModelConfig
 from megatron.parallel.messages import StageMessages

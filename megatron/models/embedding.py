@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.models.attention import Shared
-from megatron.models.kv_cache import CachedTokens
+from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.attention.layer import Shared
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding

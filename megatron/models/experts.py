@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.attention import Shared
-from megatron.models.kv_cache import CachedTokens
+from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.attention.layer import Shared
 from megatron.models.mlp import MLP, activation_of, discard_output
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.attention import Shared
+from megatron.models.attention.layer import Shared
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.shards import Shards
 

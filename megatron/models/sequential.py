@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.models.attention import Shared
+from megatron.models.attention.layer import Shared
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext

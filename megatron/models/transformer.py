@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.models.attention import SelfAttention, Shared
+from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.attention.layer import SelfAttention, Shared
 from megatron.models.embedding import Stream, repack, unpack
 from megatron.models.experts import Experts
-from megatron.models.kv_cache import CachedTokens
 from megatron.models.mlp import MLP, discard_output
 from megatron.models.positions import Packing
 from megatron.parallel.layers import LayerNorm, RMSNorm

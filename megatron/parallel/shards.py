@@ -229,7 +229,7 @@ class LayerDeclaration:
     """One layer of a model: its parameters, and what builds its module.
 
     `shards` are by local name, `attention.qkv.weight`, which is the path of the parameter in the module. `build` is
-    given their view and what the layers of a model share (models/attention.py: Shared). Layers of one name are one
+    given their view and what the layers of a model share (`Shared` of models/attention). Layers of one name are one
     module with tied weights; `project` is called in place of the module where a pipeline ends with it.
     `methods` compute linear layers otherwise than dense, by prefix. `dropouts` counts those over the residual stream;
     `keeps_output`: what the layer returns is kept by the one after it.

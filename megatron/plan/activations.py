@@ -271,7 +271,7 @@ class _TransformerLayer:
     @cached_property
     def _of_cores(self) -> int:
         """Kept by the cores of attentions."""
-        # megatron/models/blockwise_attention.py keeps no statistics, and its output only where the output projection
+        # megatron/models/attention/blockwise.py keeps no statistics, and its output only where the output projection
         # keeps that as its input
         kept = sum(core.kept_bytes for core in self._cores)
         kept -= sum(core.statistics_bytes for core in self._cores if core.is_blockwise)

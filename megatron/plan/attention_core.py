@@ -51,7 +51,7 @@ class AttentionCore:
 
     @property
     def is_blockwise(self) -> bool:
-        """megatron/models/blockwise_attention.py computes it."""
+        """megatron/models/attention/blockwise.py computes it."""
         return is_blockwise(self.sizes.config, self.declared)
 
     @property
@@ -126,7 +126,7 @@ class AttentionCore:
 
     @property
     def blockwise_backward_bytes(self) -> int:
-        """Bytes that the backward pass of megatron/models/blockwise_attention.py takes, besides what it is given."""
+        """Bytes that the backward pass of megatron/models/attention/blockwise.py takes, besides what it is given."""
         sizes = self.sizes
         if not self.is_blockwise:
             return 0
@@ -179,7 +179,7 @@ def stores_attention_scores(config: Config) -> bool:
 
 
 def is_blockwise(config: Config, core: Attention) -> bool:
-    """Return True if megatron/models/blockwise_attention.py computes the attention."""
+    """Return True if megatron/models/attention/blockwise.py computes the attention."""
     model, training = config.model, config.training
     device = planned_device(config.parallel.device)
     if not device.has_blockwise_attention or model.attention_backend != "auto":

@@ -165,7 +165,7 @@ class Device:
     stores_scores: bool = False
     """Attention keeps its S x S probabilities for the backward pass, where no kernel recomputes them."""
     has_blockwise_attention: bool = False
-    """megatron/models/blockwise_attention.py may be faster than torch's kernel, document by document."""
+    """megatron/models/attention/blockwise.py may be faster than torch's kernel, document by document."""
     pointwise: Literal["eager", "compiled", "habana"] = "compiled"
     """Form of the pointwise operators that `kernels=auto` takes."""
     has_fp8: bool = False

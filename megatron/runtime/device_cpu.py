@@ -25,7 +25,7 @@ LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX5
 WITHOUT_PRODUCTS = {limit: {"bf16", "fp16"} for limit in LIMITS_WITHOUT_BF16} | {"AVX512_CORE_BF16": {"fp16"}}
 """Those that a limit takes away."""
 BLOCKWISE_LENGTHS = range(256, 1025)
-"""Tokens that megatron/models/blockwise_attention.py is faster for. Measured at powers of two: at 128 in float32, and
+"""Tokens that megatron/models/attention/blockwise.py is faster for. Measured at powers of two: at 128 in float32, and
 at 2,048, torch's kernel takes no more time."""
 
 

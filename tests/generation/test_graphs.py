@@ -17,7 +17,7 @@ from megatron.generation import graphs
 from megatron.generation.generator import BatchSettings, generate
 from megatron.generation.options import GenerationOptions
 from megatron.generation.requests import Request
-from megatron.models.attention_kernels import AttentionMask
+from megatron.models.attention.kernels import AttentionMask
 from megatron.models.positions import Packing
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import ConfigError

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.models import attention_kernels, blockwise_attention
-from megatron.models.attention import SelfAttention, Shared
-from megatron.models.attention_kernels import (
+from megatron.models.attention import blockwise, kernels
+from megatron.models.attention.kernels import (
     AttentionMask,
     FlexAttention,
     Scores,
@@ -23,6 +22,7 @@ from megatron.models.attention_kernels import (
     build_kernel,
     repeat_heads,
 )
+from megatron.models.attention.layer import SelfAttention, Shared
 from megatron.models.positions import Packing, RotaryEmbedding, alibi_slopes, rotary_frequencies
 from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
@@ -379,16 +379,14 @@ def test_blockwise_attention_equals_float64(
     dtype: torch.dtype, bound: float, scores: Scores, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients, over blocks of which the last is shorter, of inputs that lie by token."""
-    monkeypatch.setattr(blockwise_attention, "ATTENTION_QUERIES", 5)
+    monkeypatch.setattr(blockwise, "ATTENTION_QUERIES", 5)
     inputs = q, k, v = [
         random(S, B, heads, HEAD_SIZE, seed=seed).to(dtype).permute(1, 2, 0, 3).requires_grad_()
         for seed, heads in enumerate((HEADS, groups, groups))
     ]
     grad = random(B, HEADS, S, HEAD_SIZE, seed=5).to(dtype)
     mask = AttentionMask(Scores(scores.slopes)).get(None, S, S, dtype, CPU)
-    context = blockwise_attention.attend_blockwise(
-        q, k, v, mask, scale=scores.scale, cap=scores.cap, window=scores.window
-    )
+    context = blockwise.attend_blockwise(q, k, v, mask, scale=scores.scale, cap=scores.cap, window=scores.window)
     exact_inputs = exact_q, exact_k, exact_v = [x.detach().double().requires_grad_() for x in inputs]
     exact = attention_by_loops(exact_q, exact_k, exact_v, scores, None)
     torch.testing.assert_close(context.detach().double(), exact.detach(), rtol=0, atol=3 * bound)
@@ -401,14 +399,14 @@ def test_blockwise_attention_equals_float64(
 
 def test_blockwise_attention_has_few_shapes_of_products() -> None:
     """oneDNN keeps a kernel of nearly 1 MB for each shape."""
-    assert max(device_cpu.BLOCKWISE_LENGTHS) / blockwise_attention.ATTENTION_QUERIES <= 16
+    assert max(device_cpu.BLOCKWISE_LENGTHS) / blockwise.ATTENTION_QUERIES <= 16
 
 
 def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:
     """Its errors are those of rounded inputs and outputs, also where scores reach 30."""
     q, k, v = [random(1, 2, 70, 64, seed=seed).bfloat16().requires_grad_() for seed in range(3)]
     sharp_q, grad = (8 * q.detach()).requires_grad_(), random(1, 2, 70, 64, seed=5).bfloat16()
-    context = blockwise_attention.attend_blockwise(sharp_q, k, v, None)
+    context = blockwise.attend_blockwise(sharp_q, k, v, None)
     exact_inputs = exact_q, exact_k, exact_v = [x.detach().double().requires_grad_() for x in (sharp_q, k, v)]
     exact = attention_by_loops(exact_q, exact_k, exact_v, Scores(), None)
     actual = (context, *torch.autograd.grad(context, (sharp_q, k, v), grad))
@@ -423,15 +421,15 @@ def test_blockwise_attention_rounds_no_score_to_16_bits() -> None:
 def test_blockwise_attention_is_taken_where_it_is_faster(
     length: int, dropout: float, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_kernels, "BLOCKWISE_LENGTHS", range(8, 10))
-    monkeypatch.setattr(attention_kernels, "is_faster", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(kernels, "BLOCKWISE_LENGTHS", range(8, 10))
+    monkeypatch.setattr(kernels, "is_faster", lambda dtype: dtype == torch.float32)
     calls: list[int] = []
 
     def note(q: Tensor, *_: Any, **__: Any) -> Tensor:
         calls.append(q.shape[2])
         return q
 
-    monkeypatch.setattr(attention_kernels, "attend_blockwise", note)
+    monkeypatch.setattr(kernels, "attend_blockwise", note)
     kernel = build_kernel(ModelConfig(attention_backend=backend), ParallelContext.single(), packed=False)
     q = random(1, 2, length, 8)
     kernel(q, q, q, None, dropout)
@@ -487,7 +485,7 @@ def test_heads_too_small_for_flex_take_sdpa() -> None:
 
 def test_prompts_of_many_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention is compiled for each shape."""
-    monkeypatch.setattr("megatron.models.attention.build_kernel", lambda *_, **__: FlexAttention(compiled=False))
+    monkeypatch.setattr("megatron.models.attention.layer.build_kernel", lambda *_, **__: FlexAttention(compiled=False))
     assert isinstance(Shared(parse_arguments([])[0], ParallelContext.single()).cores[None].prompt_kernel, SDPAttention)
 
 
@@ -511,7 +509,7 @@ def test_a_window_costs_what_its_area_says() -> None:
     def flops(window: int | None) -> int:
         q, k, v = (random(1, 1, 4096, 4, seed=seed).requires_grad_() for seed in range(3))
         with FlopCounterMode(display=False) as counter:
-            blockwise_attention.attend_blockwise(q, k, v, None, window=window).sum().backward()
+            blockwise.attend_blockwise(q, k, v, None, window=window).sum().backward()
         return counter.get_total_flops()
 
     assert flops(512) < 0.3 * flops(None)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.models.attention import SelfAttention
-from megatron.models.kv_cache import DecodeStep, KVCache, PrefillChunk
+from megatron.models.attention.kv_cache import DecodeStep, KVCache, PrefillChunk
+from megatron.models.attention.layer import SelfAttention
 from megatron.models.sequential import SequentialModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits

@@ -25,7 +25,7 @@ from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel, build_stage
 from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
-from megatron.models.attention import SelfAttention, Shared
+from megatron.models.attention.layer import SelfAttention, Shared
 from megatron.models.decoder import DecoderBlock, column_shards, decoder_layers, row_shards
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.models.transformer import TransformerLayer, rms_norm

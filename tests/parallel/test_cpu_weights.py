@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.generation.generator import attention_layers
 from megatron.generation.model import InferenceModel, build_stage, training_model
-from megatron.models.kv_cache import DecodeStep, KVCache
+from megatron.models.attention.kv_cache import DecodeStep, KVCache
 from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear

@@ -128,7 +128,7 @@ def install(fault: str, at_rank: int) -> None:
 
     Engine.train_step = train_step  # type: ignore[method-assign, assignment]
     if fault in ("slow layer", "slow attention"):
-        from megatron.models.attention import SelfAttention
+        from megatron.models.attention.layer import SelfAttention
         from megatron.models.transformer import TransformerLayer
 
         where: Any = (TransformerLayer, "forward") if fault == "slow layer" else (SelfAttention, "_core")

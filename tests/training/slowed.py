@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.models.attention import SelfAttention
+from megatron.models.attention.layer import SelfAttention
 from megatron.parallel.phase_clock import HostTicks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.loop import Loop

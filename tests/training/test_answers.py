@@ -19,7 +19,7 @@ import torch
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice
 from megatron.generation.sampling import Choice, TokenSampler
-from megatron.models.kv_cache import KVCache
+from megatron.models.attention.kv_cache import KVCache
 from megatron.training.interludes.answers import kept_random_state
 from tests import runs
 from tests.finetuning_files import write_tokenizer

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.models.attention_kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
-from megatron.models.kv_cache import CachedTokens
+from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
+from megatron.models.attention.kv_cache import CachedTokens
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext

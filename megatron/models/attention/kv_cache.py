@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.attention_kernels import attend_capped
+from megatron.models.attention.kernels import attend_capped
 
 BUCKET = 64
 """Places are allocated and read in multiples of it, so that few shapes occur."""

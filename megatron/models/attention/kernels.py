@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.models.blockwise_attention import attend_blockwise, attend_widened, is_faster
+from megatron.models.attention.blockwise import attend_blockwise, attend_widened, is_faster
 from megatron.models.positions import Packing, own_slopes
 from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
@@ -113,7 +113,7 @@ class SDPAttention:
     `by_document`: one call for each document of a packed row, which costs the squares of their lengths rather than of
     the row's. For the CPU: it looks at `starts_BS` on the host, where it would have to wait for a device. `repeats`:
     repeat key/value heads in memory for their groups of query heads, also where the kernel takes fewer. `blockwise`:
-    on a CPU, attend from matrix products where that is faster (megatron/models/blockwise_attention.py).
+    on a CPU, attend from matrix products where that is faster (megatron/models/attention/blockwise.py).
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class _Heads:
 
 
 class _Form(NamedTuple):
-    """Operations on the scores, as `Scores` of attention_kernels.py has them."""
+    """Operations on the scores, as `Scores` of kernels.py has them."""
 
     scale: float | None
     cap: float | None
