@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -105,16 +105,43 @@ def _join_process_group(device: Device, timeout: timedelta) -> None:
             )
 
 
-def _group_along(layout: Layout, coordinate: str) -> dist.ProcessGroup:
-    """Return the group of the ranks that differ from this one in a coordinate of the experts alone. Collective."""
+def _group_of(layout: Layout, peers: Callable[[Layout], list[int]]) -> dist.ProcessGroup:
+    """Return the group of the ranks that are this one's peers, itself included. Collective."""
     import torch.distributed as dist
 
     # every rank makes all groups, in one order
     places = (dataclasses.replace(layout, rank=rank) for rank in range(layout.world_size))
-    groups = dict.fromkeys(tuple(place.peers(EXPERT_AXES, coordinate)) for place in places)
+    groups = dict.fromkeys(tuple(peers(place)) for place in places)
     own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
     assert own is not None
     return own
+
+
+def _group_along(layout: Layout, coordinate: str) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one in a coordinate of the experts alone. Collective."""
+    return _group_of(layout, lambda place: place.peers(EXPERT_AXES, coordinate))
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The ranks over which the same gradients are summed, in two directions."""
+
+    within: dist.ProcessGroup | None = None
+    """Those of one replica, over which ZeRO shards."""
+    across: dist.ProcessGroup | None = None
+    """Those that hold the same shard, one of each replica. None: there is one replica."""
+
+    @classmethod
+    def of(
+        cls, layout: Layout, grad_peers: Callable[[Layout], list[int]], grad_group: dist.ProcessGroup | None
+    ) -> ShardGroups:
+        """Divide the ranks that sum a gradient, each rank's `grad_peers` and this one's `grad_group`. Collective."""
+        if layout.num_replicas == 1:
+            return cls(grad_group)
+        return cls(
+            within=_group_of(layout, lambda place: place.shard_peers(grad_peers(place))),
+            across=_group_of(layout, lambda place: place.replica_peers(grad_peers(place))),
+        )
 
 
 @dataclass(frozen=True)
@@ -128,11 +155,14 @@ class ParallelContext(Layout):
     batch_group: dist.ProcessGroup | None = None
     """The ranks that read different shares of a batch for the same part of the model."""
     grad_group: dist.ProcessGroup | None = None
-    """The ranks over which the gradients of this part of the model are summed, and which ZeRO shards."""
+    """The ranks over which the gradients of this part of the model are summed."""
+    shard_groups: ShardGroups = field(default_factory=ShardGroups)
+    """The same, by ZeRO's shards and their replicas."""
     expert_group: dist.ProcessGroup | None = None
     """The ranks that hold different experts of this part of the model, and between which tokens travel."""
     expert_grad_group: dist.ProcessGroup | None = None
-    """The ranks over which the gradients of this rank's experts are summed, and which ZeRO shards."""
+    """The ranks over which the gradients of this rank's experts are summed."""
+    expert_shard_groups: ShardGroups = field(default_factory=ShardGroups)
     control_group: dist.ProcessGroup | None = None
     """All ranks, over the host's network: what is decided there waits for no device."""
     sequence_parallel: bool = False
@@ -179,10 +209,12 @@ class ParallelContext(Layout):
         # one group of batches and gradients: they part only where several ranks share a sample (context parallelism)
         if layout.grad_size > 1:
             data_group = grid.get_data_parallel_group()
-        expert_group, expert_grad_group = None, data_group
+        shard_groups = ShardGroups.of(layout, Layout.grad_peers, data_group)
+        expert_group, expert_grad_group, expert_shard_groups = None, data_group, shard_groups
         if layout.divides_experts:
             expert_group = _group_along(layout, "expert_rank")
             expert_grad_group = _group_along(layout, "expert_grad_rank")
+            expert_shard_groups = ShardGroups.of(layout, Layout.expert_grad_peers, expert_grad_group)
         control_group = dist.group.WORLD
         if not record.collectives_are_gloo:
             control_group = dist.new_group(backend="gloo")
@@ -193,8 +225,10 @@ class ParallelContext(Layout):
             tensor_group=tensor_group,
             batch_group=data_group,
             grad_group=data_group,
+            shard_groups=shard_groups,
             expert_group=expert_group,
             expert_grad_group=expert_grad_group,
+            expert_shard_groups=expert_shard_groups,
             control_group=control_group,
             sequence_parallel=parallel.sequence_parallel and layout.tensor_size > 1,
             device=device,
@@ -216,6 +250,12 @@ class ParallelContext(Layout):
         if shard.expert is None:
             return self.grad_group
         return self.expert_grad_group
+
+    def shard_groups_of(self, shard: Cut) -> ShardGroups:
+        """The same, by ZeRO's shards of the parameter and their replicas."""
+        if shard.expert is None:
+            return self.shard_groups
+        return self.expert_shard_groups
 
     def broadcast(self, number: int) -> int:
         """Return rank 0's number, on every rank. Collective."""

@@ -71,6 +71,8 @@ class Layout:
     """Ranks that share each sample."""
     num_batch_ranks: int = 1
     """Ranks that read different shares of each global batch: the data-parallel size."""
+    num_replicas: int = 1
+    """Groups of neighbours among the ranks that sum a gradient: ZeRO shards within each, and all hold the same."""
     num_stages: int = 1
     """Stages of the pipeline."""
     experts_are_whole: bool = False
@@ -104,6 +106,12 @@ class Layout:
                 f"{world_size} ranks are not a multiple of tensor x pipeline = {self.tensor_size} x "
                 f"{self.num_stages}; change either"
             )
+        # of experts there may be fewer
+        size = math.gcd(self.grad_size, self.expert_grad_size)
+        if size % self.num_replicas:
+            raise LayoutError(
+                f"num_replicas={self.num_replicas} does not divide the {size} ranks that sum a gradient; use a divisor"
+            )
 
     @property
     def world_size(self) -> int:
@@ -116,8 +124,13 @@ class Layout:
 
     @property
     def grad_size(self) -> int:
-        """Ranks over which the gradients of one part of the model are summed, and which ZeRO shards."""
+        """Ranks over which the gradients of one part of the model are summed."""
         return self.context_size * self.num_batch_ranks
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which ZeRO shards one part of the model; of experts `shard_place` has them."""
+        return self.grad_size // self.num_replicas
 
     @property
     def expert_tensor_size(self) -> int:
@@ -151,6 +164,11 @@ class Layout:
     def grad_rank(self) -> int:
         """Index among the ranks over which the gradients of this part of the model are summed."""
         return self.rank // self.tensor_size % self.grad_size
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to, of experts as of the rest."""
+        return self.grad_rank // self.shard_size
 
     @property
     def stage(self) -> int:
@@ -218,6 +236,31 @@ class Layout:
         if shard.expert is not None:
             return self.expert_grad_rank, self.expert_grad_size
         return self.grad_rank, self.grad_size
+
+    def shard_place(self, shard: Cut) -> tuple[int, int]:
+        """Return rank and size among the ranks over which ZeRO shards the parameter's states."""
+        rank, size = self.grad_place(shard)
+        size //= self.num_replicas
+        return rank % size, size
+
+    def shard_peers(self, grad_peers: list[int]) -> list[int]:
+        """Return, of the ranks that sum a gradient, in their order, those over which ZeRO shards it on this rank."""
+        size = len(grad_peers) // self.num_replicas
+        return grad_peers[self.replica * size : (self.replica + 1) * size]
+
+    def replica_peers(self, grad_peers: list[int]) -> list[int]:
+        """Return those that hold the same shard as this rank, one of each replica."""
+        size = len(grad_peers) // self.num_replicas
+        return grad_peers[grad_peers.index(self.rank) % size :: size]
+
+    def grad_peers(self) -> list[int]:
+        """Return the ranks over which the gradients of this part of the model are summed, in their order."""
+        first = self.rank - self.tensor_size * self.grad_rank
+        return [first + self.tensor_size * index for index in range(self.grad_size)]
+
+    def expert_grad_peers(self) -> list[int]:
+        """The same for this rank's experts."""
+        return self.peers(EXPERT_AXES, "expert_grad_rank")
 
     def peers(self, axes: dict[str, str], name: str) -> list[int]:
         """Return the ranks that differ from this one in this coordinate alone, itself included, in their order."""

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from megatron.options.config import ParallelConfig
 from megatron.parallel.layout import AXES, EXPERT_AXES, Layout, LayoutError
+from megatron.parallel.shards import Shard
 
 SIZES = (1, 2, 3)
 
@@ -59,6 +60,32 @@ def test_experts_divide_the_same_ranks(is_whole: bool, expert: int) -> None:
                 if all(getattr(other, axis) == value for axis, value in others.items())
             ]
             assert each.peers(EXPERT_AXES, name) == expected
+
+
+@pytest.mark.parametrize(("expert", "replicas"), [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
+def test_replicas_are_neighbours_and_each_has_every_shard(expert: int, replicas: int) -> None:
+    layout = Layout(tensor_size=2, context_size=2, num_batch_ranks=4, num_stages=2, expert_size=expert)
+    layout = dataclasses.replace(layout, num_replicas=replicas)
+    layout.check(32)
+    # a stage's 16 ranks are cut into stretches, one a replica: whole nodes, where these hold a replica each
+    assert [each.replica for each in ranks_of(layout)] == [rank % 16 // (16 // replicas) for rank in range(32)]
+    for shard in (Shard((8,)), Shard((8,), expert=0, num_experts=4)):
+        peers = Layout.grad_peers if shard.expert is None else Layout.expert_grad_peers
+        for each in ranks_of(layout):
+            others = [dataclasses.replace(layout, rank=rank) for rank in peers(each)]
+            rank, size = each.shard_place(shard)
+            assert size * replicas == len(others)
+            within = [other.rank for other in others if other.replica == each.replica]
+            across = [other.rank for other in others if other.shard_place(shard)[0] == rank]
+            assert (each.shard_peers(peers(each)), each.replica_peers(peers(each))) == (within, across)
+            assert [dataclasses.replace(layout, rank=r).shard_place(shard)[0] for r in within] == list(range(size))
+            assert [dataclasses.replace(layout, rank=r).replica for r in across] == list(range(replicas))
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
+    layout = Layout(num_batch_ranks=4, expert_size=2, num_replicas=4)
+    with pytest.raises(LayoutError, match="num_replicas=4 does not divide the 2 ranks that sum a gradient"):
+        layout.check(4)
 
 
 def test_ranks_are_numbered_as_deepspeed_numbers_them() -> None:
