@@ -165,6 +165,7 @@ def operators(bench: Bench) -> None:
     import torch
 
     from megatron.models.positions import RotaryEmbedding
+    from megatron.parallel.context import ParallelContext
     from megatron.parallel.operators.fused import EAGER, PLAIN, compiled
     from megatron.runtime.device_cpu import CPU
 
@@ -172,7 +173,7 @@ def operators(bench: Bench) -> None:
     hidden, queries, keys, width = bench.shape("llama")
     tokens = (bench.seq_length, bench.batch)
     config = parse(bench, "llama", "")
-    cos, sin = RotaryEmbedding(config.model).angles(bench.seq_length, bench.device, None)
+    cos, sin = RotaryEmbedding(config.model).angles(bench.seq_length, bench.device, None, ParallelContext.single())
     liger = liger_operators(cos, sin)
 
     def forms(name: str, *rest: Any) -> dict[str, Callable[..., Any]]:

@@ -188,13 +188,13 @@ def training_model(
     """Yield a model with the weights of a run under way, which are not copied. Collective.
 
     `module`, `config`: those of its engine. Under ZeRO-3 the weights are gathered meanwhile, whole on every rank of
-    the data-parallel group. Its layers are new ones: without sequence parallelism, which single tokens cannot be cut
-    by, and without an engine's hooks. Raises ConfigError for an interleaved pipeline.
+    the data-parallel group. Its layers are new ones: without sequence and context parallelism, which single tokens
+    cannot be cut by, and without an engine's hooks. Raises ConfigError for an interleaved pipeline.
     """
-    alone = dataclasses.replace(ctx, sequence_parallel=False)
+    alone = ctx.of_copies
     config = dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, sequence_parallel=False),
+        parallel=dataclasses.replace(config.parallel, context_parallel_size=1, sequence_parallel=False),
         training=dataclasses.replace(config.training, torch_compile=False),
     )
     # without memory of its own: each weight is replaced by the run's below

@@ -168,6 +168,12 @@ class LoadOptions:
     """Timeout of collectives; one that waits longer fails the run."""
     tokenizer_type: types.TokenizerType | None = None
     """Kind of tokenizer. Unset: that of the folder, or of the run that saved the checkpoint."""
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Texts are not cut: copies of the model share the work instead."""
+        return 1
+
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
     vocab_file: str | None = None

@@ -2,7 +2,8 @@
 
 What flows between layers is the residual stream [rows, B, H], alone or, over packed documents, as the tuple (hidden,
 positions, starts) of `Packing`: DeepSpeed's pipeline passes tensors and tuples of tensors between stages. In generation
-it is (hidden, tokens), with the `CachedTokens` of the pass.
+it is (hidden, tokens), with the `CachedTokens` of the pass. The rows are this rank's of the S places (sequence and
+context parallelism); tokens, positions and starts are those of all places.
 Source of NEFTune, uniform noise on the embeddings of the training sequences: Jain et al. 2023 (arXiv:2310.05914).
 """
 
@@ -22,6 +23,7 @@ from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
 from megatron.parallel.low_rank import output_weight, vocabulary_adapters
+from megatron.parallel.mappings import own_places, own_rows
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shards
 from megatron.runtime.devices import device_of
@@ -57,9 +59,9 @@ class WordEmbedding(VocabParallelEmbedding):
 
     def forward(self, stream: Stream, project: Callable[[tuple[Tensor, Tensor]], Any] | None = None) -> Any:
         inside, packing = unpack(stream)
-        result = super().forward(inside, project)
         if project is not None:
-            return result
+            return super().forward(inside, project)
+        result = super().forward(own_places(inside, self.ctx, dim=1))
         if self.noise_alpha is not None and self.training and not isinstance(packing, CachedTokens):
             result = add_noise(result, inside, packing, self.noise_alpha, self.ctx)
         return repack(result, stream)
@@ -88,10 +90,10 @@ class PositionEmbedding(nn.Module):
         self.weight = shards.allocate("weight", self.ctx)
 
     def forward(self, num_rows: int, packing: Packing | CachedTokens | None) -> Tensor:
-        first = self.ctx.tensor_rank * num_rows if self.ctx.sequence_parallel else 0
         if packing is None:
-            return self.weight[first : first + num_rows].unsqueeze(1)
-        return F.embedding(packing.positions_BS.t()[first : first + num_rows], self.weight)
+            length = num_rows * self.ctx.context_size * (self.ctx.tensor_size if self.ctx.sequence_parallel else 1)
+            return own_rows(self.weight[:length], self.ctx).unsqueeze(1)
+        return F.embedding(own_rows(packing.positions_BS.t(), self.ctx), self.weight)
 
 
 class EmbeddingOutput(nn.Module):
@@ -137,17 +139,17 @@ CHUNK_NUMBERS = 2**22
 def add_noise(hidden: Tensor, tokens_BS: Tensor, packing: Packing | None, alpha: float, ctx: ParallelContext) -> Tensor:
     """Add uniform noise of ±alpha / sqrt(L x H) to the embeddings [S, B, H], in place.
 
-    Under sequence parallelism `hidden` is this rank's rows of them, [S/tp, B, H]. L is the sequence's own length,
-    whatever it is packed or padded with: the published code's rule, where transformers takes the row's length.
+    `hidden` may be this rank's rows of them, [rows, B, H]. L is the sequence's own length, whatever it is packed or
+    padded with: the published code's rule, where transformers takes the row's length.
     """
     streams_SB2, length_SB = _streams(tokens_BS, packing, ctx)
     num_rows, num_batch, size = hidden.shape
-    first = ctx.tensor_rank * num_rows if ctx.sequence_parallel else 0
+    streams_SB2, length_SB = own_rows(streams_SB2, ctx), own_rows(length_SB, ctx)
     limit_SB = alpha / (length_SB * size).sqrt()
     channels_H = torch.arange(1, size + 1, dtype=torch.int32, device=hidden.device)
     at_once = max(1, CHUNK_NUMBERS // (num_batch * size))
     for begin in range(0, num_rows, at_once):
-        rows = slice(first + begin, first + min(begin + at_once, num_rows))
+        rows = slice(begin, begin + at_once)
         start_SB, stride_SB = streams_SB2[rows].unsqueeze(-1).unbind(2)
         bits = _mixed(start_SB + stride_SB * channels_H)
         unit = (_shifted(bits, 9).float() + 0.5) * 2.0**-22 - 1.0

@@ -25,7 +25,13 @@ from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens, through_all, through_slots
 from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from megatron.parallel.mappings import all_gather_rows, enter_tensor_region, leave_tensor_region
+from megatron.parallel.mappings import (
+    all_gather_rows,
+    all_places,
+    enter_tensor_region,
+    leave_tensor_region,
+    own_rows,
+)
 from megatron.parallel.operators.products import grouped_linear
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import Shards, shard_of
@@ -120,8 +126,8 @@ class RouterBalance:
         with ctx.state.clock.phase(WAIT):
             if ctx.sequence_parallel:
                 dist.all_reduce(loads_LE, group=ctx.tensor_group)
-            if ctx.batch_group is not None:
-                dist.all_reduce(loads_LE, group=ctx.batch_group)
+            if ctx.grad_group is not None:
+                dist.all_reduce(loads_LE, group=ctx.grad_group)
         moves_LE = self._rate * (loads_LE.mean(1, keepdim=True) - loads_LE).sign()
         for bias, move in zip(self._biases.values(), moves_LE, strict=True):
             bias.add_(move)
@@ -202,7 +208,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, packing: Packing | CachedTokens | None = None) -> Tensor:
         in_training = self.training and not isinstance(packing, CachedTokens)
         routing = self.router(hidden, in_training=in_training)
-        is_token_SB = packing.weights_SB(len(hidden), self.ctx) if isinstance(packing, Packing) else None
+        is_token_SB = packing.weights_SB(self.ctx) if isinstance(packing, Packing) else None
         kept = None
         if in_training and self.capacity is not None:
             kept = self._kept(routing, is_token_SB)
@@ -274,15 +280,17 @@ class Experts(nn.Module):
         competing_SBE = torch.where(chosen > 0, routing.scores_SBE, -1.0)
         if ctx.sequence_parallel:
             competing_SBE = all_gather_rows(competing_SBE, ctx)
+        if ctx.context_size > 1:
+            competing_SBE = all_places(competing_SBE, ctx)
         best = competing_SBE.topk(self._room(len(routing.experts_SBK)), dim=0).indices
         has_room_SBE = torch.zeros_like(competing_SBE, dtype=torch.bool).scatter_(0, best, True)
-        if ctx.sequence_parallel:
-            has_room_SBE = has_room_SBE.chunk(ctx.tensor_size)[ctx.tensor_rank]
-        return (has_room_SBE & (chosen > 0)).gather(-1, routing.experts_SBK)
+        return (own_rows(has_room_SBE, ctx) & (chosen > 0)).gather(-1, routing.experts_SBK)
 
     def _room(self, rows: int) -> int:
         """Return the most tokens of a sequence that an expert takes. `rows`: those of it on this rank."""
-        length = rows * self.ctx.tensor_size if self.ctx.sequence_parallel else rows
+        length = rows * self.ctx.context_size
+        if self.ctx.sequence_parallel:
+            length *= self.ctx.tensor_size
         if self.capacity is None:
             return length
         return min(length, math.ceil(self.capacity * self.topk * length / self.num_experts))
@@ -328,6 +336,6 @@ class Experts(nn.Module):
         with ctx.state.clock.phase(WAIT):
             if ctx.sequence_parallel:
                 dist.all_reduce(counts, group=ctx.tensor_group)
-            if ctx.batch_group is not None:
-                dist.all_reduce(counts, group=ctx.batch_group)
+            if ctx.grad_group is not None:
+                dist.all_reduce(counts, group=ctx.grad_group)
         return counts / counts.sum().clamp(min=1.0)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.mappings import own_places, own_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Positions of a microbatch's tokens in their documents. None instead of this: one document a sample.
+    """Positions of a microbatch's tokens in their documents, those of whole rows also where ranks share the rows. None
+    instead of this: one document a sample.
 
     positions_BS: the position each token is encoded with.
     starts_BS: the index in the sample of the first token that each token may see.
@@ -34,10 +36,9 @@ class Packing:
         sees_others_BS = self.starts_BS != torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device)
         return sees_others_BS.int().flip(1).cummax(1).values.flip(1).bool()
 
-    def weights_SB(self, num_rows: int, ctx: ParallelContext) -> Tensor:
+    def weights_SB(self, ctx: ParallelContext) -> Tensor:
         """Return 1 for each token, 0 for padding, of this rank's rows of the residual stream: [rows, B] float32."""
-        first = ctx.tensor_rank * num_rows if ctx.sequence_parallel else 0
-        return self.is_token_BS.t()[first : first + num_rows].float()
+        return own_rows(self.is_token_BS.t(), ctx).float()
 
 
 def lengths_of(positions_BS: Tensor) -> Tensor:
@@ -169,18 +170,28 @@ class _Table:
 class RotaryEmbedding:
     """cos and sin for given positions, the same in texts of any length."""
 
+    reads_lengths = False
+    """The angles depend on the length of the text."""
+
     def __init__(self, model: ModelConfig, *, is_local: bool = False) -> None:
         self._amplitude = model.rotary_amplitude
         if is_local and model.rotary_base_local is not None:
             self._amplitude = 1.0
         self._table = _Table(rotary_frequencies(model, is_local=is_local), self._amplitude)
 
-    def angles(self, length: int, device: torch.device, packing: Packing | None) -> Angles:
-        """cos and sin of each token of whole rows, each [S, 1 or B, 1, d/2] float32."""
-        if packing is not None:
-            return self.angles_at(packing.positions_BS, None, length)
-        cos, sin = self._of_text(length, device)
-        return cos[:, None, None], sin[:, None, None]
+    def angles(self, num_places: int, device: torch.device, packing: Packing | None, ctx: ParallelContext) -> Angles:
+        """cos and sin of each of this rank's places of whole rows, each [num_places, 1 or B, 1, d/2] float32."""
+        length = num_places * ctx.context_size
+        if packing is None:
+            cos, sin = (own_places(table, ctx) for table in self._of_text(length, device))
+            return cos[:, None, None], sin[:, None, None]
+        positions, lengths = packing.positions_BS, None
+        if ctx.context_size > 1:
+            if self.reads_lengths:
+                # of whole texts, of which a rank may have parts
+                lengths = own_places(lengths_of(positions), ctx, dim=1)
+            positions = own_places(positions, ctx, dim=1)
+        return self.angles_at(positions, lengths, length)
 
     def angles_at(self, positions_BS: Tensor, lengths_BS: Tensor | None, num_positions: int) -> Angles:
         """cos and sin of tokens at positions below `num_positions`, each [S, B, 1, d/2] float32.
@@ -201,6 +212,8 @@ class RotaryEmbedding:
 
 class LongRotaryEmbedding(RotaryEmbedding):
     """LongRoPE: other frequencies in texts beyond the original length. Source: Ding et al. 2024 (arXiv:2402.13753)."""
+
+    reads_lengths = True
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model)
@@ -226,6 +239,8 @@ class LongRotaryEmbedding(RotaryEmbedding):
 
 class DynamicRotaryEmbedding(RotaryEmbedding):
     """Dynamic NTK: a base that grows with the length of a text beyond the original one."""
+
+    reads_lengths = True
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
     return [
         *check_ranks(config, world_size),
         *check_tensor_parallel(config),
+        *check_row_length(config, "seq_length", config.training.seq_length),
         *check_expert_ranks(config, world_size),
         *check_expert_bias(config),
         *check_family(config),
@@ -26,18 +28,22 @@ def check_layout(config: Config, world_size: int) -> list[str]:
 
 def check_ranks(config: Config, world_size: int) -> Iterator[str]:
     parallel, num_layers = config.parallel, config.model.num_layers
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    pp, size = parallel.pipeline_model_parallel_size, Layout.of(parallel).model_size
+    names = ["tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"]
+    if parallel.context_parallel_size == 1:
+        del names[1]
+    if world_size % size:
+        product = " x ".join(f"{name}={getattr(parallel, name)}" for name in names)
         yield (
-            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} = {tp * pp} does not divide "
-            f"the {world_size} ranks of this launch; start a multiple of {tp * pp} ranks, or change the layout"
+            f"{product} = {size} does not divide the {world_size} ranks of this launch; start a multiple of {size} "
+            "ranks, or change the layout"
         )
     if pp > num_layers:
         yield (f"pipeline_model_parallel_size={pp} is larger than num_layers={num_layers}; use at most {num_layers}")
 
 
 def check_tensor_parallel(config: Config) -> Iterator[str]:
-    model, seq_length = config.model, config.training.seq_length
+    model = config.model
     tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
     if model.num_attention_heads % tp:
         yield (
@@ -59,11 +65,34 @@ def check_tensor_parallel(config: Config) -> Iterator[str]:
             f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
             f"use {divisors(model.ffn_size, 64)}"
         )
-    if config.parallel.sequence_parallel and seq_length % tp:
-        yield (
-            f"sequence_parallel needs tensor_model_parallel_size={tp} to divide seq_length={seq_length}; "
-            f"use {divisors(seq_length, 64)}, or turn it off"
-        )
+
+
+def row_multiple(config: Config) -> int:
+    """Return what a row's length is a multiple of, so that its ranks have equally many places."""
+    layout = Layout.of(config.parallel)
+    ranks = layout.tensor_size if config.parallel.sequence_parallel else 1
+    if layout.context_size == 1:
+        return ranks
+    # tensor-parallel ranks share the stretches of a context-parallel one
+    return math.lcm(layout.stretches, layout.context_size * ranks)
+
+
+def check_row_length(config: Config, option: str, length: int) -> Iterator[str]:
+    """Check that the ranks of a row of this length have equally many places; `option` sets it."""
+    parallel, multiple = config.parallel, row_multiple(config)
+    if length % multiple == 0:
+        return
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp > 1:
+        given = f"context_parallel_size={cp}"
+        if parallel.sequence_parallel:
+            given += f" and sequence_parallel with tensor_model_parallel_size={tp}"
+        yield f"{given} need {option}={length} to be a multiple of {multiple}; use {-(-length // multiple) * multiple}"
+        return
+    yield (
+        f"sequence_parallel needs tensor_model_parallel_size={tp} to divide {option}={length}; "
+        f"use {divisors(length, 64)}, or turn it off"
+    )
 
 
 def check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:

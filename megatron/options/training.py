@@ -14,10 +14,13 @@ from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positi
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """Layout over devices. The data-parallel size is the number of ranks / (tensor x pipeline)."""
+    """Layout over devices. The data-parallel size is the number of ranks / (tensor x context x pipeline)."""
 
     tensor_model_parallel_size: Positive = 1
     """Number of ranks that share each layer."""
+    context_parallel_size: Positive = 1
+    """Number of ranks that share each row of tokens, for long sequences: each computes two stretches of it, one from
+    the beginning and one from the end, so that all have as much causal attention to compute."""
     pipeline_model_parallel_size: Positive = 1
     """Number of pipeline stages."""
     expert_model_parallel_size: Positive = 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.parallel import plain_data
-from megatron.parallel.layout import EXPERT_AXES, Cut, Layout
+from megatron.parallel.layout import AXES, EXPERT_AXES, Cut, Layout
 from megatron.parallel.pass_state import DeferredGradients, PassState
 from megatron.runtime import network
 from megatron.runtime.accelerator import quiet
@@ -117,9 +117,21 @@ def _group_of(layout: Layout, peers: Callable[[Layout], list[int]]) -> dist.Proc
     return own
 
 
-def _group_along(layout: Layout, coordinate: str) -> dist.ProcessGroup:
-    """Return the group of the ranks that differ from this one in a coordinate of the experts alone. Collective."""
-    return _group_of(layout, lambda place: place.peers(EXPERT_AXES, coordinate))
+def _group_along(layout: Layout, axes: dict[str, str], coordinate: str) -> dist.ProcessGroup:
+    """Return the group of the ranks that differ from this one in this coordinate alone. Collective."""
+    return _group_of(layout, lambda place: place.peers(axes, coordinate))
+
+
+def _row_groups(
+    layout: Layout, grad_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the groups of context_rank and of batch_rank, which divide the ranks that sum a gradient. Collective."""
+    if layout.context_size == 1:
+        return None, grad_group
+    context_group, batch_group = _group_along(layout, AXES, "context_rank"), None
+    if layout.num_batch_ranks > 1:
+        batch_group = _group_along(layout, AXES, "batch_rank")
+    return context_group, batch_group
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,8 @@ class ParallelContext(Layout):
     """
 
     tensor_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share each row of tokens."""
     batch_group: dist.ProcessGroup | None = None
     """The ranks that read different shares of a batch for the same part of the model."""
     grad_group: dist.ProcessGroup | None = None
@@ -182,7 +196,7 @@ class ParallelContext(Layout):
     def build(cls, parallel: ParallelConfig, device_name: str) -> ParallelContext:
         """Join the process group that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_RANK).
 
-        `device_name`: that which was chosen. Raises LayoutError where the world is not a multiple of tensor x pipeline.
+        `device_name`: that which was chosen. Raises LayoutError where the layout does not fill the world.
         """
         import torch.distributed as dist
         from deepspeed.accelerator import get_accelerator
@@ -203,17 +217,17 @@ class ParallelContext(Layout):
         )
         with quiet():
             grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
-        tensor_group = data_group = deferred = None
+        tensor_group = grad_group = deferred = None
         if layout.tensor_size > 1:
             tensor_group = grid.get_slice_parallel_group()
-        # one group of batches and gradients: they part only where several ranks share a sample (context parallelism)
         if layout.grad_size > 1:
-            data_group = grid.get_data_parallel_group()
-        shard_groups = ShardGroups.of(layout, Layout.grad_peers, data_group)
-        expert_group, expert_grad_group, expert_shard_groups = None, data_group, shard_groups
+            grad_group = grid.get_data_parallel_group()
+        context_group, batch_group = _row_groups(layout, grad_group)
+        shard_groups = ShardGroups.of(layout, Layout.grad_peers, grad_group)
+        expert_group, expert_grad_group, expert_shard_groups = None, grad_group, shard_groups
         if layout.divides_experts:
-            expert_group = _group_along(layout, "expert_rank")
-            expert_grad_group = _group_along(layout, "expert_grad_rank")
+            expert_group = _group_along(layout, EXPERT_AXES, "expert_rank")
+            expert_grad_group = _group_along(layout, EXPERT_AXES, "expert_grad_rank")
             expert_shard_groups = ShardGroups.of(layout, Layout.expert_grad_peers, expert_grad_group)
         control_group = dist.group.WORLD
         if not record.collectives_are_gloo:
@@ -223,8 +237,9 @@ class ParallelContext(Layout):
         return cls(
             **vars(layout),
             tensor_group=tensor_group,
-            batch_group=data_group,
-            grad_group=data_group,
+            context_group=context_group,
+            batch_group=batch_group,
+            grad_group=grad_group,
             shard_groups=shard_groups,
             expert_group=expert_group,
             expert_grad_group=expert_grad_group,
@@ -235,6 +250,18 @@ class ParallelContext(Layout):
             topology=topology,
             grid=grid,
             state=PassState(deferred=deferred),
+        )
+
+    @property
+    def of_copies(self) -> ParallelContext:
+        """The context of passes that share no rows: ranks that train on parts of a row compute rows of their own."""
+        return dataclasses.replace(
+            self,
+            context_size=1,
+            num_batch_ranks=self.grad_size,
+            context_group=None,
+            batch_group=self.grad_group,
+            sequence_parallel=False,
         )
 
     @functools.cached_property

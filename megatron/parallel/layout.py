@@ -40,6 +40,8 @@ class ModelSizes(Protocol):
     @property
     def tensor_model_parallel_size(self) -> int: ...
     @property
+    def context_parallel_size(self) -> int: ...
+    @property
     def pipeline_model_parallel_size(self) -> int: ...
     @property
     def expert_model_parallel_size(self) -> int: ...
@@ -60,15 +62,12 @@ class Cut(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes and this rank. All other sizes and coordinates follow.
-
-    No option sets the size of the context axis yet.
-    """
+    """Sizes of the axes and this rank. All other sizes and coordinates follow."""
 
     tensor_size: int = 1
     """Ranks that share each layer."""
     context_size: int = 1
-    """Ranks that share each sample."""
+    """Ranks that share each row of tokens: the context-parallel size."""
     num_batch_ranks: int = 1
     """Ranks that read different shares of each global batch: the data-parallel size."""
     num_replicas: int = 1
@@ -90,6 +89,7 @@ class Layout:
         tensor_size = model.tensor_model_parallel_size
         copy = Layout(
             tensor_size=tensor_size,
+            context_size=model.context_parallel_size,
             num_stages=model.pipeline_model_parallel_size,
             experts_are_whole=model.expert_tensor_parallel_size == 1 < tensor_size,
             expert_size=model.expert_model_parallel_size,
@@ -103,8 +103,8 @@ class Layout:
         """Raise LayoutError unless the layout fills the world."""
         if self.world_size != world_size:
             raise LayoutError(
-                f"{world_size} ranks are not a multiple of tensor x pipeline = {self.tensor_size} x "
-                f"{self.num_stages}; change either"
+                f"{world_size} ranks are not a multiple of tensor x context x pipeline = {self.tensor_size} x "
+                f"{self.context_size} x {self.num_stages}; change one of them"
             )
         # of experts there may be fewer
         size = math.gcd(self.grad_size, self.expert_grad_size)
@@ -154,6 +154,11 @@ class Layout:
     @property
     def context_rank(self) -> int:
         return self._coordinate(AXES, "context_rank")
+
+    @property
+    def leads_rows(self) -> bool:
+        """True on one of the ranks that compute the same rows: what they have alike is counted there."""
+        return self.tensor_rank == 0 and self.context_rank == 0
 
     @property
     def batch_rank(self) -> int:
@@ -276,6 +281,28 @@ class Layout:
         """Return all ranks that hold the layers of a stage."""
         size = self.world_size // self.num_stages
         return list(range(stage * size, (stage + 1) * size))
+
+    def places(self, length: int) -> list[range]:
+        """Return the places of a row of this length that this rank computes. Raises LayoutError for a wrong length.
+
+        The row is cut into twice as many stretches as ranks share it. Of causal attention the last stretch costs most
+        and the first one least, so a rank has one from either end.
+        """
+        if self.context_size == 1:
+            return [range(length)]
+        stretch, left_over = divmod(length, self.stretches)
+        if left_over:
+            raise LayoutError(
+                f"{length} tokens cannot be cut into {self.stretches} stretches for {self.context_size} "
+                "context-parallel ranks"
+            )
+        numbers = (self.context_rank, 2 * self.context_size - 1 - self.context_rank)
+        return [range(number * stretch, (number + 1) * stretch) for number in numbers]
+
+    @property
+    def stretches(self) -> int:
+        """The length of a row is a multiple of this: the equal stretches that ranks of context parallelism compute."""
+        return 2 * self.context_size if self.context_size > 1 else 1
 
     def slice_size(self, total: int) -> int:
         """Return one tensor-parallel rank's part of `total`. Raises LayoutError if it does not divide evenly."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.mappings import enter_tensor_region
+from megatron.parallel.mappings import enter_tensor_region, gather_places, mean_over_context, own_places
 from megatron.parallel.operators import products
 from megatron.parallel.operators.block_sizes import chunk_size, chunks
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
@@ -335,10 +335,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of token_weight x cross-entropy of hidden @ weight^T: a float32 scalar, equal on all ranks.
 
-    hidden and weight are what the output layer passes on: the residual stream [S, B, H] ([S/tp, B, H] under sequence
-    parallelism) and this rank's rows of the vocabulary (with an adapter: `with_adapter`); labels [B, S] int64;
-    token_weights [B, S] (the loss mask times whatever normalises the sum). A token of weight 0 may have any label; a
-    label outside the vocabulary with another weight makes the sum infinite.
+    hidden and weight are what the output layer passes on: this rank's rows of the residual stream [rows, B, H], S of
+    them unless ranks share them (sequence and context parallelism), and its rows of the vocabulary (with an adapter:
+    `with_adapter`); labels [B, S] int64, of all places on every rank; token_weights [B, S] (the loss mask times
+    whatever normalises the sum). A token of weight 0 may have any label; a label outside the vocabulary with another
+    weight makes the sum infinite.
     `label_smoothing`: this share of a label's probability is spread evenly over the vocabulary, as in torch's
     cross_entropy. The weights take no gradient. Holds the logits of one chunk of tokens at a time
     (megatron/parallel/operators/block_sizes.py).
@@ -353,12 +354,16 @@ def linear_cross_entropy(
     # not in float16, which could not hold hidden states times the weight of one token of a large batch
     if is_total and weight.dtype != torch.float16:
         into = getattr(weight, "gradient_sum", None)
-    head = head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx, into, smoothing=label_smoothing)
-    token_weights_N = token_weights_BS.t().flatten().to(sum_dtype(hidden.dtype))
+    head = head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx, into, smoothing=label_smoothing)
+    token_weights_N = own_places(token_weights_BS.t(), ctx).flatten().to(sum_dtype(hidden.dtype))
+    if ctx.context_size > 1:  # the mean of what the ranks have is the sum then
+        token_weights_N = token_weights_N * ctx.context_size
     arguments = head, torch.is_grad_enabled()
     if len(head.slices()) == 1:
-        return _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, head.weight, *arguments), token_weights_N)
-    return _ChunkedCrossEntropy.apply(head.hidden_NH, head.weight, token_weights_N, *arguments)
+        total = _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, head.weight, *arguments), token_weights_N)
+    else:
+        total = _ChunkedCrossEntropy.apply(head.hidden_NH, head.weight, token_weights_N, *arguments)
+    return mean_over_context(total, ctx)
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
@@ -369,8 +374,13 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     weight is trained: where a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products
     instead of four.
     """
-    log_probs_N = _log_probs(head_of(hidden, weight, labels_BS.t().reshape(-1, 1), ctx))
-    return log_probs_N.view(labels_BS.shape[::-1]).t()
+    log_probs_N = _log_probs(head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx))
+    return gather_places(log_probs_N.view(-1, len(labels_BS)), ctx).t()
+
+
+def _own_labels(labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
+    """Return the labels of this rank's places, [N, 1]."""
+    return own_places(labels_BS.t(), ctx).reshape(-1, 1)
 
 
 def log_probs_of(places_K: Tensor, hidden: Tensor, weight: Tensor, labels_K: Tensor, ctx: ParallelContext) -> Tensor:

@@ -170,3 +170,75 @@ def gather_channels(x: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.tensor_size == 1:
         return x
     return _GatherHeads.apply(x, ctx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of tokens that context-parallel ranks share. What is of whole rows is alike on all of them: a loss of whole rows
+# counts once on each, and its gradient there by the rank's own places alone. DeepSpeed takes the mean of gradients over
+# these ranks too, so each one's part is multiplied by their number.
+
+
+def own_places(whole: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
+    """Return the places of rows that this rank computes, in their order: [..., S, ...] -> [..., S/cp, ...]."""
+    if ctx.context_size == 1:
+        return whole
+    return torch.cat([whole.narrow(dim, part.start, len(part)) for part in ctx.places(whole.shape[dim])], dim)
+
+
+def own_rows(whole_S: Tensor, ctx: ParallelContext) -> Tensor:
+    """Return this rank's rows of the residual stream, of those of whole rows: [S, ...] -> [rows, ...]."""
+    own = own_places(whole_S, ctx)
+    if not ctx.sequence_parallel:
+        return own
+    return own.chunk(ctx.tensor_size)[ctx.tensor_rank]
+
+
+def all_places(own_S: Tensor, ctx: ParallelContext) -> Tensor:
+    """Join the places of all ranks to whole rows: [S/cp, ...] -> [S, ...]; no autograd."""
+    own_S = own_S.contiguous()
+    parts = [torch.empty_like(own_S) for _ in range(ctx.context_size)]
+    with ctx.state.clock.phase(WAIT):
+        dist.all_gather(parts, own_S, group=ctx.context_group)
+    firsts, lasts = zip(*(part.chunk(2) for part in parts), strict=True)
+    # a rank has a stretch from either end
+    return torch.cat([*firsts, *reversed(lasts)])
+
+
+class _GatherPlaces(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, own_S: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx = ctx
+        return all_places(own_S, ctx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad_S: Tensor) -> Any:
+        return own_places(grad_S, function.ctx) * function.ctx.context_size, None
+
+
+class _MeanOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        x = x.clone()
+        with ctx.state.clock.phase(WAIT):
+            dist.all_reduce(x, group=ctx.context_group)
+        return x / ctx.context_size
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def gather_places(own_S: Tensor, ctx: ParallelContext) -> Tensor:
+    """[S/cp, ...] -> [S, ...], alike on all context-parallel ranks; backward keeps own places, times their number."""
+    if ctx.context_size == 1:
+        return own_S
+    return _GatherPlaces.apply(own_S, ctx)
+
+
+def mean_over_context(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Return the mean over the context-parallel ranks, alike on all; backward is the identity."""
+    if ctx.context_size == 1:
+        return x
+    return _MeanOverContext.apply(x, ctx)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron.models.rules import check_row_length, row_multiple
 from megatron.options.config import Config
 from megatron.options.data import DOCUMENT_ENDS, parse_split
 from megatron.options.dependents import idle_options
-from megatron.options.flags import divisors
 from megatron.parallel.layout import Layout, parallel_batch_size
 from megatron.runtime.commands import counted
 from megatron.runtime.devices import device_of, find_device, is_device
@@ -177,11 +177,8 @@ class PackedData(TaskData):
         super().__init__(config, options)
         self._compiles_shapes, self.num_batch_ranks = False, 1  # until `open`
         self._edges: NDArray[np.int64] | None = None
-        self._multiple = 1
+        self._multiple = row_multiple(config)
         """Rows are as long as a multiple of this."""
-        # each tensor-parallel rank holds as many places of a row
-        if config.parallel.sequence_parallel:
-            self._multiple = config.parallel.tensor_model_parallel_size
 
     # Rules and plan
 
@@ -215,7 +212,7 @@ class PackedData(TaskData):
 
     def _batch_faults(self, world_size: int) -> Iterator[str]:
         config, training, sft = self.config, self.config.training, self.config.sft
-        tp, (dp, _) = config.parallel.tensor_model_parallel_size, parallel_batch_size(config, world_size)
+        dp, _ = parallel_batch_size(config, world_size)
         # packing deals samples to ranks; fewer would leave one with padding alone in each step
         if training.global_batch_size < dp:
             yield (
@@ -237,16 +234,13 @@ class PackedData(TaskData):
                 "to max_batch_len tokens; use 1, and set max_batch_len"
             )
         yield from self._expert_faults(world_size)
-        if config.parallel.sequence_parallel and self.row_length % tp:
-            yield (
-                f"sequence_parallel needs tensor_model_parallel_size={tp} to divide max_batch_len={self.row_length}; "
-                f"use {divisors(self.row_length, 64)}, or turn it off"
-            )
+        if self.row_length != training.seq_length:
+            yield from check_row_length(config, "max_batch_len", self.row_length)
 
     def _expert_faults(self, world_size: int) -> Iterator[str]:
         parallel = self.config.parallel
         layout = Layout.of(parallel, world_size)
-        shares_samples = layout.expert_tensor_size * layout.expert_size <= layout.tensor_size
+        shares_samples = layout.expert_tensor_size * layout.expert_size <= layout.tensor_size * layout.context_size
         # `auto` is resolved before a run checks its config
         is_static = is_device(parallel.device) and find_device(parallel.device).static_experts
         if is_static and self.varies_shapes and not shares_samples:
@@ -441,7 +435,7 @@ class PackedData(TaskData):
             length = int(pad_to_edges([length], self._edges)[0])
         elif self.bucketing == "octave":
             length = int(bucket_length(length, self.config.sft.buckets_per_octave))
-        # rounded up to what sequence parallelism cuts; `most` is a multiple already, by a rule
+        # rounded up to what sequence and context parallelism cut; `most` is a multiple already, by a rule
         return min(most, -(-length // self._multiple) * self._multiple)
 
     # What a run compiles

@@ -219,7 +219,7 @@ def _compute(job: LabelJob, samples: NDArray[np.int64], forward: Forward, ctx: P
             # a sample that comes twice, to fill a microbatch, is taken once
             begin = begins.pop(sample, None)
             owner, turn = number % ctx.num_batch_ranks, number // ctx.num_batch_ranks
-            if begin is not None and owner == ctx.batch_rank and ctx.is_last_stage and ctx.tensor_rank == 0:
+            if begin is not None and owner == ctx.batch_rank and ctx.is_last_stage and ctx.leads_rows:
                 found[begin : begin + int(lengths[sample])] = results[turn][row, places].float()
     if ctx.world_size > 1:
         dist.all_reduce(found)

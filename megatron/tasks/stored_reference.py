@@ -129,7 +129,7 @@ class StoredReference:
         # adapters off: with them the reference is their base, stored or not
         results = forward(microbatches, partial(answer_logps, ctx=ctx), adapters=False, num_microbatches=len(cells))
         found = torch.zeros(len(numbers), device=ctx.device)
-        if ctx.is_last_stage and ctx.tensor_rank == 0:
+        if ctx.is_last_stage and ctx.leads_rows:
             for rows, result in zip(cells, results, strict=True):
                 found[torch.from_numpy(np.concatenate(rows)).to(ctx.device)] = result.float()
         if ctx.world_size > 1:

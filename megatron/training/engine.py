@@ -314,7 +314,7 @@ class Engine(ABC):
         """Set the scale of the losses, and return the normaliser of the global batch.
 
         The scale makes DeepSpeed's mean over microbatches and data-parallel ranks the summed loss divided by the
-        normaliser.
+        normaliser. Ranks that share rows have the same loss, that of whole rows.
         """
         own = sum(batch.normaliser for batch in microbatches)
         # the sum waits for the device, so it is left out where each rank knows the whole from its own share
@@ -323,7 +323,7 @@ class Engine(ABC):
         else:
             total = own * self.ctx.num_batch_ranks
         # with m microbatches, d ranks and normaliser N:  mean over m, d of (m d / N) sum(w l)  =  sum of all w l, / N
-        scale = float(len(microbatches) * self.ctx.grad_size)
+        scale = float(len(microbatches) * self.ctx.num_batch_ranks)
         # 0 where every token is masked: each loss is 0 then, under any scale
         if total > 0:
             scale /= total

@@ -90,8 +90,9 @@ class StepLosses:
     def metrics(self) -> Tensor | None:
         """Rows of `table`: sums and weights that this rank adds to those of all; None: nothing."""
         ctx = self._ctx
-        # the residual stream, and so what layers compute of it, is alike on tensor-parallel ranks unless they share it
-        of_loss = self._loss_metrics if ctx.tensor_rank == 0 else None
+        # the loss is of whole rows; the residual stream, and so what layers compute of it, is alike on tensor-parallel
+        # ranks unless they share it
+        of_loss = self._loss_metrics if ctx.leads_rows else None
         of_layers = self._layer_metrics if ctx.tensor_rank == 0 or ctx.sequence_parallel else None
         if of_loss is None and of_layers is None:
             return None

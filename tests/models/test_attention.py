@@ -104,7 +104,7 @@ def rope() -> RotaryEmbedding:
 
 def rotated(x: Tensor, packing: Packing | None, rotary: RotaryEmbedding | None = None) -> Tensor:
     """x [S, B, heads, d] turned as queries are."""
-    return EAGER.rotate(x, x, *(rotary or rope()).angles(x.shape[0], CPU, packing))[0]
+    return EAGER.rotate(x, x, *(rotary or rope()).angles(x.shape[0], CPU, packing, ParallelContext.single()))[0]
 
 
 def test_rotation_turns_pairs_by_their_position() -> None:
@@ -131,7 +131,7 @@ def test_a_part_of_each_head_is_rotated() -> None:
     shared = Shared(replace(config, model=model), ParallelContext.single())
     assert model.rotary_size == 4
     layer = SimpleNamespace(head_size=16, shared=shared)
-    x, angles = random(S, B, HEADS, 16), RotaryEmbedding(model).angles(S, CPU, None)
+    x, angles = random(S, B, HEADS, 16), RotaryEmbedding(model).angles(S, CPU, None, ParallelContext.single())
     turned, _ = SelfAttention._rotated(layer, x, x, angles)  # type: ignore[arg-type]
     torch.testing.assert_close(turned[..., 4:], x[..., 4:], rtol=0, atol=0)
     alone = RotaryEmbedding(ModelConfig(position_embedding_type="rope", kv_channels=4))

@@ -131,7 +131,7 @@ def test_every_row_scales(name: str) -> None:
     """Each computes otherwise than without a scaling, and those that depend on the length beyond it alone."""
     model = our_config(their_model(*ROWS[name])).model
     plain = rotary_frequencies(dataclasses.replace(model, rope_scaling_factor=None))
-    angles = rotary_embedding(model).angles(LENGTH, CPU, None)
+    angles = rotary_embedding(model).angles(LENGTH, CPU, None, ParallelContext.single())
     phases = torch.outer(torch.arange(LENGTH), plain)
     assert (angles[0][:, 0, 0] - phases.cos()).abs().max() > 0.05
     assert (model.rotary_border is not None) == ("longrope" in name or "dynamic" in name)
@@ -245,8 +245,8 @@ def test_packed_documents_are_encoded_as_each_alone(name: str) -> None:
     """Some within the original length, some beyond it."""
     rotary = rotary_embedding(our_config(their_model(*ROWS[name])).model)
     lengths = (5, 21, 1, 1, 40, 16, 2)
-    packed = rotary.angles(sum(lengths), CPU, packing_of(lengths))
-    alone = [rotary.angles(length, CPU, None) for length in lengths]
+    packed = rotary.angles(sum(lengths), CPU, packing_of(lengths), ParallelContext.single())
+    alone = [rotary.angles(length, CPU, None, ParallelContext.single()) for length in lengths]
     for part, parts in zip(packed, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(part[:, 0, 0], torch.cat([each[:, 0, 0] for each in parts]), rtol=0, atol=2e-6)
 

@@ -103,7 +103,7 @@ def test_the_options_leave_the_rest_to_data_parallelism() -> None:
     assert Layout.of(options, 24, 7) == Layout(tensor_size=2, num_batch_ranks=4, num_stages=3, rank=7)
     assert Layout.of(options).world_size == Layout.of(options, 5).world_size == 6
     Layout.of(options, 24).check(24)
-    with pytest.raises(LayoutError, match="25 ranks are not a multiple of tensor x pipeline = 2 x 3; change either"):
+    with pytest.raises(LayoutError, match="25 ranks are not a multiple of tensor x context x pipeline = 2 x 1 x 3"):
         Layout.of(options, 25).check(25)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.models.attention.gathered import GatheredAttention
 from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
 from megatron.models.attention.kv_cache import CachedTokens
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
@@ -60,7 +61,10 @@ class Shared:
         model, ctx = self.config.model, self.ctx
         scores, length = scores_of(model, ctx, window), self.config.training.seq_length
         kernel = build_kernel(model, ctx, packed=self._packed, window=window, length=length)
-        return Core(scores, kernel, SDPAttention(scores) if isinstance(kernel, FlexAttention) else kernel, rotary)
+        prompt_kernel = SDPAttention(scores) if isinstance(kernel, FlexAttention) else kernel
+        if ctx.context_size > 1:
+            kernel = GatheredAttention(kernel, ctx)
+        return Core(scores, kernel, prompt_kernel, rotary)
 
 
 class SelfAttention(nn.Module):
@@ -162,9 +166,9 @@ class SelfAttention(nn.Module):
         return self.prompt_kernel(q, k, v, None, 0.0)
 
     def _core(self, q_SBnd: Tensor, k_SBkd: Tensor, v_SBkd: Tensor, packing: Packing | None) -> Tensor:
-        """Heads in, context out: [S, B, n, d] -> [S, B, n d]."""
+        """Heads in, context out: [S, B, n, d] -> [S, B, n d], of this rank's places where ranks share the rows."""
         if self.rotary is not None:
-            angles = self.rotary.angles(q_SBnd.shape[0], q_SBnd.device, packing)
+            angles = self.rotary.angles(q_SBnd.shape[0], q_SBnd.device, packing, self.ctx)
             q_SBnd, k_SBkd = self._rotated(q_SBnd, k_SBkd, angles)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
         dropout = self.dropout if self.training else 0.0

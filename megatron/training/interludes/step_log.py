@@ -116,7 +116,7 @@ class StepLog:
     def _name_fallbacks(self) -> None:
         """Warn once, from one rank of each stage, of an operator that the CPU computes for the device."""
         ctx = self._engine.ctx
-        if ctx.batch_rank or ctx.tensor_rank:
+        if ctx.batch_rank or not ctx.leads_rows:
             return
         fallbacks = accelerator.current().cpu_fallbacks()
         if new := sorted(fallbacks.keys() - self._fallbacks):
