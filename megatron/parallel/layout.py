@@ -144,8 +144,9 @@ class Layout:
 
     @property
     def team_size(self) -> int:
-        """Neighbouring copies of the model whose ranks send tokens to each other's experts."""
-        return max(1, self.expert_size * self.expert_tensor_size // self.tensor_size)
+        """Neighbours that sum gradients and exchange in their passes too: tokens of experts, parts of the same rows."""
+        with_experts = max(1, self.expert_size * self.expert_tensor_size // self.tensor_size)
+        return math.lcm(with_experts, self.context_size)
 
     @property
     def tensor_rank(self) -> int:

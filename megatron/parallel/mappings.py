@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.finite_checks import COMPUTED
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.phase_clock import WAIT
 
@@ -208,6 +209,7 @@ class _GatherPlaces(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, own_S: Tensor, ctx: ParallelContext) -> Tensor:
         function.ctx = ctx
+        ctx.state.checks.whole(own_S, COMPUTED)
         return all_places(own_S, ctx)
 
     @staticmethod
@@ -219,6 +221,7 @@ class _GatherPlaces(torch.autograd.Function):
 class _MeanOverContext(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        ctx.state.checks.whole(x, COMPUTED)
         x = x.clone()
         with ctx.state.clock.phase(WAIT):
             dist.all_reduce(x, group=ctx.context_group)

@@ -2,8 +2,8 @@
 
 Each rank keeps a record of its own part of the step (parallel/finite_checks.py), from before anything was summed over
 ranks. What is not finite spreads with the data: from stage to stage, in a tensor-parallel sum to all its ranks, with
-tokens to the ranks of other experts, and through a sum of gradients to all data-parallel ranks. So the origin is a rank
-none of whose sources was bad before it.
+tokens to the ranks of other experts, with keys and values to the ranks of the same rows, and through a sum of gradients
+to all data-parallel ranks. So the origin is a rank none of whose sources was bad before it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _follows(
 ) -> bool:
     """Return True if another rank was bad before, and this one got it from there."""
     own = record.place
-    # tensor-parallel ranks and those that exchange tokens make the same checks in the same order: numbers of these can
-    # be compared
+    # tensor-parallel ranks and those that exchange tokens or share rows make the same checks in the same order: numbers
+    # of these can be compared
     orders_of_peers = [
         theirs.order for other, theirs in bad if (other.place.stage, other.place.team) == (own.stage, own.team)
     ]

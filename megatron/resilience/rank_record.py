@@ -34,7 +34,8 @@ class RankPlace:
     replica: int
     """Its place among the data-parallel ranks."""
     team: int
-    """Number of the copies of the model that send tokens to each other's experts; without these that of its replica."""
+    """Number of the neighbouring replicas that exchange in their passes: tokens of experts, keys and values of the same
+    rows. Without these that of its replica."""
 
     @classmethod
     def of(cls, ctx: ParallelContext) -> RankPlace:

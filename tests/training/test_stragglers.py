@@ -11,6 +11,7 @@ from tests.ranks import RankPools
 from tests.training import slowed
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP = "--context-parallel-size 2"
 EP = "--architecture llama --position-embedding-type rope --num-experts 4 --expert-model-parallel-size 2"
 FOUR = "--num-layers 4 --pipeline-partition-method"
 FLAGS = "--eval-iters 0 --log-memory-interval 0 --train-iters 5 --log-interval 5"
@@ -33,6 +34,9 @@ CASES = [
     pytest.param(PP, 1, "optimizer", id="PP2 optimizer", marks=SLOW),
     pytest.param(PP, 0, "data", id="PP2 data", marks=SLOW),
     pytest.param(EP, 1, "forward", id="EP2 forward"),
+    pytest.param(CP, 1, "forward", id="CP2 forward"),
+    pytest.param(CP, 0, "backward", id="CP2 backward", marks=SLOW),
+    pytest.param(CP, 1, "optimizer", id="CP2 optimizer", marks=SLOW),
     pytest.param(EP, 0, "backward", id="EP2 backward", marks=SLOW),
 ]
 
