@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from megatron.checkpoint.folders import CheckpointError, read_metadata
 from megatron.options.config import Config
-from megatron.options.model import PARTICULAR, ModelConfig, differing
+from megatron.options.extension import forbidden_differences
+from megatron.options.model import PARTICULAR, ModelConfig
 
 SHAPED = {
     "architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings",
@@ -73,11 +74,12 @@ def _compare(
     except ValidationError as error:
         faults = "; ".join(f"{fault['loc'][0]}={fault['input']!r}" for fault in error.errors())
         raise CheckpointError(f"{folder} describes no model ({faults}); load another checkpoint") from None
-    differences = differing(config.model.computed(config.training.seq_length), there)
+    here = config.model.computed(config.training.seq_length)
+    differences, hint = forbidden_differences(here, there, extends=config.checkpoint.extend_context)
     # a newer release's option may change what is computed, so it is not passed over
     differences += [f"{name} there, which this release does not have" for name in unknown or ()]
     if differences:
         raise CheckpointError(
             f"{folder} is of another model than the options describe: {'; '.join(differences)}. Give the options of "
-            "its model, or another checkpoint"
+            f"its model, or another checkpoint{hint}"
         )

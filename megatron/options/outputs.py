@@ -70,6 +70,10 @@ class CheckpointConfig:
     upcycle: bool = False
     """Start a model with experts from the dense one in load, weights only: each expert is a copy of its layer's MLP,
     and the routers are drawn. The model computes at first what the dense one does."""
+    extend_context: bool = False
+    """Let the model differ from the one in load, or in save, in its rotary positions: rope_scaling_*, rotary_base. All
+    else is compared. rope_scaling_original_length and max_position_embeddings follow from that model where they are not
+    given; with another seq_length the samples that a resumed run has consumed are counted in its own."""
     no_load_optim: bool = False
     """Start with a new optimizer state."""
     no_load_rng: bool = False

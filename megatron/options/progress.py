@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -91,6 +91,20 @@ class Progress:
         if "left_out" in values:
             values["left_out"] = [(int(begin), int(end)) for begin, end in values["left_out"]]
         return cls(**values)
+
+    def counted_in(self, seq_length: int, own_length: int) -> Progress:
+        """Return the progress with samples of `seq_length` tokens counted as samples of `own_length`.
+
+        Raises ValueError where they are no whole number of these.
+        """
+        tokens = self.consumed_samples * seq_length
+        if tokens % own_length:
+            raise ValueError(
+                f"{self.consumed_samples} samples of seq_length={seq_length} are {tokens} tokens, not a multiple of "
+                f"seq_length={own_length}"
+            )
+        # what rollbacks leave out are samples of data that is cut otherwise now
+        return replace(self, consumed_samples=tokens // own_length, consumed_tokens=tokens, left_out=[])
 
     def leaves_out(self, begin: int, end: int) -> bool:
         """Return whether a step over any of these samples is skipped as a whole."""

@@ -106,6 +106,21 @@ class ParamSchedule:
         """Return the schedule of `to_dict`, also by way of JSON. Raises KeyError or TypeError."""
         return cls(**{**saved, "lr_warmup": tuple((samples, share) for samples, share in saved["lr_warmup"])})
 
+    def counted_in(self, seq_length: int, own_length: int) -> ParamSchedule:
+        """Return the schedule with samples of `seq_length` tokens counted as samples of `own_length`."""
+
+        def counted(samples: float) -> Any:
+            number = samples * seq_length / own_length
+            return int(number) if number.is_integer() else number
+
+        return dataclasses.replace(
+            self,
+            lr_warmup=tuple((counted(samples), share) for samples, share in self.lr_warmup),
+            lr_decay_samples=counted(self.lr_decay_samples),
+            lr_wsd_decay_samples=counted(self.lr_wsd_decay_samples),
+            weight_decay_incr_samples=counted(self.weight_decay_incr_samples),
+        )
+
     def in_effect(self) -> dict[str, Any]:
         """Return the values that change a learning rate or a weight decay, by name."""
         # a resume compares these: an option without effect may differ

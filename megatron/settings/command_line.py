@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dialect import nearest, suggestion
+from megatron.options.extension import with_lengths, without_replaced_scaling
 from megatron.options.flags import dashed, flag, unset
 from megatron.options.stored import CONFIG, known_values, merged, read_preset, to_yaml
 from megatron.runtime.files import show
@@ -92,6 +93,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     given = set(chain.from_iterable(known.values()))
     with reading.faults_kept():
         configs = [with_loaded_adapters(config, given) for config in configs]
+    configs = _extended(configs, given, reading)
     return CommandLine(configs, reading.faults + wrong, notes, given, namespace)
 
 
@@ -107,10 +109,37 @@ def with_loaded_model(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     model, checkpoint, lora = sections
     if not model.keys().isdisjoint(DESCRIBING) or not isinstance(checkpoint.get("load"), str):
         return tree
-    source, described = model_options(checkpoint["load"], checkpoint.get("save"), lora.get("lora_base"))
-    if described:
-        notes.append(f"the options describe no model; it is that of {source}")
-    return {**tree, "model": {**described, **model}}
+    loaded = model_options(checkpoint["load"], checkpoint.get("save"), lora.get("lora_base"))
+    if loaded.options:
+        notes.append(f"the options describe no model; it is that of {loaded.source}")
+    return {**tree, "model": {**without_replaced_scaling(loaded.options, model), **model}}
+
+
+def _extended(configs: Sequence[Config], given: Collection[str], reading: _Reading) -> list[Config]:
+    """Return the configs of `with_extended_context`; what no value of an unread option allows is a fault."""
+    extended, faults = [], list[list[str]]()
+    for config in configs:
+        try:
+            extended.append(with_extended_context(config, given))
+            faults.append([])
+        except ConfigError as error:
+            extended.append(config)
+            faults.append(error.faults)
+    # a folder that cannot be read may have been reported already
+    reading.faults += [fault for fault in faults_in_all(faults) if fault not in reading.faults]
+    return extended
+
+
+def with_extended_context(config: Config, given: Collection[str]) -> Config:
+    """Return the config with the lengths of a context that --extend-context extends, where they are not `given`.
+
+    Raises ConfigError.
+    """
+    load = config.checkpoint.load
+    if not config.checkpoint.extend_context or load is None:
+        return config
+    loaded = model_options(load, config.checkpoint.save, config.lora.lora_base)
+    return with_lengths(config, given, loaded.length, loaded.options.get("rope_scaling_original_length"))
 
 
 def with_loaded_adapters(config: Config, given: Collection[str]) -> Config:

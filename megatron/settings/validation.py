@@ -47,6 +47,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_tokenizer(config),
         *_check_end_of_document(config),
         *_check_loading(config),
+        *_check_extension(config),
         *_check_exports(config),
         *_check_logging(config, world_size),
         *_check_interludes(config),
@@ -291,7 +292,7 @@ def _check_loading(config: Config) -> Iterator[str]:
     # without `load` the run in `save` is evaluated
     evaluates_own = skip_train and checkpoint.save is not None
     if checkpoint.load is None and not evaluates_own:
-        for name in ("finetune", "upcycle", "universal_checkpoint", "ckpt_step"):
+        for name in ("finetune", "upcycle", "extend_context", "universal_checkpoint", "ckpt_step"):
             value = getattr(checkpoint, name)
             if value is not None and value is not False:
                 yield f"{name}={value} is about the weights in load, which is not given; give a folder, or leave it out"
@@ -300,6 +301,21 @@ def _check_loading(config: Config) -> Iterator[str]:
             f"ckpt_step={checkpoint.ckpt_step} selects one of our own checkpoints, but universal_checkpoint is on; set "
             "load to the folder of that iteration instead"
         )
+
+
+def _check_extension(config: Config) -> list[str]:
+    extends, encoding = config.checkpoint.extend_context, config.model.position_embedding_type
+    return broken(
+        (
+            extends and config.checkpoint.upcycle,
+            "upcycle and extend_context each start from another model than the run's; do one after the other",
+        ),
+        (
+            extends and encoding != "rope",
+            f"extend_context changes rotary positions, but position_embedding_type={encoding}: a learned table has "
+            "no rows for longer texts, and ALiBi needs no option to read them; leave it out",
+        ),
+    )
 
 
 def _check_exports(config: Config) -> Iterator[str]:

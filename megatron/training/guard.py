@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.folders import CheckpointError, Run, of_run
+from megatron.checkpoint.reader import Checkpoint
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
+from megatron.options.config import Config
 from megatron.options.progress import Progress
+from megatron.parallel.context import ParallelContext
 from megatron.resilience.attribution import FaultOrigin, find_origin
-from megatron.resilience.errors import TrainingAborted
+from megatron.resilience.errors import TrainingAborted, raise_on_all_ranks
 from megatron.resilience.rank_record import RankPlace
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.runtime.commands import command_name
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
-from megatron.training.resume import checkpoint_before, restore_whole
 from megatron.training.step_checks import step_record
+from megatron.weights.loader import TAG, first_whole
 
 SHOWN_STEPS = 4
 SHOWN_DOCUMENTS = 8
@@ -299,3 +304,68 @@ def _first(numbers: list[int], separator: str) -> str:
     if len(numbers) > SHOWN_DOCUMENTS:
         text += " ..."
     return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints to go back to
+
+
+def checkpoint_before(sample: int, config: Config, ctx: ParallelContext, run: Run) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint, optimizer included, from before `sample` was consumed, or None.
+
+    Collective. It is the run's own or its ancestors', in the run's folder, or else in the one that it resumed from.
+    """
+    options = config.checkpoint
+    folders = [options.save]
+    # what a start without the optimizer was given cannot be gone back to
+    if options.load != options.save and not (options.universal_checkpoint or options.finetune or options.no_load_optim):
+        folders.append(options.load)
+
+    def choose(damaged: set[Path]) -> Path | None:
+        # the run's own folder first, since its checkpoints are newer
+        for folder in folders:
+            for path in _newest_first(folder):
+                if path in damaged or not of_run(run, [path], with_ancestors=True):
+                    continue
+                if _is_before(path, sample, config):
+                    return path
+        return None
+
+    return first_whole(ctx, choose, load=None)
+
+
+def _newest_first(folder: str | None) -> list[Path]:
+    """Return the checkpoints in a folder by their iteration, from the highest on."""
+    if folder is None:
+        return []
+    by_step = {}
+    for path in Path(folder).glob(f"{TAG}*"):
+        step = path.name.removeprefix(TAG)
+        # by number: global_step10 comes after global_step9, which names compared as text have the other way round
+        if step.isdigit():
+            by_step[int(step)] = path
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
+def _is_before(folder: Path, sample: int, config: Config) -> bool:
+    try:
+        checkpoint = Checkpoint(folder)
+        # before an extension of the context samples were others
+        if checkpoint.metadata["config"]["training"]["seq_length"] != config.training.seq_length:
+            return False
+        # weights alone cannot be gone back to, and a damaged one is as if it were not there
+        return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return False
+
+
+def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Restore a running engine to one of its own checkpoints. Collective."""
+    optimizer, lora = checkpoint.metadata["optimizer"], engine.config.lora
+    raise_on_all_ranks(
+        engine.ctx, lambda: engine.state.restore(checkpoint, optimizer, trained_only=lora.lora_rank is not None)
+    )
+    # collective, so after the restore has ended on all ranks without an error
+    engine.state.regather()
+    engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
+    engine.count_from(progress)

@@ -8,23 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folders import START_OPTIONS, Run, checkpoint_folders, holds_checkpoints, of_run, run_in
+from megatron.checkpoint.folders import START_OPTIONS, Run, checkpoint_folders, holds_checkpoints, run_in
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import DEFAULTS, Checkpoint, is_same_folder, own_run, resumes_itself
 from megatron.checkpoint.source import WeightSource
 from megatron.data.blend import content_of
 from megatron.options.config import CheckpointConfig, Config
 from megatron.options.config import options as declared_options
+from megatron.options.extension import position_changes
 from megatron.options.model import differing
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import raise_on_all_ranks
+from megatron.tasks.registry import load_task
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
 from megatron.training.state import start_from_base
-from megatron.weights.adapted import AdaptedSource, open_adapters
-from megatron.weights.loader import TAG, find_checkpoint, first_whole
-from megatron.weights.model import check_quantization, holds_adapters
+from megatron.weights.adapted import AdaptedSource, check_exports, open_adapters
+from megatron.weights.loader import find_checkpoint
+from megatron.weights.model import check_quantization, config_of_source, holds_adapters
 from megatron.weights.model_folder import nothing_to_load
 
 NO_TRAINING = {
@@ -61,17 +63,18 @@ def plan_restore(
     place = f"iteration {progress.iteration}, {progress.consumed_samples} samples"
     # a base with adapters: the base's weights come from its folder, the rest from the run's checkpoint
     if isinstance(checkpoint, AdaptedSource):
-        trained = checkpoint.trained
+        trained, lines = checkpoint.trained, [*checkpoint.lines(), *_extension(checkpoint, config)]
         if trained is None:
-            return RestorePlan(None, None, [*checkpoint.lines(), f"new adapters; {place}"])
+            return RestorePlan(None, None, [*lines, f"new adapters; {place}"])
         if not isinstance(trained, Checkpoint):
-            return RestorePlan(None, None, [*checkpoint.lines(), f"started from {trained.folder}: adapters; {place}"])
+            return RestorePlan(None, None, [*lines, f"started from {trained.folder}: adapters; {place}"])
         # the part that is trained resumes as any run's
         plan = plan_restore(trained, progress, config, options)
         warned = check_quantization(trained, config, resumes=not options.finetune)
-        return replace(plan, lines=[*checkpoint.lines(), *plan.lines, *warned])
+        return replace(plan, lines=[*lines, *plan.lines, *warned])
     if options.finetune or not checkpoint.holds_run:
-        return RestorePlan(None, None, [f"started from {checkpoint.folder}: weights; {place}"])
+        lines = [f"started from {checkpoint.folder}: weights; {place}", *_extension(checkpoint, config)]
+        return RestorePlan(None, None, lines)
     optimizer, lost = _saved_optimizer(checkpoint, config, options)
     seed, lost_seed = _saved_seed(checkpoint.metadata, config, options)
     lost += [*lost_seed, *_lost_position(checkpoint, progress)]
@@ -87,6 +90,16 @@ def plan_restore(
     if changed:
         lines.append(f"changed since the checkpoint: {'; '.join(changed)}")
     return RestorePlan(optimizer, seed, lines)
+
+
+def _extension(checkpoint: WeightSource, config: Config) -> list[str]:
+    """Return a line on the positions in which the run's model is not that of the files that it starts from."""
+    model = checkpoint.parts[-1] if checkpoint.parts else checkpoint
+    # a foreign checkpoint may state no whole model
+    if not config.checkpoint.extend_context or (model.config is None and "config" not in model.metadata):
+        return []
+    changes = position_changes(config.model, config_of_source(model).model)
+    return [f"extended context: {'; '.join(changes)}"] if changes else []
 
 
 def _saved_optimizer(
@@ -194,6 +207,8 @@ class Start:
     run: Run
     saved_data: SavedData | None = None
     """None: no checkpoint whose data this run continues."""
+    counted_from: int | None = None
+    """seq_length of the checkpoint, whose samples `progress` counts as samples of the run's. None: it has the same."""
 
 
 # Resuming
@@ -222,8 +237,34 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     run = _of_rank_0(ctx, lambda: _run_of_start(config.checkpoint, own, found, options))
     if checkpoint is None:
         return Start(options, None, Progress(), run)
+    if isinstance(checkpoint, AdaptedSource):
+        check_exports(config, checkpoint)
     progress, saved_data = raise_on_all_ranks(ctx, lambda: read_progress(checkpoint, options))
-    return Start(options, checkpoint, progress, run, saved_data)
+    other = _other_length(saved_data, config)
+    if other is not None:
+        progress = counted_in_own_samples(progress, other, config)
+    return Start(options, checkpoint, progress, run, saved_data, other)
+
+
+def _other_length(saved: SavedData | None, config: Config) -> int | None:
+    """Return the seq_length of the samples of the run that is continued, where --extend-context changes it."""
+    if saved is None or not config.checkpoint.extend_context:
+        return None
+    there = saved.config["training"]["seq_length"]
+    # a chat, or a pair of answers, is one sample at any seq_length
+    if there == config.training.seq_length or load_task(config).data.counts_epochs:
+        return None
+    return int(there)
+
+
+def counted_in_own_samples(progress: Progress, seq_length: int, config: Config) -> Progress:
+    """Raises CheckpointError where the samples of that length are no whole number of the run's."""
+    try:
+        return progress.counted_in(seq_length, config.training.seq_length)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint has consumed {error}; give one that divides them, or --finetune to take its weights alone"
+        ) from None
 
 
 def _of_rank_0(ctx: ParallelContext, read: Callable[[], Any]) -> Any:
@@ -342,65 +383,6 @@ def restore(
     return plan.lines
 
 
-# Rolling back
-
-
-def checkpoint_before(sample: int, config: Config, ctx: ParallelContext, run: Run) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint, optimizer included, from before `sample` was consumed, or None.
-
-    Collective. It is the run's own or its ancestors', in the run's folder, or else in the one that it resumed from.
-    """
-    options = config.checkpoint
-    folders = [options.save]
-    # what a start without the optimizer was given cannot be gone back to
-    if options.load != options.save and not (options.universal_checkpoint or options.finetune or options.no_load_optim):
-        folders.append(options.load)
-
-    def choose(damaged: set[Path]) -> Path | None:
-        # the run's own folder first, since its checkpoints are newer
-        for folder in folders:
-            for path in _newest_first(folder):
-                if path not in damaged and of_run(run, [path], with_ancestors=True) and _is_before(path, sample):
-                    return path
-        return None
-
-    return first_whole(ctx, choose, load=None)
-
-
-def _newest_first(folder: str | None) -> list[Path]:
-    """Return the checkpoints in a folder by their iteration, from the highest on."""
-    if folder is None:
-        return []
-    by_step = {}
-    for path in Path(folder).glob(f"{TAG}*"):
-        step = path.name.removeprefix(TAG)
-        # by number: global_step10 comes after global_step9, which names compared as text have the other way round
-        if step.isdigit():
-            by_step[int(step)] = path
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
-
-
-def _is_before(folder: Path, sample: int) -> bool:
-    try:
-        checkpoint = Checkpoint(folder)
-        # weights alone cannot be gone back to, and a damaged one is as if it were not there
-        return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
-    except (CheckpointError, KeyError, TypeError, ValueError):
-        return False
-
-
-def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Restore a running engine to one of its own checkpoints. Collective."""
-    optimizer, lora = checkpoint.metadata["optimizer"], engine.config.lora
-    raise_on_all_ranks(
-        engine.ctx, lambda: engine.state.restore(checkpoint, optimizer, trained_only=lora.lora_rank is not None)
-    )
-    # collective, so after the restore has ended on all ranks without an error
-    engine.state.regather()
-    engine.dropout_seed = checkpoint.metadata["rng"]["seed"]
-    engine.count_from(progress)
-
-
 # The data
 
 
@@ -411,6 +393,19 @@ def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -
     """
     if saved.fingerprint == fingerprint:
         return None
+    change, remedy = _change_of_data(saved, config, task, fingerprint)
+    # of another length, where the run continues in tokens
+    counted = "samples" if _other_length(saved, config) is None else "tokens"
+    if not config.checkpoint.allow_data_change:
+        raise CheckpointError(
+            f"{change}. {remedy}, or pass --allow-data-change to continue in the new order, after as many {counted} as "
+            "the checkpoint has consumed: some documents are then read again, others never"
+        )
+    return change
+
+
+def _change_of_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -> tuple[str, str]:
+    """Return what has changed since the checkpoint, and the remedy."""
     there, here = saved.config, config.to_dict()
     names = ("training.task", *task.data.order_options)
     before, now = ({name: _value(run, name) for name in names} for run in (there, here))
@@ -421,25 +416,17 @@ def check_data(saved: SavedData, config: Config, task: Task, fingerprint: str) -
             f"data_path={_said(_value(here, 'data.data_path'))} is repeated another number of times. Epochs are "
             "shuffled together, so one more or less changes the order of all samples"
         )
-        remedy = "Keep the length of that run"
-    else:
-        changed = [
-            f"{name.partition('.')[2]}={_said(now[name])} here, {_said(before[name])} there"
-            for name in names
-            if now[name] != before[name]
-        ]
-        unchanged = f"data_path={_said(_value(here, 'data.data_path'))} holds other documents or tokens than it did"
-        change = (
-            f"{saved.checkpoint} was trained on other data than this run finds: {'; '.join(changed) or unchanged} "
-            f"(fingerprint {content_of(fingerprint)[:12]} here, {content_of(saved.fingerprint)[:12]} there)"
-        )
-        remedy = "Give the data of that run"
-    if not config.checkpoint.allow_data_change:
-        raise CheckpointError(
-            f"{change}. {remedy}, or pass --allow-data-change to continue in the new order, after as many samples as "
-            "the checkpoint has consumed: some documents are then read again, others never"
-        )
-    return change
+        return change, "Keep the length of that run"
+    changed = [name for name in names if now[name] != before[name]]
+    options = [f"{name.partition('.')[2]}={_said(now[name])} here, {_said(before[name])} there" for name in changed]
+    unchanged = f"data_path={_said(_value(here, 'data.data_path'))} holds other documents or tokens than it did"
+    change = (
+        f"{saved.checkpoint} was trained on other data than this run finds: {'; '.join(options) or unchanged} "
+        f"(fingerprint {content_of(fingerprint)[:12]} here, {content_of(saved.fingerprint)[:12]} there)"
+    )
+    if "training.seq_length" in changed and not task.data.counts_epochs:
+        return change, "Keep its seq_length, or begin with its weights alone by --finetune"
+    return change, "Give the data of that run"
 
 
 def length_of(config: Mapping[str, Mapping[str, Any]]) -> str:

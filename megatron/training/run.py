@@ -165,7 +165,9 @@ def build_schedule(config: Config, ctx: ParallelContext, start: Start, task: Tas
     if checkpoint is not None and start.progress.iteration and not start.options.no_load_optim:
         saved, where = checkpoint.metadata.get("schedule"), str(checkpoint.folder)
         # as in Megatron, which loads optimizer and scheduler together or neither
-        schedule, line = raise_on_all_ranks(ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer))
+        schedule, line = raise_on_all_ranks(
+            ctx, lambda: resumed_schedule(schedule, saved, where, config.optimizer, start.counted_from)
+        )
         if line:
             announce(ctx, line)
     if warning := schedule.unended_warmup():

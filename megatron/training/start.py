@@ -145,13 +145,18 @@ def _call_without_gradients(
 
 
 def resumed_schedule(
-    schedule: Schedule, saved: Mapping[str, Any] | None, where: str, options: OptimizerConfig
+    schedule: Schedule,
+    saved: Mapping[str, Any] | None,
+    where: str,
+    options: OptimizerConfig,
+    counted_from: int | None = None,
 ) -> tuple[Schedule, str | None]:
     """Return the schedule to resume `saved` with, and a line on what differs or could not be compared.
 
     `saved`: ParamSchedule.to_dict of the checkpoint `where`; None: it has none. As in Megatron, a difference is an
     error unless override_opt_param_scheduler selects this run's numbers, or use_checkpoint_opt_param_scheduler the
-    checkpoint's. Raises CheckpointError.
+    checkpoint's. `counted_from`: seq_length of its samples, where they count as samples of this run's. Raises
+    CheckpointError.
     """
     # as of a checkpoint that was converted from elsewhere
     if saved is None:
@@ -163,6 +168,8 @@ def resumed_schedule(
         return schedule, f"WARNING: {where} holds no learning-rate schedule; that of this command applies, unchecked"
     try:
         theirs = ParamSchedule.from_dict(saved)
+        if counted_from is not None:
+            theirs = theirs.counted_in(counted_from, schedule.training.seq_length)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} has no usable schedule ({error!r}); load another one") from None
     # numbers in effect: the same schedule may be given by other options

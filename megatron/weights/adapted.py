@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
 from megatron.models.registry import family_of
 from megatron.options.config import Config
+from megatron.options.extension import EXTENDED, position_changes
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import declared_shards
 from megatron.resilience.errors import raise_on_all_ranks
@@ -26,7 +28,7 @@ from megatron.weights.base_identity import BaseIdentity, BaseSums, check_identit
 from megatron.weights.formats import Given, open_base
 from megatron.weights.huggingface import parameters_of
 from megatron.weights.huggingface_source import HuggingFaceSource
-from megatron.weights.model import base_config, holds_adapters
+from megatron.weights.model import base_config, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.source import PeftSource
 
@@ -156,7 +158,7 @@ def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelCont
                 f"lora_base={given} and load={config.checkpoint.load} are both base models; leave lora_base out, which "
                 "is for the base of a checkpoint of adapters"
             )
-        return AdaptedSource(config, loaded, None, _record(loaded))
+        return AdaptedSource(config, loaded, None, _record(loaded, config))
     record: Mapping[str, Any] = {} if loaded is None else loaded.metadata["base"]
     folder = given or record.get("folder")
     if folder is None:  # the same seed draws the same base on any layout
@@ -165,11 +167,11 @@ def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelCont
     def opened() -> WeightSource:
         # a given folder may be of another format than the recorded one
         if loaded is None or given is not None:
-            return open_base(Path(folder), Given(config))
+            return open_base(Path(folder), Given(_extending(config, record)))
         return base_of(loaded, config)
 
     base = _verified(ctx, Path(folder), opened)
-    return AdaptedSource(config, base, loaded, _record(base))
+    return AdaptedSource(config, base, loaded, _record(base, config))
 
 
 def _open_peft(trained: PeftSource, config: Config, ctx: ParallelContext) -> AdaptedSource:
@@ -184,7 +186,7 @@ def _open_peft(trained: PeftSource, config: Config, ctx: ParallelContext) -> Ada
         return base
 
     base = _verified(ctx, folder, opened)
-    return AdaptedSource(config, base, trained, _record(base))
+    return AdaptedSource(config, base, trained, _record(base, config))
 
 
 def _verified(ctx: ParallelContext, folder: Path, opened: Callable[[], WeightSource]) -> WeightSource:
@@ -196,9 +198,31 @@ def _verified(ctx: ParallelContext, folder: Path, opened: Callable[[], WeightSou
     return base
 
 
-def _record(base: WeightSource) -> dict[str, Any]:
+def _record(base: WeightSource, config: Config) -> dict[str, Any]:
     # without links: a later run may start in another folder, or find the link changed
-    return {"format": base.format, "folder": os.path.realpath(base.folder)}
+    record: dict[str, Any] = {"format": base.format, "folder": os.path.realpath(base.folder)}
+    # a foreign checkpoint states no whole model, so what it states was compared when it was opened
+    is_described = base.config is not None or "config" in base.metadata
+    if is_described and position_changes(config.model, config_of_source(base).model):
+        record[EXTENDED] = True
+    return record
+
+
+def _extending(config: Config, record: Mapping[str, Any]) -> Config:
+    """Return the config by which to open the base of a record: adapters keep the positions that they began with."""
+    if not record.get(EXTENDED):
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, extend_context=True))
+
+
+def check_exports(config: Config, source: AdaptedSource) -> None:
+    """Raise CheckpointError where the run is to export adapters that PEFT would load onto a base of other positions."""
+    options = config.checkpoint
+    if source.record.get(EXTENDED) and options.save_hf is not None and not options.save_hf_merged:
+        raise CheckpointError(
+            f"save_hf={options.save_hf} cannot export adapters of an extended context: PEFT would load them onto the "
+            f"base with the positions of {source.base_place}. Pass --save-hf-merged"
+        )
 
 
 def base_of(trained: WeightSource, config: Config) -> WeightSource:
@@ -210,4 +234,4 @@ def base_of(trained: WeightSource, config: Config) -> WeightSource:
             f"{trained.folder} holds adapters of the base model in {folder}, which is not there; give its folder as "
             "--lora-base"
         )
-    return open_base(folder, Given(config), record.get("format"))
+    return open_base(folder, Given(_extending(config, record)), record.get("format"))

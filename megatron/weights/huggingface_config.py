@@ -15,6 +15,7 @@ from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import FAMILIES, family_named
 from megatron.models.rules import check_rotary
 from megatron.options.config import Config, ModelConfig, TrainingConfig
+from megatron.options.extension import forbidden_differences
 from megatron.options.model import PARTICULAR, differing
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import Precision, own_file, read_json
@@ -338,19 +339,24 @@ def described(model: ModelConfig) -> dict[str, Any]:
 
 def differences(config: Config, theirs: Config) -> list[str]:
     """Each option in which a run's model is not that of a folder: "name=here, there". A larger vocabulary is none."""
+    return differing(*_computed(config, theirs))
+
+
+def _computed(config: Config, theirs: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     here, there = (side.model.computed(side.training.seq_length) for side in (config, theirs))
     there["vocab_size"] = max(here["vocab_size"], there["vocab_size"])
-    return differing(here, there)
+    return here, there
 
 
 def other_model(folder: Path, config: Config, theirs: Config) -> str | None:
     """Return the fault of options that describe another model than the folder does; None: they describe it."""
-    different = differences(config, theirs)
+    different, hint = forbidden_differences(*_computed(config, theirs), extends=config.checkpoint.extend_context)
     if not different:
         return None
     return (
         f"{folder} is of another model than the options describe: {'; '.join(different)}. Take them from it: leave "
-        f"all of them out, or {command_name('model_config')} --load {folder} > model.yaml, then --config model.yaml"
+        f"all of them out, or {command_name('model_config')} --load {folder} > model.yaml, then --config "
+        f"model.yaml{hint}"
     )
 
 

@@ -10,7 +10,8 @@ import dataclasses
 import importlib
 import os
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,8 +115,19 @@ def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
     )
 
 
-def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, Any]]:
-    """Return where the model that a run loads is described, and its options; "" and none where nothing describes it.
+@dataclass(frozen=True)
+class LoadedModel:
+    """The model that a run loads, as files describe it."""
+
+    source: str = ""
+    """The file or folder that describes it; empty: none does."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    length: int | None = None
+    """Longest sequence of the model, or of the run that saved it."""
+
+
+def model_options(load: str, save: Any, lora_base: Any) -> LoadedModel:
+    """Return the model that a run loads.
 
     Args:
         load: folder to start from: a model of transformers, adapters in PEFT's format, or checkpoints of a run.
@@ -131,7 +143,8 @@ def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, 
             if isinstance(base, str):
                 folder = Path(base)
         if is_model_folder(folder):
-            return str(folder / "config.json"), preset_of(folder)["model"]
+            options = preset_of(folder)["model"]
+            return LoadedModel(str(folder / "config.json"), options, options.get("max_position_embeddings"))
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
     # a run's command, typed again, continues the run, also after `load` has gone
@@ -140,12 +153,12 @@ def model_options(load: str, save: Any, lora_base: Any) -> tuple[str, dict[str, 
     return _saved_model(folder)
 
 
-def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
-    """Return the newest checkpoint in a folder that states its model, and that. Raises ConfigError."""
+def _saved_model(save: Path) -> LoadedModel:
+    """Return the model of the newest checkpoint in a folder that states it. Raises ConfigError."""
     try:
         folders = checkpoint_folders(save) if save.is_dir() else []
     except OSError:  # the checks of the start say so
-        return "", {}
+        return LoadedModel()
     for folder in folders:
         if (saved := saved_model_options(folder)) is None:
             continue
@@ -159,5 +172,5 @@ def _saved_model(save: Path) -> tuple[str, dict[str, Any]]:
         # unset it would be this run's seq_length, which may be another than that of the table
         if model.position_embedding_type == "learned" and model.max_position_embeddings is None:
             model = replace(model, max_position_embeddings=seq_length)
-        return str(folder), described(model)
-    return "", {}
+        return LoadedModel(str(folder), described(model), model.max_position_embeddings or seq_length)
+    return LoadedModel()

@@ -51,6 +51,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "upcycle makes a new model, and lora_rank=4 trains adapters",
         "upcycle first",
     ),
+    "an extension of experts' start": (
+        "--num-experts 4 --load dense --upcycle --extend-context --position-embedding-type rope",
+        1,
+        "upcycle and extend_context each start from another model",
+        "one after the other",
+    ),
+    "an extension of learned positions": (
+        "--load runs --extend-context --position-embedding-type learned",
+        1,
+        "position_embedding_type=learned: a learned table has no rows for longer texts",
+        "leave it out",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,

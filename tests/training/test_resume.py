@@ -25,7 +25,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import exit_status
 from megatron.runtime.commands import FAILED
 from megatron.settings.command_line import parse_arguments
-from megatron.training.resume import RestorePlan, Start, checkpoint_before, find_start, plan_restore, read_progress
+from megatron.training.guard import checkpoint_before
+from megatron.training.resume import RestorePlan, Start, find_start, plan_restore, read_progress
 from megatron.weights.deepspeed.deepspeed_checkpoint import model_options
 from megatron.weights.loader import find_checkpoint
 from tests.checkpoint.states import fragments_of, saver

@@ -22,6 +22,7 @@ from megatron.models.adapters import Module, modules_of, rank_and_alpha
 from megatron.models.family import HuggingFaceForm
 from megatron.models.registry import family_of
 from megatron.options.config import Config
+from megatron.options.extension import EXTENDED
 from megatron.options.model import LoraConfig
 from megatron.parallel.shards import Shard, declared_shards
 from megatron.weights.base_identity import BaseIdentity, recorded_identity, write_identity
@@ -341,9 +342,17 @@ class NativeAdapter:
 
     @property
     def base_name(self) -> str | None:
-        """Name of the base on the hub, or its folder, where it is transformers': what PEFT loads the adapters onto."""
+        """Name of the base on the hub, or its folder, where it is transformers': what PEFT loads the adapters onto.
+
+        Raises CheckpointError where that has other positions than the adapters: PEFT's format has no place for them.
+        """
         # a name on the hub is the same on every machine; a folder is not
         record, identity = self.checkpoint.metadata["base"], self.identity
+        if record.get(EXTENDED):
+            raise CheckpointError(
+                f"{self.checkpoint.folder} holds adapters of an extended context, which PEFT would load onto the base "
+                "with that one's positions; write the whole model, with --to hf"
+            )
         if identity is not None and identity.name is not None:
             return identity.name
         return record["folder"] if record.get("format") == "huggingface" else None
