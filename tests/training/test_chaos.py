@@ -66,18 +66,24 @@ def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: 
     assert_equal_runs(disturbed, whole)
 
 
+EXPERTS = (
+    "--architecture llama --position-embedding-type rope --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-aux-loss-coeff 0.01 --moe-router-enable-expert-bias --moe-input-jitter-eps 0.01"
+)
+"""Routers that a bias balances."""
+
+
 @pytest.mark.slow
-def test_killed_ranks_of_experts_leave_no_trace_in_weights_and_biases(ranks: RankPools, tmp_path: Path) -> None:
-    """Experts over two ranks beside a pipeline of two, whose routers a bias balances."""
+@pytest.mark.parametrize("layout", [EXPERTS, "--context-parallel-size 2"])
+def test_killed_ranks_of_other_axes_leave_no_trace_in_the_weights(
+    ranks: RankPools, tmp_path: Path, layout: str
+) -> None:
+    """Experts or rows over two ranks, beside a pipeline of two."""
     data, whole, disturbed = chaos.write_dataset(tmp_path / "data"), tmp_path / "whole", tmp_path / "disturbed"
-    experts = (
-        "--architecture llama --position-embedding-type rope --tensor-model-parallel-size 1 --num-experts 4 "
-        "--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 --moe-router-enable-expert-bias "
-        "--moe-input-jitter-eps 0.01"
-    ).split()
-    undisturbed(ranks, data, whole, 30, *experts)
+    more = ["--tensor-model-parallel-size", "1", *layout.split()]
+    undisturbed(ranks, data, whole, 30, *more)
     moments = [chaos.after_save(0.1), chaos.after_save(0.3)]
-    flags = [*chaos.flags_of(data, disturbed, 30, save_interval=5), *experts]
+    flags = [*chaos.flags_of(data, disturbed, 30, save_interval=5), *more]
     outcome = chaos.disturb(flags, moments, seed=0, max_restarts=3)
     assert outcome.status == 0, outcome.text
     assert len(outcome.failures) == 2
