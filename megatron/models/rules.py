@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron.models.attention.exchange_choice import exchange_faults
 from megatron.models.registry import family_named, family_of
 from megatron.options.config import Config, ConfigError, ModelConfig, broken
 from megatron.options.flags import divisors
@@ -20,6 +21,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
         *check_ranks(config, world_size),
         *check_tensor_parallel(config),
         *check_row_length(config, "seq_length", config.training.seq_length),
+        *exchange_faults(config),
         *check_expert_ranks(config, world_size),
         *check_expert_bias(config),
         *check_family(config),

@@ -94,6 +94,12 @@ def idle_without(config: Config) -> Iterator[str]:
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
         *_rotary_scaling(model),
+        (
+            config.parallel.context_parallel_size > 1,
+            "context_parallel_size of 2 or more",
+            "set that",
+            ("context_parallel_exchange",),
+        ),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         (

@@ -21,6 +21,10 @@ class ParallelConfig:
     context_parallel_size: Positive = 1
     """Number of ranks that share each row of tokens, for long sequences: each computes two stretches of it, one from
     the beginning and one from the end, so that all have as much causal attention to compute."""
+    context_parallel_exchange: Literal["auto", "ring", "all-to-all"] = "auto"
+    """Exchange between the ranks that share a row. `ring`: keys and values travel from rank to rank. `all-to-all`: each
+    rank attends with a share of the heads over the whole row. `auto`: the one that sends less, of those that the heads,
+    the dropout and the device allow."""
     pipeline_model_parallel_size: Positive = 1
     """Number of pipeline stages."""
     expert_model_parallel_size: Positive = 1

@@ -5,6 +5,7 @@ The plan sums these declarations; what a kernel of a device keeps beyond them is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,6 +38,42 @@ class Attention:
         if self.window is not None and self.window < seq_length:
             seen = round(self.window * (2 * seq_length + 1 - self.window) / (seq_length + 1))
         return 4 * self.num_heads * self.head_size * seen
+
+    def heads_exchanged(self, tensor_size: int, context_size: int) -> float:
+        """Return the numbers that a rank sends for each of its tokens, if context ranks exchange heads for places.
+
+        In a step with one forward pass: queries, keys, values and context once each way, all but the own share of cp.
+        Key/value heads are repeated to a number that cp divides.
+        """
+        heads, kv_heads = self._heads(tensor_size)
+        sent = 2 * heads + 2 * math.lcm(kv_heads, context_size)
+        return 2 * sent * self.head_size * (context_size - 1) / context_size
+
+    def ring_exchanged(self, tensor_size: int, context_size: int, seq_length: int) -> float:
+        """Return the same if keys and values travel: forward, again for the backward pass, and their gradients back.
+
+        Of the 2 cp chunks of a row, rank r has r and 2 cp - 1 - r. What it sends to another is of each chunk the latest
+        rows that the next later chunk there sees: all without a window, so 3 chunks for a pair of ranks and its
+        reverse, 3/4 (cp - 1) of its own rows to all.
+        """
+        chunk = seq_length // (2 * context_size)
+
+        def rows(distance: int) -> int:
+            """Return the rows of a chunk that a window lets the chunk at this distance see."""
+            if self.window is None:
+                return chunk
+            return max(0, min(chunk, self.window - 1 - (distance - 1) * chunk))
+
+        # first half to later ranks and second half to earlier ones, and first half to the second half of earlier ones
+        alike = sum(2 * (context_size - distance) * rows(distance) for distance in range(1, context_size))
+        pairs = [(rank, other) for rank in range(context_size) for other in range(rank)]
+        across = sum(rows(2 * context_size - 1 - rank - other) for rank, other in pairs)
+        tokens = chunk * 2 * context_size
+        return 3 * 2 * self._heads(tensor_size)[1] * self.head_size * (alike + across) / tokens
+
+    def _heads(self, tensor_size: int) -> tuple[int, int]:
+        """Return the query and key/value heads of a tensor-parallel rank."""
+        return self.num_heads // tensor_size, max(1, self.num_kv_heads // tensor_size)
 
 
 @dataclass(frozen=True)

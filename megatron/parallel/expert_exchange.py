@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.finite_checks import COMPUTED
-from megatron.parallel.mappings import all_gather_rows
+from megatron.parallel.mappings import all_gather_rows, all_to_all_rows
 from megatron.parallel.phase_clock import WAIT
 
 
@@ -171,25 +170,17 @@ class _Unsort(torch.autograd.Function):
         return grad.index_select(0, order_n), None, None
 
 
-def _exchanged(tokens: Tensor, sent: list[int], received: list[int], ctx: ParallelContext) -> Tensor:
-    # what is not finite would be on other ranks next
-    ctx.state.checks.whole(tokens, COMPUTED)
-    arrived = tokens.new_empty((sum(received), tokens.shape[1]))
-    with ctx.state.clock.phase(WAIT):
-        dist.all_to_all_single(arrived, tokens.contiguous(), received, sent, group=ctx.expert_group)
-    return arrived
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, tokens: Tensor, sent: list[int], received: list[int], ctx: ParallelContext) -> Tensor:
-        function.arguments = received, sent, ctx
-        return _exchanged(tokens, sent, received, ctx)
+        function.sizes, function.ctx = (sent, received), ctx
+        return all_to_all_rows(tokens, ctx.expert_group, ctx, sent=sent, received=received)
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, *function.arguments), None, None, None
+        (sent, received), ctx = function.sizes, function.ctx
+        return all_to_all_rows(grad, ctx.expert_group, ctx, sent=received, received=sent), None, None, None
 
 
 def exchange_evenly(rows: Tensor, ctx: ParallelContext) -> Tensor:

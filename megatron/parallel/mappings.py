@@ -54,6 +54,26 @@ def reduce_scatter_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     return own
 
 
+def all_to_all_rows(
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    ctx: ParallelContext,
+    *,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
+) -> Tensor:
+    """Send rows to each rank of the group; return what all sent, in order of rank. No autograd.
+
+    `sent`, `received`: rows to and from each rank; None: as many for each.
+    """
+    # what is not finite would be on other ranks next
+    ctx.state.checks.whole(x, COMPUTED)
+    arrived = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
+    with ctx.state.clock.phase(WAIT):
+        dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:

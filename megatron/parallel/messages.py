@@ -86,6 +86,39 @@ def receive(buffer: Tensor, rank: int, **options: Any) -> Tensor:
     return buffer
 
 
+class Exchange(NamedTuple):
+    """A message to one rank and one from another, both under way."""
+
+    works: list[Any]
+    sent: Tensor | None
+    """Kept until it has been sent."""
+    buffer: Tensor | None
+
+    def wait(self) -> Tensor | None:
+        """Return what was received once it is whole, and what was sent is gone. Raises MessageError."""
+        wait_for(self.works)
+        if self.buffer is not None:
+            check_filled(self.buffer)
+        return self.buffer
+
+
+def post_exchange(
+    message: Tensor | None, destination: int, buffer: Tensor | None, source: int, group: dist.ProcessGroup | None
+) -> Exchange:
+    """Send a contiguous message, and have a buffer filled, in the background. None: nothing is sent or received.
+
+    The ranks are of the world. Both in one call: of a device's backend one without the other may wait for it.
+    """
+    operations = []
+    if message is not None:
+        operations.append(dist.P2POp(dist.isend, message, destination, group))
+    if buffer is not None:
+        mark(buffer)
+        operations.append(dist.P2POp(dist.irecv, buffer, source, group))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Exchange(works, message, buffer)
+
+
 class Sends:
     """Messages under way, of which at most `most` keep their tensors."""
 

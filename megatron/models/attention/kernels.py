@@ -94,7 +94,8 @@ class AttentionMask:
             seen = seen & (key > query - self._scores.window)
         if self._scores.slopes is None:
             return seen
-        bias = self._scores.slopes.to(device, non_blocking=True)[None, :, None, None] * (key - query).float()
+        slopes = self._scores.slopes.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+        bias = slopes[None, :, None, None] * (key - query).to(slopes.dtype)
         return bias.to(dtype).masked_fill(~seen, self._hidden)
 
 
@@ -359,13 +360,20 @@ def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *,
 
 
 def build_kernel(
-    model: ModelConfig, ctx: ParallelContext, *, packed: bool, window: int | None = None, length: int | None = None
+    model: ModelConfig,
+    ctx: ParallelContext,
+    *,
+    packed: bool,
+    window: int | None = None,
+    length: int | None = None,
+    scores: Scores | None = None,
 ) -> Callable[..., Tensor]:
-    """Return the attention kernel for the device, with this rank's ALiBi slopes. Raises ConfigError.
+    """Return the attention kernel for whole rows on the device. Raises ConfigError.
 
-    `packed`: rows hold several documents. `length`: tokens of a row; None: more than a window.
+    `packed`: rows hold several documents. `length`: tokens of a row; None: more than a window. `scores`: of the heads
+    that it is for; None: this rank's.
     """
-    scores, device = scores_of(model, ctx, window), device_of(ctx.device.type)
+    scores, device = scores or scores_of(model, ctx, window), device_of(ctx.device.type)
     is_cut = window is not None and (length is None or window < length)
     backend = _choose_backend(model, ctx, scores, is_masked=packed or is_cut or scores.slopes is not None)
     if backend == "fused_hpu":

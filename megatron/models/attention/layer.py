@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.models.attention.gathered import GatheredAttention
+from megatron.models.attention.context_parallel import build_context_kernel
 from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
 from megatron.models.attention.kv_cache import CachedTokens
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
@@ -63,7 +63,7 @@ class Shared:
         kernel = build_kernel(model, ctx, packed=self._packed, window=window, length=length)
         prompt_kernel = SDPAttention(scores) if isinstance(kernel, FlexAttention) else kernel
         if ctx.context_size > 1:
-            kernel = GatheredAttention(kernel, ctx)
+            kernel = build_context_kernel(self.config, ctx, packed=self._packed, window=window)
         return Core(scores, kernel, prompt_kernel, rotary)
 
 
