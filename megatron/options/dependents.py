@@ -62,6 +62,10 @@ ADAPTERS = (
 )
 
 
+SHARING_ROWS = ("context_parallel_exchange",)
+GPT2_FILES = ("vocab_file", "merge_file")
+
+
 def idle_without(config: Config) -> Iterator[str]:
     """Yield a message for each option that has no effect without another one, which is not given."""
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
@@ -94,20 +98,10 @@ def idle_without(config: Config) -> Iterator[str]:
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
         *_rotary_scaling(model),
-        (
-            config.parallel.context_parallel_size > 1,
-            "context_parallel_size of 2 or more",
-            "set that",
-            ("context_parallel_exchange",),
-        ),
+        (config.parallel.context_parallel_size > 1, "context_parallel_size above 1", "set that", SHARING_ROWS),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
-        (
-            tokenizer == "GPT2BPETokenizer",
-            "tokenizer_type=GPT2BPETokenizer",
-            "choose that",
-            ("vocab_file", "merge_file"),
-        ),
+        (tokenizer == "GPT2BPETokenizer", "tokenizer_type=GPT2BPETokenizer", "choose that", GPT2_FILES),
         (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
         # an export copies its files, whatever their kind
         (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),

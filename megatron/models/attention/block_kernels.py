@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.models.attention.blockwise import is_faster, scaled_product, transposed
 from megatron.models.attention.kernels import Scores, repeat_heads
-from megatron.models.attention.ring_plan import Block, Form
+from megatron.models.attention.ring_plan import Form, ScoreBlock
 from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
 from megatron.runtime.device import Device
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
@@ -58,15 +58,15 @@ class BlockKernels:
         self._is_unscored = scores.slopes is None and scores.cap is None
         self._products = ProductKernel(scores)
 
-    def forward(self, x: Inputs, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """Return the context over the block's keys alone, [B, n, Q, d], and the log-sum-exp of their scores."""
         return self._kernel(x, block).forward(x, block)
 
-    def backward(self, x: Inputs, results: Results, block: Block) -> Parts:
+    def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
         """Return the block's parts of the gradients of q, k and v."""
         return self._kernel(x, block).backward(x, results, block)
 
-    def _kernel(self, x: Inputs, block: Block) -> Any:
+    def _kernel(self, x: Inputs, block: ScoreBlock) -> Any:
         if block.form is Form.ITSELF and x.starts is None:
             return ItselfKernel(self._scores)
         has_fused = block.form is not Form.PARTIAL and x.starts is None and self._is_unscored and not self._is_plain
@@ -88,12 +88,12 @@ class HostKernel:
     def __init__(self, scores: Scores) -> None:
         self._scale = scores.scale
 
-    def forward(self, x: Inputs, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         context, log_sums = attend(x.q, x.k, x.v, 0.0, block.form is Form.CAUSAL, scale=self._scale)
         return context, log_sums
 
-    def backward(self, x: Inputs, results: Results, block: Block) -> Parts:
+    def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad, context, log_sums, _ = results
         is_causal = block.form is Form.CAUSAL
@@ -107,12 +107,12 @@ class FlashKernel:
     def __init__(self, scores: Scores) -> None:
         self._scale = scores.scale
 
-    def forward(self, x: Inputs, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
         found = attend(x.q, x.k, x.v, 0.0, block.form is Form.CAUSAL, scale=self._scale)
         return found[0], found[1]
 
-    def backward(self, x: Inputs, results: Results, block: Block) -> Parts:
+    def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_backward
         random = x.q.new_empty(2, dtype=torch.int64)  # the state of a dropout, of which there is none
         grad, context, log_sums = (part.contiguous() for part in results[:3])
@@ -140,10 +140,10 @@ class ItselfKernel:
         capped = torch.tanh(logits / self._scores.cap)
         return k, v, capped * self._scores.cap, capped
 
-    def forward(self, x: Inputs, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         return repeat_heads(x.v, x.q.shape[1]), self._logits(x)[2]
 
-    def backward(self, x: Inputs, results: Results, block: Block) -> Parts:
+    def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
         k, v, logits, capped = self._logits(x)
         probabilities = (logits - results.log_sums).exp()
         grad = results.grad.to(v.dtype)
@@ -169,7 +169,7 @@ class ProductKernel:
     def __init__(self, scores: Scores) -> None:
         self._scores = scores
 
-    def forward(self, x: Inputs, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         tiles = _Tiles(x, block, self._scores)
         context = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
         log_sums = context.new_full(x.q.shape[:3], -torch.inf, dtype=tiles.keys_T.dtype)
@@ -185,7 +185,7 @@ class ProductKernel:
             tiles.put(log_sums.unsqueeze(-1), queries, highest + total.log())
         return context, log_sums
 
-    def backward(self, x: Inputs, results: Results, block: Block) -> Parts:
+    def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
         tiles = _Tiles(x, block, self._scores)
         values_T, scale = transposed(tiles.v), tiles.scale
         grad_q = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
@@ -209,7 +209,7 @@ class ProductKernel:
 class _Tiles:
     """Queries of a block that are computed at once, with the keys that some of them see."""
 
-    def __init__(self, x: Inputs, block: Block, scores: Scores) -> None:
+    def __init__(self, x: Inputs, block: ScoreBlock, scores: Scores) -> None:
         self._x, self._block, self._form = x, block, scores
         kv_heads, self._num_keys = x.k.shape[0] * x.k.shape[1], x.k.shape[2]
         self.k, self.v = (part.reshape(kv_heads, self._num_keys, -1) for part in (x.k, x.v))

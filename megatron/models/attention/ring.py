@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.models.attention.block_kernels import BlockKernels, Inputs, Results
 from megatron.models.attention.kernels import Scores
-from megatron.models.attention.ring_plan import Block, RingPlan, Visibility, plan_ring
+from megatron.models.attention.ring_plan import RingPlan, ScoreBlock, Visibility, plan_ring
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import COMPUTED
@@ -128,13 +128,13 @@ class _Work:
         with self.ctx.state.clock.phase(WAIT):
             return exchange.wait()
 
-    def inputs(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    def inputs(self, block: ScoreBlock, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
         keys = (block.samples, slice(None), block.keys)
         starts = None if self.starts is None else self.starts[block.samples, block.queries]
         return Inputs(q[_queries(block)], k[keys], v[keys], starts)
 
 
-def _queries(block: Block) -> tuple[slice, slice, slice]:
+def _queries(block: ScoreBlock) -> tuple[slice, slice, slice]:
     return block.samples, slice(None), block.queries
 
 
@@ -209,7 +209,7 @@ class _RingAttention(torch.autograd.Function):
         return gradients.queries.to(q.dtype), *(part.to(k.dtype) for part in gradients.keys.unbind()), None
 
 
-def _part(results: Results, block: Block) -> Results:
+def _part(results: Results, block: ScoreBlock) -> Results:
     return Results(*(part[_queries(block)] for part in results))
 
 
@@ -223,7 +223,7 @@ class _Total:
         self.context = q.new_empty((length, batch, heads, size), dtype=exact).permute(1, 2, 0, 3)
         self.log_sums = q.new_empty((batch, heads, length), dtype=exact)
 
-    def add(self, block: Block, context: Tensor, log_sums: Tensor) -> None:
+    def add(self, block: ScoreBlock, context: Tensor, log_sums: Tensor) -> None:
         """Join the result of a block; that of the block with a query's own key comes first, and sees at least it."""
         total, total_log_sums = self.context[_queries(block)], self.log_sums[_queries(block)]
         if block.is_diagonal:
@@ -246,10 +246,10 @@ class _Gradients:
         self.keys = k.new_zeros((2, length, batch, k.shape[1], size), dtype=exact).permute(0, 2, 3, 1, 4)
         """Those of own keys and values, [2, B, k, L, d]."""
 
-    def add_queries(self, block: Block, gradient: Tensor) -> None:
+    def add_queries(self, block: ScoreBlock, gradient: Tensor) -> None:
         self.queries[_queries(block)] += gradient
 
-    def add_keys(self, sums: Tensor, block: Block, gradients: tuple[Tensor, ...]) -> None:
+    def add_keys(self, sums: Tensor, block: ScoreBlock, gradients: tuple[Tensor, ...]) -> None:
         """Add a block's gradients of keys and values to sums of own ones or of a message's."""
         for total, gradient in zip(sums, gradients, strict=True):
             total[block.samples, :, block.keys] += gradient

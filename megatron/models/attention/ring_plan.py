@@ -28,7 +28,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """Queries, and the keys of which they see some."""
 
     samples: slice
@@ -48,7 +48,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """Exchange of a rank with two others, and what it computes with what comes."""
 
     destination: int
@@ -57,7 +57,7 @@ class Step:
     source: int
     num_received: int
     """Rows that come from the context rank `source`; 0: no message."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[ScoreBlock, ...]
     """Their keys are rows of the message."""
 
 
@@ -65,9 +65,9 @@ class Step:
 class RingPlan:
     """Work of one rank."""
 
-    own: tuple[Block, ...]
+    own: tuple[ScoreBlock, ...]
     """Those of its own keys: first the diagonal ones, of which each query is in just one."""
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,22 @@ def plan_ring(rank: int, places: Sequence[Sequence[range]], sees: Visibility) ->
         if sees.is_joined:
             arrived = _joined(arrived)
         sent = _rows(_earlier_blocks(places[destination], places[rank], sees))
-        steps.append(Step(destination, sent, source, sum(row.stop - row.start for row in rows), arrived))
+        steps.append(RingStep(destination, sent, source, sum(row.stop - row.start for row in rows), arrived))
     return RingPlan(own, tuple(steps))
 
 
-def _own_blocks(places: Sequence[range], sees: Visibility) -> Iterator[Block]:
+def _own_blocks(places: Sequence[range], sees: Visibility) -> Iterator[ScoreBlock]:
     """Yield those with each query's own key first."""
     if sees.is_joined:
         # its places are in order
         rows = slice(0, sum(map(len, places)))
-        yield Block(ALL, rows, rows, 0, 0, Form.CAUSAL)
+        yield ScoreBlock(ALL, rows, rows, 0, 0, Form.CAUSAL)
         return
     for sample, begins in _samples(sees):
         for rows, chunk in _with_rows(places):
             for begin, end in _pieces(begins, chunk):
                 own = slice(rows.start + begin - chunk.start, rows.start + end - chunk.start)
-                yield Block(sample, own, own, begin, begin, _own_form(begin, end, begins, sees.window))
+                yield ScoreBlock(sample, own, own, begin, begin, _own_form(begin, end, begins, sees.window))
     yield from _earlier_blocks(places, places, sees)
 
 
@@ -155,7 +155,7 @@ def _pieces(begins: Sequence[int] | None, chunk: range) -> Iterator[tuple[int, i
         yield single, chunk.stop
 
 
-def _earlier_blocks(queries: Sequence[range], keys: Sequence[range], sees: Visibility) -> tuple[Block, ...]:
+def _earlier_blocks(queries: Sequence[range], keys: Sequence[range], sees: Visibility) -> tuple[ScoreBlock, ...]:
     """Return the blocks of queries and earlier keys, which are of different chunks; of each sample if it is packed."""
     found = []
     for sample, begins in _samples(sees):
@@ -170,7 +170,7 @@ def _earlier_blocks(queries: Sequence[range], keys: Sequence[range], sees: Visib
                 if not seeing or not seen:
                     continue
                 is_cut = sees.window is not None and seeing.stop - seen.start > sees.window
-                block = Block(
+                block = ScoreBlock(
                     sample,
                     _shifted(seeing, query_rows.start - query_chunk.start),
                     _shifted(seen, key_rows.start - key_chunk.start),
@@ -195,7 +195,7 @@ def _shifted(places: range, distance: int) -> slice:
     return slice(places.start + distance, places.stop + distance)
 
 
-def _rows(blocks: Sequence[Block]) -> tuple[slice, ...]:
+def _rows(blocks: Sequence[ScoreBlock]) -> tuple[slice, ...]:
     """Return the rows that any block reads, in order."""
     merged: list[slice] = []
     for begin, end in sorted({(block.keys.start, block.keys.stop) for block in blocks}):
@@ -216,7 +216,7 @@ def _moved(keys: slice, rows: Sequence[slice]) -> slice:
     raise AssertionError(f"rows {keys} are in no part of the message: {rows}")
 
 
-def _joined(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+def _joined(blocks: tuple[ScoreBlock, ...]) -> tuple[ScoreBlock, ...]:
     """Return the same as few blocks: queries that see the same keys, and keys that the same queries see."""
     for one, another in pairwise(blocks):
         rest = tuple(block for block in blocks if block not in (one, another))
