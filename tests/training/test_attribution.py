@@ -11,6 +11,7 @@ from tests.ranks import RankPools
 from tests.training import layouts, planted
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP = "--context-parallel-size 2"
 SLOW = pytest.mark.slow
 # layout, its number of ranks, and a parameter of each rank
 LAYOUTS = [
@@ -25,6 +26,10 @@ LAYOUTS = [
     pytest.param(f"{TP} --sequence-parallel", 2, id="TP2 SP", marks=SLOW),
     pytest.param(PP, 2, id="PP2", marks=SLOW),
     pytest.param(f"{PP} {TP}", 4, id="PP2 TP2"),
+    pytest.param(CP, 2, id="CP2"),
+    pytest.param(f"{CP}", 2, id="CP2 ring", marks=SLOW),
+    pytest.param(f"{CP} {TP} --sequence-parallel --zero-stage 1", 4, id="CP2 TP2 SP ZeRO-1", marks=SLOW),
+    pytest.param(f"{CP} {PP}", 4, id="CP2 PP2 ring", marks=SLOW),
     pytest.param(f"{PP} --pipeline-schedule zero-bubble", 4, id="PP2 DP2 zero-bubble", marks=SLOW),
     pytest.param(f"{TP} --sequence-parallel --fp16 --initial-loss-scale 1", 4, id="TP2 SP DP2 fp16", marks=SLOW),
 ]
