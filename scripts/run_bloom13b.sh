@@ -20,7 +20,7 @@ if [[ -z ${HL_CONFIG:-} ]]; then
     export HL_RAMPUP_BS="${HL_RAMPUP_BS:-1}"          # global batch 16, 32, ... over the first 5,000,000 samples
 fi
 
-# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_NGPU_PER_NODE (8; on the CPU of this machine what the layout needs)
+# Layout: HL_DP x HL_TP x HL_CP x HL_PP = HL_NUM_NODES x HL_NGPU_PER_NODE (8; on the CPU of this machine what the layout needs)
 case ${HL_CONFIG:-bloom_13b} in
     *tiny_*) layout=(1 1 1) ;;                        # tiny presets run on one device
     *)       layout=(2 4 1) ;;

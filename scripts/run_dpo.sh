@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # HL_MAX_PROMPT_LEN half of HL_SEQ_LEN + 1, HL_MAX_BATCH_LEN 8192, HL_BETA 0.1, HL_LR 2e-5, HL_LORA_RANK 8. Without
 # adapters take HL_LORA_RANK=none HL_LR=5e-7. The model's options come from HL_MODEL.
 
-# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
+# Layout: HL_DP x HL_TP x HL_CP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
 export HL_NUM_NODES="${HL_NUM_NODES:-1}"
 export HL_TP="${HL_TP:-1}"
 export HL_PP="${HL_PP:-1}"

@@ -23,7 +23,7 @@ if [[ -z ${HL_CONFIG:-} ]]; then
     export HL_OPTIMIZER="${HL_OPTIMIZER:-fusedadamw}"
 fi
 
-# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
+# Layout: HL_DP x HL_TP x HL_CP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
 case ${HL_CONFIG:-llama} in
     *tiny_*) layout=(1 1 1) ;;                        # tiny presets run on one device
     *)       layout=(2 2 2) ;;

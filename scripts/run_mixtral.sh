@@ -37,7 +37,7 @@ if [[ -z ${HL_CONFIG:-} ]]; then
     export HL_OPTIMIZER="${HL_OPTIMIZER:-fusedadamw}"
 fi
 
-# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs).
+# Layout: HL_DP x HL_TP x HL_CP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs).
 # HL_MOE_EP of these ranks hold different experts: unset, as many as fit HL_DP (with HL_ETP=1: HL_DP x HL_TP) ranks.
 case ${HL_CONFIG:-mixtral} in
     *tiny_*) layout=(1 1 1) ;;                        # tiny presets run on one device

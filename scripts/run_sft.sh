@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # counted; HL_TOO_LONG=split or truncate keeps them), HL_MAX_BATCH_LEN 16384, HL_LR 2e-5. The model's options come from
 # HL_MODEL.
 
-# Layout: HL_DP x HL_TP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
+# Layout: HL_DP x HL_TP x HL_CP x HL_PP = HL_NUM_NODES x HL_DEVICES_PER_NODE (8; on the CPU of this machine what it needs)
 export HL_NUM_NODES="${HL_NUM_NODES:-1}"
 export HL_TP="${HL_TP:-1}"
 export HL_PP="${HL_PP:-1}"

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.launch.dialects.hl_variables import VARIABLES
+from tests import runs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,6 +78,35 @@ def test_experts_train_on_four_ranks_as_written(checkout: Path) -> None:
     printed = run(f"{variables}\n{command.replace(chr(10), ' ')}", checkout)
     assert "iteration       40/      40" in printed
     assert (checkout / "out" / "experts" / "checkpoints" / "latest").read_text().split()[0] == "global_step40"
+
+
+def train_on_long_rows(checkout: Path, context_size: int) -> Path:
+    """Run the README's command for long rows, on as many ranks; return its folder."""
+    of_text = blocks_below("Train on your own text")[0].strip().splitlines()
+    (command,) = blocks_below("Share long rows of tokens")
+    assert command.count("HL_CP=2 ") == command.count("out/long ") == 1
+    command = command.replace("HL_CP=2 ", f"HL_CP={context_size} ").replace("out/long ", f"out/long{context_size} ")
+    if not (checkout / "out" / "docs_text_document.bin").is_file():
+        run("\n".join(of_text[:2]), checkout)
+    printed = run(f"{of_text[2]}\n{command}", checkout)
+    assert "consumed tokens:        65536" in printed
+    return checkout / "out" / f"long{context_size}"
+
+
+def test_two_ranks_train_on_long_rows_as_written(checkout: Path) -> None:
+    results = train_on_long_rows(checkout, context_size=2)
+    first, last = (row["lm_loss"] for row in runs.rows(results, "valid"))
+    assert last < first - 0.05
+    assert (results / "checkpoints" / "latest").read_text().split()[0] == "global_step2"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_long_rows_as_one_process(checkout: Path) -> None:
+    """Losses, norms and the perplexity of a held-out row, of which no rank has more than a half."""
+    two, one = (train_on_long_rows(checkout, size) for size in (2, 1))
+    for kind, names in (("train", ("lm_loss", "grad_norm")), ("valid", ("lm_loss", "perplexity"))):
+        shared, alone = ([[row[name] for name in names] for row in runs.rows(folder, kind)] for folder in (two, one))
+        np.testing.assert_allclose(shared, alone, rtol=1e-6)
 
 
 def test_the_commands_for_large_models_print_their_plans(checkout: Path) -> None:

@@ -94,6 +94,8 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_DEVICES_PER_NODE": "8; on a CPU what the layout needs",
         "HL_DP": "2",
         "HL_TP": ("4", "2"),
+        "HL_CP": "1",
+        "HL_CP_COMM_TYPE": "what sends less",
         "HL_PP": ("1", "2"),
         "HL_SEQ_PARALLEL": ("0", "1"),
         "HL_ZERO_STAGE": "0",
@@ -247,6 +249,7 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
 
 HABANAS = {
     "HL_LAUNCHER_TYPE": ("mpirun", "one node needs no Open MPI"),
+    "HL_CP_COMM_TYPE": ("p2p", "all-to-all may send less"),
     "HL_USE_FUSED_SDPA_WITH_RECOMPUTE": ("0", "the default of FusedSDPA, which keeps no probabilities"),
     "HL_USE_FAST_SOFTMAX": ("1", "the exact softmax"),
     "HL_DETERMINISTIC_MODE": ("1", "its operators are slower"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from megatron.generation.options import LoadOptions
+from megatron.generation.options import OF_TRAINING, LoadOptions
 from megatron.options import flags
 from megatron.options.config import ConfigError
 from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat
@@ -127,7 +127,7 @@ def build_evaluate_parser(prog: str = "megatron-evaluate") -> argparse.ArgumentP
 def read_command(arguments: Sequence[str]) -> EvaluateCommand:
     """Return the command. Raises ConfigError with every fault."""
     namespace, rest = build_evaluate_parser().parse_known_args(flags.dashed(arguments))
-    faults = flags.unknown_flags(rest, vars(namespace))
+    faults = flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
     evaluation = flags.read_flags(EvaluationOptions, namespace, faults)
     # of both, so that every fault is listed

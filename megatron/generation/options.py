@@ -168,12 +168,6 @@ class LoadOptions:
     """Timeout of collectives; one that waits longer fails the run."""
     tokenizer_type: types.TokenizerType | None = None
     """Kind of tokenizer. Unset: that of the folder, or of the run that saved the checkpoint."""
-
-    @property
-    def context_parallel_size(self) -> int:
-        """Texts are not cut: copies of the model share the work instead."""
-        return 1
-
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
     vocab_file: str | None = None
@@ -184,6 +178,11 @@ class LoadOptions:
     """TikTokenizer: pattern and special tokens of the rank file. Unset: derived from its number of ranks."""
     eod_token: str | None = None
     """Token that ends a text. Unset: the tokenizer's."""
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Texts are not cut: copies of the model share the work instead."""
+        return 1
 
     def faults(self) -> Iterator[str]:
         # without torch only that it exists; its ranks find what it holds
@@ -344,6 +343,13 @@ REFUSED = {
     "--fp8": "text is generated in 16 bits; --quantize-base nf4 holds weights in 4 bits",
     "--no-repeat-ngram-size": "use --repetition-penalty, --frequency-penalty or --presence-penalty",
 }
+_COPIES = "copies of the model share the texts, so start more ranks; leave it out"
+OF_TRAINING = {
+    "--context-parallel-size": _COPIES,
+    "--context-parallel-exchange": _COPIES,
+    "--sequence-parallel": "single tokens cannot be cut; leave it out",
+}
+"""Flags of a training's layout, which a checkpoint may have had; what computes texts has none of them."""
 
 
 def build_generate_parser(prog: str = "megatron-generate") -> argparse.ArgumentParser:
@@ -364,7 +370,7 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     # other programs' names first, so that argparse and its suggestions know only ours
     words, notes, faults = translated(arguments)
     namespace, rest = build_generate_parser().parse_known_args(words)
-    faults += flags.unknown_flags(rest, vars(namespace))
+    faults += flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
     prompts = flags.read_flags(PromptOptions, namespace, faults)
     generation = flags.read_flags(GenerationOptions, namespace, faults)

@@ -15,13 +15,19 @@ from megatron.data.index.indexed import DataError
 from megatron.generation.jsonl import ids_of
 from megatron.generation.loading import load_model
 from megatron.generation.model import InferenceModel
-from megatron.generation.options import GenerateCommand, GenerationOptions, LoadOptions, PromptOptions
+from megatron.generation.options import (
+    OF_TRAINING,
+    GenerateCommand,
+    GenerationOptions,
+    LoadOptions,
+    PromptOptions,
+)
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.generation.session import Session
 from megatron.options.config import ConfigError
 from megatron.options.dialect import nearest, suggestion
-from megatron.options.flags import KEYWORD, read_values
+from megatron.options.flags import KEYWORD, flag, read_values
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import choose_device
 from megatron.runtime.devices import find_device
@@ -147,6 +153,9 @@ def _of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    others = [name for name in given if name not in known]
     use = f"use {', '.join(known)}"
-    return [f"{name} is not an option here; {suggestion(nearest(name, known), use)}" for name in others]
+    return [
+        f"{name} is not an option here; {OF_TRAINING.get(flag(name)) or suggestion(nearest(name, known), use)}"
+        for name in given
+        if name not in known
+    ]

@@ -28,6 +28,7 @@ from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.models.rules import upcycle_faults
 from megatron.options.config import Config, ConfigError
 from megatron.options.training import ParallelConfig
+from megatron.parallel.layout import Layout
 from megatron.parallel.shards import declared_shards
 from megatron.plan.flops import declared_layers
 from megatron.runtime.commands import command_name
@@ -275,9 +276,9 @@ def check_layout(
     request: LaunchRequest, parallel: ParallelConfig | LoadOptions, devices_per_node: int
 ) -> Iterator[str]:
     """Yield a fault unless the parallel sizes fill the devices."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    layout = Layout.of(parallel)
     data, devices = request.data_parallel_size or 1, request.nodes * devices_per_node
-    model, ranks = tensor * pipeline, data * tensor * pipeline
+    model, ranks = layout.model_size, data * layout.model_size
     if ranks == devices:
         return
     remedy = "change the layout"
@@ -285,9 +286,12 @@ def check_layout(
         remedy = f"use a data-parallel size of {devices // model}"
     if ranks % request.nodes == 0:
         remedy += f", or {ranks // request.nodes} devices a node (HL_NGPU_PER_NODE, --devices-per-node)"
+    sizes = {"data": data, "tensor": layout.tensor_size, "context": layout.context_size, "pipeline": layout.num_stages}
+    if layout.context_size == 1:
+        del sizes["context"]
+    product = " x ".join(f"{axis}-parallel {size}" for axis, size in sizes.items())
     yield (
-        f"data-parallel {data} x tensor-parallel {tensor} x pipeline-parallel {pipeline} = {ranks} ranks, but "
-        f"nodes x devices = {request.nodes} x {devices_per_node} = {devices}; {remedy}"
+        f"{product} = {ranks} ranks, but nodes x devices = {request.nodes} x {devices_per_node} = {devices}; {remedy}"
     )
 
 

@@ -463,8 +463,10 @@ def _run_folder(layout: ConfigOnRanks) -> str:
     """Return ds_z0_nl40_hs5120_gb1024_mb1_D2_T4_P1_devices8_20260131_235959, as Habana's scripts name it."""
     config, training = layout.config, layout.config.training
     ranks = Layout.of(config.parallel, layout.world_size)
+    # as later scripts have it, where the older ones had no such axis
+    context = f"_C{ranks.context_size}" if ranks.context_size > 1 else ""
     return (
         f"ds_z{config.optimizer.zero_stage}_nl{config.model.num_layers}_hs{config.model.hidden_size}"
-        f"_gb{training.global_batch_size}_mb{training.micro_batch_size}_D{ranks.num_batch_ranks}_T{ranks.tensor_size}_P{ranks.num_stages}"
-        f"_devices{ranks.world_size}_{time.strftime('%Y%m%d_%H%M%S')}"
+        f"_gb{training.global_batch_size}_mb{training.micro_batch_size}_D{ranks.num_batch_ranks}_T{ranks.tensor_size}"
+        f"{context}_P{ranks.num_stages}_devices{ranks.world_size}_{time.strftime('%Y%m%d_%H%M%S')}"
     )

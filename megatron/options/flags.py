@@ -245,12 +245,14 @@ def _lowered(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def unknown_flags(rest: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Describe the words that argparse did not recognise. `known`: names of options."""
+def unknown_flags(rest: Sequence[str], known: Iterable[str], refused: Mapping[str, str]) -> list[str]:
+    """Describe the words that argparse did not recognise. `known`: names of options; `refused`: flags, and why."""
     flags, faults = list(map(flag, known)), []
     for word in rest:
         name = word.split("=", 1)[0]
-        if word.startswith("-"):
+        if name in refused:
+            faults.append(f"{name} is not supported: {refused[name]}")
+        elif word.startswith("-"):
             faults.append(f"unknown flag {name}; {suggestion(nearest(name, flags), 'see --help')}")
         # behind an unknown flag, words are its values: that fault is enough
         elif not any(other.startswith("-") for other in rest[: rest.index(word)]):

@@ -78,7 +78,8 @@ def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iter
 
 def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
     parallel, training = config.parallel, config.training
-    text = f"PP {layout.num_stages} x TP {layout.tensor_size} x DP {layout.num_batch_ranks}"
+    context = f" x CP {layout.context_size}" if layout.context_size > 1 else ""
+    text = f"PP {layout.num_stages} x TP {layout.tensor_size}{context} x DP {layout.num_batch_ranks}"
     if parallel.sequence_parallel:
         text += ", sequence parallel"
     if not config.uses_pipeline:

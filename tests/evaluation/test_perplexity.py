@@ -74,10 +74,12 @@ def test_loss_and_bits_per_byte_are_those_of_transformers(
 
 def test_wrong_commands_are_refused_with_every_fault(ranks: RankPools, model: Path, prefix: Path) -> None:
     words = ["--load", str(model / "lost"), "--dataset", f"{prefix}.bin", "--num-fewshot", "2", "--log-samples"]
+    words += ["--context-parallel-size", "2"]
     with pytest.raises(RankFailure) as failure:
         ranks(1)(runs.run, words)
     for said in ("lost does not exist", "text.bin.idx; give the path without", "--num-fewshot is for --tasks",
-                 "--log-samples writes into the output file"):  # fmt: skip
+                 "--log-samples writes into the output file",
+                 "--context-parallel-size is not supported: copies of the model share the texts"):  # fmt: skip
         assert said in str(failure.value)
 
 
@@ -95,7 +97,7 @@ def test_the_output_of_another_evaluation_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--context-parallel-size 2"])
 def test_the_loss_of_a_dataset_is_that_of_a_runs_validation(ranks: RankPools, tmp_path: Path, flags: str) -> None:
     train = training_runs.write_dataset(tmp_path / "train")
     length, batch, batches = 16, 8, 3

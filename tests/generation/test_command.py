@@ -55,6 +55,7 @@ def test_stop_strings_may_be_escaped(folder: str) -> None:
         ("--load . --chat --num-beams 2", "--num-beams is not for --chat"),
         ("--load . --prompt a --dataset_name x", "--dataset-name is not supported: only files are read"),
         ("--load . --prompt a --top-p 2", "--top-p 2: input should be less than or equal to 1"),
+        ("--load . --prompt a --context_parallel_size 2", "is not supported: copies of the model share the texts"),
         ("--load . --prompt a --batch-sise 2", "did you mean --batch-size?"),
     ],
 )

@@ -174,10 +174,16 @@ def test_a_right_run_passes(dataset: str, tmp_path: Path) -> None:
     [
         ({"data_parallel_size": 3, "devices_per_node": 4}, "= 3 ranks, but nodes x devices = 1 x 4 = 4"),
         ({"data_parallel_size": 2, "devices_per_node": 4}, "use a data-parallel size of 4, or 2 devices a node"),
+        (
+            {"data_parallel_size": 1, "devices_per_node": 4, "context_parallel_size": 2},
+            "data-parallel 1 x tensor-parallel 1 x context-parallel 2 x pipeline-parallel 1 = 2 ranks, but nodes x "
+            "devices = 1 x 4 = 4; use a data-parallel size of 2, or 2 devices a node",
+        ),
     ],
 )
 def test_layout_must_fill_the_devices(dataset: str, request_values: dict[str, Any], said: str) -> None:
-    assert said in "".join(faults(tiny("--data-path", dataset, **request_values)))
+    flags = ["--context-parallel-size", str(request_values.pop("context_parallel_size", 1))]
+    assert said in "".join(faults(tiny("--data-path", dataset, *flags, **request_values)))
 
 
 def test_every_config_fault_comes_with_those_of_the_launch(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ CORE = (
 DEEPSPEED = "HL_DP=4 HL_MOE_EP=1 HL_MOE_ENABLE_EXPERT_TP=1 HL_ZERO_STAGE=1"
 COMMANDS = [
     (f"{HOSTS} HL_DP=4 {CORE}", "PP 1 x TP 8 x DP 4"),
-    (f"{HOSTS} HL_DP=2 HL_CP=2 {CORE}", "HL_CP=2"),
+    (f"{HOSTS} HL_DP=2 HL_CP=2 {CORE}".replace("HL_CKP_ACT=3", "HL_CKP_ACT=0"), "PP 1 x TP 8 x CP 2 x DP 2"),
     (f"{HOSTS} {DEEPSPEED}", "PP 1 x TP 8 x DP 4"),
     (f"{HOSTS} {DEEPSPEED} HL_MOE_NUM_CAPACITY_BINS=10", "HL_MOE_NUM_CAPACITY_BINS=10"),
     ("HL_MIXTRAL_MODEL=small HL_TP=2 HL_DP=4", "8 layers, hidden 768, 16 heads"),
@@ -102,6 +102,8 @@ def flags_of(variables: str, *arguments: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("variables", "flags"),
     [
+        ("HL_CP=2 HL_CP_COMM_TYPE=p2p", {"--context-parallel-size": "2", "--context-parallel-exchange": "ring"}),
+        ("HL_CP=2 HL_CP_COMM_TYPE=a2a", {"--context-parallel-exchange": "all-to-all"}),
         ("HL_CKP_ACT=3", {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}),
         ("HL_MOE_EP=4", {"--expert-model-parallel-size": "4"}),
         ("HL_EP=4", {"--expert-model-parallel-size": "4"}),
@@ -130,6 +132,7 @@ def test_a_variable_sets_its_flag(variables: str, flags: dict[str, str]) -> None
         ("HL_TP=8 HL_DP=1", "1"),
         ("HL_TP=8 HL_DP=1 HL_ETP=1", "8"),
         ("HL_TP=2 HL_DP=4", "4"),
+        ("HL_TP=2 HL_CP=2 HL_DP=2", "4"),
         ("HL_TP=1 HL_DP=16", "8"),
         ("HL_TP=1 HL_DP=6", "2"),
         ("HL_TP=2 HL_DP=4 HL_MOE_NUM_EXPERTS=6", "2"),
@@ -152,6 +155,8 @@ def test_arguments_count_for_the_ranks_of_experts() -> None:
     ("variables", "said"),
     [
         ("HL_MIXTRAL_MODEL=9b", "HL_MIXTRAL_MODEL='9b' must be 8x7b, 8x22b or small"),
+        ("HL_CP_COMM_TYPE=a2a+p2p", "HL_CP_COMM_TYPE='a2a+p2p' must be p2p or a2a; all layers exchange alike"),
+        ("HL_CP_COMM_TYPE=all_gather", "and no rank gathers whole rows"),
         ("HL_MOE_EP=2 HL_EP=4", "set --expert-model-parallel-size differently"),
         ("HL_ETP=1 HL_MOE_ENABLE_EXPERT_TP=1", "set --expert-tensor-parallel-size differently"),
         ("HL_MOE_DYNAMIC=1 HL_MOE_EXPERT_CAPACITY_FACTOR=1", "set --moe-expert-capacity-factor differently"),

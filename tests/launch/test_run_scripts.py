@@ -176,7 +176,7 @@ def test_help_explains_a_variable(tmp_path: Path) -> None:
     shown = run("run_llama.sh", tmp_path, "--help", "HL_GBS")
     assert (shown.returncode, shown.stdout.split()[0], shown.stderr) == (0, "HL_GBS", "")
     assert "flag: --global-batch-size" in shown.stdout
-    assert "context parallelism is not supported" in script_help("llama", "HL_CP")
+    assert "there is no tensor logger" in script_help("llama", "HL_TENSOR_LOGGER")
     with pytest.raises(ConfigError, match="has no variable HL_MODEL"):
         script_help("llama", "HL_MODEL")
 

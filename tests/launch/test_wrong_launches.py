@@ -65,9 +65,13 @@ WRONG: list[tuple[str, str, str, list[str]]] = [
     ),
     (
         "bloom13b",
-        TINY + "HL_FP8=1 HL_FP8_FORMAT=e4m3 HL_CP=2",
+        TINY + "HL_FP8=1 HL_FP8_FORMAT=e4m3 HL_TENSOR_LOGGER=1",
         "--data-path corpus --num-laers 3",
-        ["HL_CP=2 is not supported", "HL_FP8_FORMAT='e4m3' must be hybrid or e5m2", "unknown flag --num-laers"],
+        [
+            "HL_TENSOR_LOGGER=1 is not supported",
+            "HL_FP8_FORMAT='e4m3' must be hybrid or e5m2",
+            "unknown flag --num-laers",
+        ],
     ),
     (
         "bloom13b",

@@ -14,7 +14,7 @@ def read(line: str) -> tuple[GenerationOptions | None, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, GenerationOptions)
     namespace, rest = parser.parse_known_args(dashed(line.split()))
-    faults = unknown_flags(rest, vars(namespace))
+    faults = unknown_flags(rest, vars(namespace), {})
     return read_flags(GenerationOptions, namespace, faults), faults
 
 

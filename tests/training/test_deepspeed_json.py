@@ -193,6 +193,7 @@ def test_what_deepspeed_would_ignore_is_refused(check: Check, settings: Any, sai
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "--bf16", "has 'fp32'; remove it, or change --grad-accum-dtype"),
         ({"gradient_allreduce_op": "sum"}, "", "has 'mean'; remove it"),
         ({"wall_clock_breakdown": True}, "", "has False; remove it, or change --timing-log-level"),
+        ({"sequence_parallel_size": 2}, "", "has 1; remove it, or change --context-parallel-size"),
         ({"pipeline": {"stages": 4}}, "", "has 1; remove it, or change --pipeline-model-parallel-size"),
         ({"optimizer": {"type": "Lamb"}}, "", "has 'Adam'; remove it, or change --optimizer"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}, "--lr 1e-3", "has 0.001; remove it, or change --lr"),
@@ -255,6 +256,9 @@ def test_an_agreement_in_the_options_words_is_not_refused(check: Check) -> None:
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     found = check(offload, "--zero-stage", "1", "--offload-optimizer", "--device", "cpu")["zero_optimization"]
     assert found["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    # which DeepSpeed would divide the ranks by once more
+    ulysses = {"sequence_parallel_size": 2, "train_batch_size": 8}
+    assert "sequence_parallel_size" not in check(ulysses, "--context-parallel-size", "2")
     # as optimum-habana's files have it
     timers = check({"timers": {"throughput": {"enabled": True, "synchronized": False}}})["timers"]
     assert timers["throughput"]["enabled"] is False

@@ -38,8 +38,6 @@ REFUSED: tuple[Entry, ...] = (
     ),
     *_refused("HL_FP8_MANUAL_MODE", "HL_FP8_MEASURE_INTERVAL says when scales are updated. Unset it", "1"),
     # parallelism and experts
-    *_refused("HL_CP", "context parallelism is not supported. Unset it, and use HL_TP with HL_SEQ_PARALLEL=1", "1"),
-    *_refused("HL_CP_COMM_TYPE", "context parallelism is not supported. Unset it", "p2p"),
     *_refused("HL_MOE_NUM_CAPACITY_BINS", f"{_BINS}. Set 0", "0"),
     *_refused(
         # the defaults of each

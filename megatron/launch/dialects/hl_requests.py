@@ -262,7 +262,8 @@ def _expert_ranks(settings: Mapping[str, Any], arguments: Mapping[str, object], 
         experts = size("num_experts", int((read_preset(preset).get("model") or {}).get("num_experts") or 1))
         tensor = size("tensor_model_parallel_size", 1)
         data = int(str(arguments.get("data_parallel_size") or settings.get("data_parallel_size", 1)))
-        ranks = data * tensor // size("expert_tensor_parallel_size", tensor)
+        context = size("context_parallel_size", 1)
+        ranks = data * context * tensor // size("expert_tensor_parallel_size", tensor)
     except (ConfigError, AttributeError, ValueError):
         # what cannot be read is reported elsewhere
         return []

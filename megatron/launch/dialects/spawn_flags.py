@@ -295,7 +295,7 @@ SFT: tuple[Entry, ...] = (
     no_effect("--non_blocking_data_copy", "batches are always copied ahead", "switch"),
     # layout, memory and speed
     refused("--distribution_strategy", "DeepSpeed sums the gradients; leave it out", accepts="ddp"),
-    refused("--context_parallel_size", "use HL_TP=N and HL_SEQ_PARALLEL=1 instead", accepts="1"),
+    _to("--context_parallel_size", "HL_CP"),
     refused("--minimize_memory", "use --gradient_checkpointing, or --deepspeed with stage 3", "switch"),
     _variable("--torch_compile", "HL_USE_TORCH_COMPILE"),
     refused("--torch_compile_backend", "each device has one backend; leave it out", accepts="hpu_backend"),

@@ -26,9 +26,9 @@ from megatron.settings.validation import check
 KEYS = {
     "": "communication_data_type disable_allgather disable_python_gc dump_state gradient_accumulation_steps "
     "gradient_allreduce_op gradient_clipping gradient_predivide_factor log_level managed_gradient_accumulation "
-    "memory_breakdown prescale_gradients seq_parallel_communication_data_type steps_per_print train_batch_size "
-    "train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    "memory_breakdown prescale_gradients seq_parallel_communication_data_type sequence_parallel_size steps_per_print "
+    "train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size "
+    "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
     "aio": "block_size intra_op_parallelism overlap_events queue_depth single_submit use_gds",
     "bf16": "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update",
     "checkpoint": "checkpoint_serialization load_universal parallel_write tag_validation use_node_local_storage writer",
@@ -96,7 +96,6 @@ UNUSED = {
     "progressive_layer_drop": REMOVED,
     "quantize_training": REMOVED,
     "scheduler": "--lr-decay-style and --lr-warmup-samples set the learning rate",
-    "sequence_parallel_size": "--sequence-parallel shards over the tensor-parallel ranks",
     "sparse_attention": REMOVED,
     "sparse_gradients": REMOVED,
     "tensor_parallel": "--tensor-model-parallel-size sets it",
@@ -181,6 +180,8 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
         "communication_data_type": Agreed(
             (training.grad_reduce_dtype or training.grad_accum_dtype,), "grad_reduce_dtype"
         ),
+        # DeepSpeed's ranks that share a sequence (Ulysses); null requests none
+        "sequence_parallel_size": Agreed((config.parallel.context_parallel_size, None), "context_parallel_size"),
         "pipeline.stages": Agreed((config.parallel.pipeline_model_parallel_size,), "pipeline_model_parallel_size"),
         "pipeline.partition": Agreed(("best",), "pipeline_partition_method"),
         "pipeline.seed_layers": off,
