@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -419,3 +419,51 @@ def warn_of_sentences(data: IndexedDataset) -> None:
             len(data),
             data.num_documents,
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that grow over a run: a sample is read whole, or cut into rows of the length of a stage.
+#
+# A step has the same samples, and so the same tokens, whatever the length of its rows: a change of lengths neither
+# skips nor repeats text, and a resume may change those to come.
+
+
+class Rows(NamedTuple):
+    """A microbatch: samples, and the length of the rows into which they are cut."""
+
+    samples: range
+    length: int
+
+
+class StagedSamples:
+    """The training samples of a run with stages, each (length of its rows, first sample beyond it; None: the last)."""
+
+    def __init__(self, dataset: TokenDataset, stages: Sequence[tuple[int, int | None]]) -> None:
+        self.dataset, self._stages = dataset, list(stages)
+        # the samples are those of a run without stages
+        self.fingerprint = dataset.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return self.dataset[index]
+
+    def length_at(self, consumed_samples: int) -> int:
+        """Return the length of the rows of the step that begins there."""
+        # by the step, not by the sample: with another batch size than planned a step may cross an end
+        return next(length for length, end in self._stages if end is None or consumed_samples < end)
+
+    def read(self, rows: Rows) -> NDArray[np.int64]:
+        """Return [samples x sample length / length, length + 1] token ids. Raises as the dataset does."""
+        return cut(self.dataset.get_batch(rows.samples), rows.length)
+
+
+def cut(samples: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Cut samples [B, S + 1] into rows [B * S / length, length + 1].
+
+    A row shares its last token with the next one, as samples do: the label of one and the input of the other.
+    """
+    starts = np.arange(0, samples.shape[1] - 1, length)
+    places = starts[:, None] + np.arange(length + 1)
+    return samples[:, places].reshape(-1, length + 1)

@@ -20,7 +20,7 @@ from megatron.observability.load_report import LoadReport, load_picture
 from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
 from megatron.observability.rank_times import RankStats
 from megatron.options.config import Config
-from megatron.plan.flops import flops_per_token
+from megatron.plan.flops import FlopsOfSamples
 from megatron.runtime.files import WriteErrors
 
 MAX_LOG_PERPLEXITY = 20.0
@@ -80,7 +80,7 @@ class MetricsLog:
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length
         self.tokens_of = tokens or (lambda samples: samples * seq_length)
-        self._flops_per_token = flops_per_token(config)
+        self._flops = FlopsOfSamples(config)
         # samples at the last log line; unknown here in a resumed run
         self._last_samples = 0 if resumed_iteration == 0 else None
         self.totals = self._no_totals()
@@ -285,7 +285,7 @@ class MetricsLog:
                 file.close()
 
     def _no_totals(self) -> step_metrics.RunTotals:
-        return step_metrics.RunTotals(self._flops_per_token, self._peak_tflops, self._world_size)
+        return step_metrics.RunTotals(self._flops.last, self._peak_tflops, self._world_size)
 
     def _speed(self, step: step_metrics.StepMetrics) -> step_metrics.Speed:
         samples, steps = step.global_batch_size, 1
@@ -297,7 +297,8 @@ class MetricsLog:
         if step.elapsed_s > 0:
             per_second = 1 / (steps * step.elapsed_s)
         per_device = tokens * per_second / self._world_size
-        tflops, mfu = per_device * self._flops_per_token / 1e12, None
+        flops = self._flops.per_token(step.consumed_samples - samples, step.consumed_samples)
+        tflops, mfu = per_device * flops / 1e12, None
         if self._peak_tflops:
             mfu = tflops / self._peak_tflops
         return step_metrics.Speed(samples * per_second, tokens * per_second, per_device, tflops, mfu)

@@ -30,6 +30,7 @@ class RunTotals:
         """Time of the steps, without saves and evaluations."""
         self._device_s = 0.0
         """The same, times the devices, whose number may differ from start to start."""
+        self._tflop = 0.0
         self.tokens = 0.0
         """Tokens trained on in that time."""
         self.last: dict[str, LossAt] = {}
@@ -63,6 +64,11 @@ class RunTotals:
         if speed and own:
             num_devices = round(speed / own)  # of the start that wrote the row
         self._device_s += seconds * num_devices
+        tflops = row.get("tflops_per_device")
+        if tflops is None:
+            tflops = speed / num_devices * self._flops_per_token / 1e12
+        # of the row, since rows of tokens may have grown (seq_length_stages)
+        self._tflop += tflops * seconds * num_devices
 
     def _add_loss(self, kind: str, loss: float | None, iteration: int) -> None:
         # null in the file: NaN, which no comparison orders
@@ -87,7 +93,7 @@ class RunTotals:
     def tflops_per_device(self) -> float | None:
         if self._device_s <= 0:
             return None
-        return self.tokens * self._flops_per_token / self._device_s / 1e12
+        return self._tflop / self._device_s
 
     @property
     def mfu(self) -> float | None:

@@ -210,6 +210,17 @@ def samples_after(training: TrainingConfig, iterations: int) -> int:
     return samples
 
 
+def length_stages(training: TrainingConfig) -> list[tuple[int, int | None]]:
+    """Return the length of rows in each stage with the first consumed_samples beyond it (None: the last)."""
+    given, iterations = training.seq_length_stages or (), 0
+    stages: list[tuple[int, int | None]] = []
+    # a rule refuses a last length without its iterations
+    for length, steps in zip(given[::2], given[1::2], strict=False):
+        iterations += steps
+        stages.append((length, samples_after(training, iterations)))
+    return [*stages, (training.seq_length, None)]
+
+
 def steps_beyond(level_end: int, samples: int, batch_size: int) -> int:
     """Return the steps of a batch size by which the samples consumed reach or pass the end of its level."""
     # 0: a step of the level before has passed this level as a whole

@@ -108,6 +108,10 @@ class TrainingConfig:
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT, evenly over SAMPLES samples."""
     seq_length: Positive = 128
     """Sequence length in tokens."""
+    seq_length_stages: tuple[Positive, ...] | None = None
+    """LENGTH ITERATIONS ...: pretrain in shorter rows first, so many iterations with rows of LENGTH tokens, stage by
+    stage, and then with rows of seq_length. The samples of a step are the same, cut into seq_length / LENGTH rows each:
+    a step has as many tokens in every stage. Validations have rows of seq_length. Unset: no shorter rows."""
     train_samples: Positive | None = None
     """Number of training samples. Give this or train_iters."""
     train_iters: Positive | None = None

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megatron.models.registry import family_of
-from megatron.options.config import Config
+from megatron.options.config import Config, length_stages
 from megatron.parallel.costs import Attention, MatrixProduct, Router
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
@@ -105,6 +105,32 @@ def flops_per_token(config: Config) -> float:
     Source: the model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311).
     """
     return float(sum(flops.total - flops.recomputed for flops in layer_flops(config)))
+
+
+class FlopsOfSamples:
+    """`flops_per_token` of a run, whose rows may grow with the consumed samples (seq_length_stages)."""
+
+    def __init__(self, config: Config) -> None:
+        begin = 0.0
+        self._stages: list[tuple[float, float, float]] = []
+        """(FLOPs per token, first sample, first one beyond it)."""
+        for length, stop in length_stages(config.training):
+            training = replace(config.training, seq_length=length, seq_length_stages=None)
+            end = math.inf if stop is None else stop
+            self._stages.append((flops_per_token(replace(config, training=training)), begin, end))
+            begin = end
+
+    @property
+    def last(self) -> float:
+        """FLOPs per token in rows of seq_length."""
+        return self._stages[-1][0]
+
+    def per_token(self, begin: int, end: int) -> float:
+        """Return the mean over the samples from `begin` to `end`, which have as many tokens each."""
+        if end <= begin:
+            return self.last
+        counts = [max(0.0, min(end, stop) - max(begin, start)) for _, start, stop in self._stages]
+        return sum(count * flops for count, (flops, _, _) in zip(counts, self._stages, strict=True)) / (end - begin)
 
 
 def layer_flops(config: Config) -> list[LayerFlops]:

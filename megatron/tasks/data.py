@@ -158,6 +158,8 @@ class TaskData(ABC):
     """The data is that of `data_path` or `train_data_path`, one of which is then required."""
     content: ClassVar[Literal["text", "chats", "pairs"]] = "text"
     """Its samples are texts, chats or pairs of answers; the last two begin with prompts of a user."""
+    cuts_samples: ClassVar[bool] = False
+    """Its samples may be cut into shorter rows, as seq_length_stages has it."""
     preprocessor: ClassVar[str] = "preprocess_data"
     """Tool that writes the data."""
     order_options: ClassVar[tuple[str, ...]] = (
@@ -183,6 +185,12 @@ class TaskData(ABC):
         if self.reads_data_path and not data.data_path and not data.per_split:
             yield f"data_path is not given; pass the prefix that {command_name(self.preprocessor)} wrote (--data-path)"
         yield from self._length_faults()
+        if training.seq_length_stages and not self.cuts_samples:
+            stages = " ".join(map(str, training.seq_length_stages))
+            yield (
+                f"seq_length_stages={stages} cuts samples of running text, but task={training.task} has samples that "
+                "are whole; leave it out, or train in several runs, each from the one before"
+            )
         # a last batch of an epoch may be smaller, so nothing need be divisible
         if self.counts_epochs:
             return

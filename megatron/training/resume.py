@@ -425,7 +425,10 @@ def _change_of_data(saved: SavedData, config: Config, task: Task, fingerprint: s
         f"(fingerprint {content_of(fingerprint)[:12]} here, {content_of(saved.fingerprint)[:12]} there)"
     )
     if "training.seq_length" in changed and not task.data.counts_epochs:
-        return change, "Keep its seq_length, or begin with its weights alone by --finetune"
+        return change, (
+            "Keep its seq_length, or begin with its weights alone by --finetune (in a run with seq_length_stages rows "
+            "grow within the same samples)"
+        )
     return change, "Give the data of that run"
 
 

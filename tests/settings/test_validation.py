@@ -63,6 +63,37 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "position_embedding_type=learned: a learned table has no rows for longer texts",
         "leave it out",
     ),
+    "a stage without iterations": (
+        "--seq-length-stages 8 2 16",
+        1,
+        "seq_length_stages=8 2 16 has a length without its iterations",
+        "give pairs of LENGTH and ITERATIONS",
+    ),
+    "a stage that is no part": (
+        "--seq-length 64 --seq-length-stages 24 2",
+        1,
+        "rows of 24, which must divide seq_length=64, the last",
+        "use 1, 2, 4, 8, 16 or 32",
+    ),
+    "a stage that ranks cannot share": (
+        "--seq-length 64 --seq-length-stages 1 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "to divide a length of seq_length_stages=1",
+        "turn it off",
+    ),
+    "stages of chats": (
+        "--task sft --seq-length 64 --seq-length-stages 32 2",
+        1,
+        "seq_length_stages=32 2 cuts samples of running text, but task=sft",
+        "train in several runs",
+    ),
+    "stages of a teacher": (
+        "--seq-length 64 --seq-length-stages 32 2 --teacher README.md "
+        "--loss examples/distillation/losses.py:forward_kl",
+        1,
+        "seq_length_stages=32 2 cuts samples, but a teacher has numbers for whole ones",
+        "leave one out",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,
@@ -539,6 +570,7 @@ def test_a_broken_rule_is_named_with_value_and_remedy(name: str) -> None:
 # flags that do nothing alone -> what they need, and the flags that give it
 IDLE: dict[str, tuple[str, str]] = {
     "--no-fused-sdpa-recompute --device cpu": ("device=hpu", "--device hpu"),
+    "--seq-length 64 --seq-length-stages 32 2 --train-iters 2": ("more than 16 samples", "--train-iters 3"),
     "--save-interval-in-mins 5": ("save", "--save runs"),
     "--no-async-save": ("save", "--save runs"),
     "--keep-last 3": ("save", "--save runs"),
