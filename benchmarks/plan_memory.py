@@ -108,6 +108,7 @@ CPU_CASES = [
     Case("weights, bf16, ZeRO 3, offload", f"{WEIGHTS} --bf16 --zero-stage 3 {OFFLOAD}"),
     Case("weights, bf16, DP 2", f"{WEIGHTS} --bf16", 2),
     Case("weights, fp32, DP 2", WEIGHTS, 2),
+    Case("weights, bf16, 2 replicas, DP 4", f"{WEIGHTS} --bf16 --num-replicas 2", 4),
     Case("weights, bf16, sums in bf16, DP 2", f"{WEIGHTS} --bf16 --grad-reduce-dtype bf16", 2),
     Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
     Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),

@@ -138,6 +138,7 @@ def _prepare(torch_args: TorchrunArgs, args: TrainingArgs, device: str, ranks_pe
     inputs = RunInputs(
         device=device,
         num_ranks=torch_args.nnodes * ranks_per_node,
+        num_nodes=torch_args.nnodes,
         model=preset_of(model_folder)["model"],
         model_folder=str(model_folder),
         data_path=("DATASET",),

@@ -63,6 +63,7 @@ ADAPTERS = (
 
 
 SHARING_ROWS = ("context_parallel_exchange",)
+REPLICAS = ("num_replicas",)
 GPT2_FILES = ("vocab_file", "merge_file")
 
 
@@ -93,6 +94,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
+        (config.effective_zero_stage > 0, "ZeRO's shards", "set zero_stage to 1, 2 or 3", REPLICAS),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),

@@ -32,6 +32,9 @@ class ParallelConfig:
     axes, whose product it divides; tokens travel to them."""
     expert_tensor_parallel_size: Positive | None = None
     """Number of ranks that share each expert: tensor_model_parallel_size, or 1. Unset: tensor_model_parallel_size."""
+    num_replicas: Positive = 1
+    """Number of groups of data-parallel ranks, neighbours such as those of a node: ZeRO shards within each group, and
+    what travels between them is one rank's share of the gradients. 1: ZeRO shards over all data-parallel ranks."""
     sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor-parallel regions."""
     no_pipeline_parallel: bool = False

@@ -97,7 +97,11 @@ class Layout:
         )
         if world_size is None:
             return copy
-        return dataclasses.replace(copy, num_batch_ranks=max(1, world_size // copy.model_size))
+        return dataclasses.replace(
+            copy,
+            num_batch_ranks=max(1, world_size // copy.model_size),
+            num_replicas=getattr(model, "num_replicas", 1),  # which generation does not have
+        )
 
     def check(self, world_size: int) -> None:
         """Raise LayoutError unless the layout fills the world."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from megatron.options.config import Config, batch_sizes, samples_after
@@ -24,6 +25,7 @@ from megatron.plan.pipeline import (
     stage_text,
     waits_like_1f1b,
 )
+from megatron.plan.zero import bytes_between_replicas, held_layers
 from megatron.runtime.device_cpu import WIDENED
 from megatron.runtime.devices import GIB, known_chips, planned_device
 from megatron.tasks.registry import load_task
@@ -49,7 +51,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
     rows = [
         *_model_rows(config, layout, stages),
         ("devices", devices),
-        *_layout_rows(config, layout),
+        *_layout_rows(config, layout, devices_per_node),
         *_batch_rows(config, layout),
         *_step_rows(config, layout, num_devices),
     ]
@@ -76,7 +78,7 @@ def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iter
         yield "", text
 
 
-def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
+def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Iterator[Row]:
     parallel, training = config.parallel, config.training
     context = f" x CP {layout.context_size}" if layout.context_size > 1 else ""
     text = f"PP {layout.num_stages} x TP {layout.tensor_size}{context} x DP {layout.num_batch_ranks}"
@@ -94,6 +96,11 @@ def _layout_rows(config: Config, layout: Layout) -> Iterator[Row]:
     if training.precision in planned_device(parallel.device).widened():
         yield "", WIDENED.format(training.precision)
     yield "ZeRO", _zero_text(config)
+    if layout.num_replicas > 1:
+        # a replica's ranks are neighbours on a stage
+        is_in_node = devices_per_node % (layout.tensor_size * layout.shard_size) == 0
+        where = "within a node" if is_in_node else "across nodes"
+        yield "", f"{layout.num_replicas} replicas, each over {_count(layout.shard_size, 'rank')} {where}"
 
 
 def _experts_text(config: Config, layout: Layout) -> str:
@@ -124,16 +131,22 @@ def _step_rows(config: Config, layout: Layout, num_devices: int) -> Iterator[Row
         passes = _count(task.objective.num_forwards, "forward pass", "es")
         yield "", f"with {passes} over as many tokens before it"
     num_microbatches = task.data.num_microbatches(layout.num_batch_ranks)
+    if layout.num_replicas > 1 and num_microbatches is not None:
+        # under ZeRO-2 and 3 DeepSpeed sums those of each microbatch
+        sums = 1 if config.effective_zero_stage == 1 else num_microbatches
+        sent = sums * max(_by_stage(config, partial(bytes_between_replicas, config, layout)))
+        yield "", f"{_gib(sent)} GiB of gradients that a rank sends to other replicas"
     if layout.expert_size > 1 and num_microbatches is not None:
-        sent = num_microbatches * max(_exchange_by_stage(config))
+        sizes = MicrobatchSizes(config)
+        sent = num_microbatches * max(_by_stage(config, partial(exchange_bytes, sizes=sizes)))
         yield "", f"{_gib(sent)} GiB that a rank sends to experts elsewhere, if all are used alike"
 
 
-def _exchange_by_stage(config: Config) -> Iterator[int]:
-    """Yield the bytes that a rank of each stage sends to experts elsewhere for one microbatch."""
-    layers, sizes = declared_layers(config), MicrobatchSizes(config)
+def _by_stage(config: Config, bytes_of: Callable[[list[LayerDeclaration]], int]) -> Iterator[int]:
+    """Yield what a rank of each stage sends for its layers."""
+    layers = declared_layers(config)
     for ranges in stage_ranges(config, layers):
-        yield exchange_bytes([layer for start, stop in ranges for layer in layers[start:stop]], sizes)
+        yield bytes_of(held_layers([layer for start, stop in ranges for layer in layers[start:stop]]))
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

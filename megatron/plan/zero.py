@@ -135,6 +135,11 @@ class _Rank:
         """The largest number of ranks that hold copies of some parameter, over which its gradient is summed."""
         return max((size for size, _ in self.trained_by_size), default=self.layout.grad_size)
 
+    @property
+    def shard_size(self) -> int:
+        """The largest number of ranks over which ZeRO shards some parameter."""
+        return self.grad_size // self.layout.num_replicas
+
     @cached_property
     def parameters(self) -> int:
         return _parameters(self.layers, self.layout)
@@ -162,7 +167,7 @@ class _Rank:
     @property
     def share(self) -> int:
         """Trained numbers that this rank updates where ZeRO cuts the optimizer's states."""
-        return sum(-(-numel // size) for size, numel in self.trained_by_size)
+        return sum(-(-numel // (size // self.layout.num_replicas)) for size, numel in self.trained_by_size)
 
     @property
     def reduced(self) -> int:
@@ -240,6 +245,9 @@ class _Rank:
     def flat_bucket(self, staged_bytes: int) -> int:
         """Return what DeepSpeed makes of a full bucket, whose numbers have so many bytes, to reduce it."""
         numbers, flat = min(self.bucket, self.trained), 0
+        if self.layout.num_replicas > 1:
+            # one owner's after the other's
+            numbers = -(-numbers // self.shard_size)
         if self.grad_size > 1 or self.sums_apart:
             flat += staged_bytes * numbers
         if self.sent_bytes != staged_bytes:  # and in the dtype of communication, where that differs
@@ -251,7 +259,7 @@ def _of_evaluation(rank: _Rank) -> SharedState:
     weights = rank.parameters * rank.number_bytes
     if rank.config.effective_zero_stage < 3:
         return SharedState(weights)
-    return SharedState(-(-weights // rank.grad_size))
+    return SharedState(-(-weights // rank.shard_size))
 
 
 def _of_training(rank: _Rank) -> SharedState:
@@ -271,10 +279,10 @@ def _of_training(rank: _Rank) -> SharedState:
         state = replace(state, at_update=state.at_update + FLOAT32 * rank.share)
     if config.optimizer.offload_optimizer:
         state = _offloaded(rank, state)
-    if stage in (1, 2) and rank.grad_size > 1 and rank.device.collectives_are_gloo:
+    if stage in (1, 2) and rank.shard_size > 1 and rank.device.collectives_are_gloo:
         # gloo gathers the updated weights into a tensor of its own before it copies them
         # one set of ranks after the other
-        largest = max(numel for size, numel in rank.trained_by_size if size > 1)
+        largest = max(numel for size, numel in rank.trained_by_size if size > rank.layout.num_replicas)
         gathered = rank.number_bytes * min(largest, ALLGATHER_BUCKET)
         state = replace(state, at_update=max(state.at_update, gathered))
     return state
@@ -334,14 +342,14 @@ def _zero_2(rank: _Rank) -> SharedState:
 
 def _zero_3(rank: _Rank) -> SharedState:
     """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients are one flat partition."""
-    weights = -(-rank.parameters // rank.grad_size)
-    if rank.grad_size > 1:
+    weights = -(-rank.parameters // rank.shard_size)
+    if rank.shard_size > 1:
         # beside its share every rank holds small parameters whole
         weights += sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
     # those of the first and the last layer are still gathered at the reduction
     ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.layout)
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
-    gathers = rank.grad_size > 1 or offloads_to_host
+    gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
     at_reduction, gathered = full_bucket, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
@@ -395,6 +403,12 @@ def _parameters(layers: Sequence[LayerDeclaration], layout: Layout, *, trained_o
     if trained_only:
         return total
     return total - sum(held_numel(shard, layout) for layer in layers for shard in _quantized(layer, layout))
+
+
+def bytes_between_replicas(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> int:
+    """Return what a rank that holds these layers sends to other replicas for one sum of gradients, in a ring."""
+    rank, replicas = _Rank(config, layout, layers), layout.num_replicas
+    return 2 * (replicas - 1) * rank.share * rank.sent_bytes // replicas
 
 
 def _quantized(layer: LayerDeclaration, layout: Layout) -> list[Shard]:

@@ -1,8 +1,8 @@
 """Bit-by-bit comparison of the ranks' copies of each parameter.
 
-Data-parallel ranks hold copies of every parameter (except under ZeRO-3, which cuts it over them), tensor-parallel ranks
-of those that are not sharded, pipeline stages of tied ones. Ranks whose copies differ continue to train, each its own
-model, and no other check notices.
+Data-parallel ranks hold copies of every parameter (except under ZeRO-3, which cuts it over those of a replica),
+tensor-parallel ranks of those that are not sharded, pipeline stages of tied ones, replicas of what their optimizers
+update. Ranks whose copies differ continue to train, each its own model, and no other check notices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Copy(NamedTuple):
     name: str
     tensor_rank: int
     """0 for a parameter that every tensor-parallel rank holds whole."""
-    grad_rank: int
-    """Rank of a stretch of ZeRO-3's; 0 where every data-parallel rank holds the whole."""
+    stretch: int
+    """Rank that ZeRO gives this stretch, among those of a replica; 0 of a tensor that each of them holds whole."""
 
 
 class ReplicaCheck:

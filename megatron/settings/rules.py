@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from megatron.options.config import Config, ConfigError, broken
 from megatron.options.dependents import RECOMPUTED
+from megatron.options.flags import divisors
 from megatron.options.model import MIN_FLEX_HEAD_SIZE
+from megatron.parallel.layout import Layout
 from megatron.runtime.commands import counted
 from megatron.runtime.devices import DEVICES, find_device, known_chip, known_chips, parse_memory_gib, planned_device
 from megatron.tasks.registry import load_task
@@ -215,6 +217,20 @@ def check_engine(config: Config) -> Iterator[str]:
         ),
     )
     yield from optimizer.optimizer_faults()
+
+
+def check_replicas(config: Config, world_size: int) -> Iterator[str]:
+    layout = Layout.of(config.parallel, world_size)
+    # of experts fewer ranks may hold the same ones
+    size = math.gcd(layout.grad_size, layout.expert_grad_size)
+    # ranks that the layout does not fill are another rule's
+    if layout.world_size == world_size and size % layout.num_replicas:
+        what = "data-parallel ranks"
+        if size < layout.grad_size:
+            what = "ranks with the same experts"
+        elif layout.context_size > 1:
+            what = "context x data-parallel ranks"
+        yield f"num_replicas={layout.num_replicas} does not divide the {size} {what}; use {divisors(size, 64)}"
 
 
 def check_schedule(config: Config) -> list[str]:

@@ -31,6 +31,7 @@ def check(config: Config, world_size: int) -> list[str]:
     return [
         *check_layout(config, world_size),
         *rules.check_engine(config),
+        *rules.check_replicas(config, world_size),
         *rules.check_partition(config),
         *rules.check_schedule(config),
         *check_model(config),

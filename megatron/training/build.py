@@ -25,6 +25,7 @@ from megatron.training.deepspeed.experts import announce_experts
 from megatron.training.deepspeed.lean_optimizers import lean
 from megatron.training.deepspeed.pipeline_engine import PipelineEngine, pipeline_module
 from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
+from megatron.training.deepspeed.replicas import shard_within_replica
 from megatron.training.engine import Engine, SequentialEngine, sequential_module
 from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.optimizer import GatedOptimizer, add_placeholder, build_optimizer
@@ -91,6 +92,7 @@ def _build_deepspeed(
     # before DeepSpeed builds an engine, for which it would import that module itself
     releases.import_muon_uncompiled()
     releases.sum_norms_as_it_can(device_of(ctx.device.type))
+    shard_within_replica(model.mpu() if config.uses_pipeline else ctx.grid, ctx)
     # deepspeed.initialize knows its own pipeline engine alone, so an engine of another class is built directly
     if config.uses_own_schedule:
         engine: Any = PipelineExecutor(config.parallel.schedule, ctx, model, optimizer, settings)
@@ -124,9 +126,9 @@ def _keep_float32(model: nn.Module) -> None:
 def _start_parameters(model: nn.Module, config: Config, ctx: ParallelContext) -> None:
     for name, parameter in named_parameters(model):
         if config.optimizer.zero_stage == 3:
-            # written on the first data-parallel rank, which sends it to the others before it is cut up again
+            # written on the first rank that shards it, which sends it to the others before it is cut up again
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if ctx.grad_rank == 0:
+                if ctx.grad_rank % ctx.shard_size == 0:
                     initialise([(name, parameter)], config.training.seed, ctx)
         else:
             initialise([(name, parameter)], config.training.seed, ctx)

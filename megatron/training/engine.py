@@ -442,14 +442,14 @@ class SequentialEngine(Engine):
 def sequential_module(
     config: Config, ctx: ParallelContext, specs: list[LayerSpec], settings: dict[str, Any]
 ) -> nn.Module:
-    """Allocate the whole model, in ZeRO-3 cut up over the data-parallel ranks. Collective there."""
+    """Allocate the whole model, in ZeRO-3 cut up over the ranks of a replica. Collective there."""
     if config.optimizer.zero_stage < 3:
         with default_dtype(compute_dtype(config)):
             return SequentialModel(specs)
-    # each parameter is cut up over the data-parallel ranks as soon as it is made: the whole never fits.
+    # each parameter is cut up over these ranks as soon as it is made: the whole never fits.
     # its `dtype` argument must stay unset: DeepSpeed 0.19.8 takes it for bfloat16 where float16 is unsupported
     with deepspeed.zero.Init(
-        data_parallel_group=ctx.grid.get_data_parallel_group(),
+        data_parallel_group=ctx.shard_groups.within or ctx.grid.get_data_parallel_group(),
         config_dict_or_path=settings,
         mem_efficient_linear=False,  # would replace torch's linear for the whole process
         mpu=ctx.grid,

@@ -102,18 +102,31 @@ class EngineState:
 
     def held(self) -> dict[Copy, Tensor]:
         """Return every tensor that this rank computes with, for the comparison of copies."""
-        # in ZeRO-3 data-parallel ranks hold different stretches, which are not copies of each other
+        # in ZeRO-3 the ranks of a replica hold different stretches, which are not copies of each other
         stretches = self._config.optimizer.zero_stage == 3
         held: dict[Copy, Tensor] = {}
         for name, parameter in named_parameters(self._module):
             tensor_rank, _ = self._ctx.cut_of(shard_of(parameter))
             if stretches:
-                held[Copy(name, tensor_rank, self._ctx.grad_rank)] = parameter.ds_tensor  # type: ignore[attr-defined]
+                stretch, _ = self._ctx.shard_place(shard_of(parameter))
+                held[Copy(name, tensor_rank, stretch)] = parameter.ds_tensor  # type: ignore[attr-defined]
             else:
                 held[Copy(name, tensor_rank, 0)] = parameter
         for name, weight in quantized_weights(self._module):
             held[Copy(name, self._ctx.cut_of(weight.shard)[0], 0)] = weight.packed
+        if self._ctx.num_replicas > 1:
+            held |= self._master_copies()
         return held
+
+    def _master_copies(self) -> dict[Copy, Tensor]:
+        """Return the float32 weights that this rank updates, of which each replica has a copy."""
+        copies: dict[Copy, Tensor] = {}
+        for owned in self.owned(with_frozen=False):
+            # a tied weight's other stage cuts it elsewhere
+            if not getattr(owned.parameter, "ds_pipe_replicated", False):
+                stretch, _ = self._ctx.shard_place(owned.shard)
+                copies[Copy(f"float32 {owned.name}", self._ctx.cut_of(owned.shard)[0], stretch)] = owned.weight
+        return copies
 
     # Restoring
 
@@ -302,8 +315,11 @@ class EngineState:
         is_whole = not hasattr(parameter, "ds_id") and (
             not parameter.requires_grad or self._config.effective_zero_stage == 0
         )
-        # what all data-parallel ranks hold whole is written by them in turns
-        is_turn = not is_whole or index % grad_size == grad_rank
+        # what all data-parallel ranks hold whole is written by them in turns, and what each replica holds by these
+        if is_whole:
+            is_turn = index % grad_size == grad_rank
+        else:
+            is_turn = index % self._ctx.num_replicas == self._ctx.replica
         return self._ctx.counts(shard) and is_turn and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _moments_of(self, tensor: Tensor) -> dict[str, Tensor]:
@@ -321,7 +337,7 @@ class EngineState:
         """Return start and length of the stretch of a parameter that ZeRO-3 leaves on this rank; None: nothing."""
         # ceil(numel / ranks), so that the last stretches may be short or empty
         per_rank = parameter.ds_tensor.ds_numel
-        start = per_rank * self._ctx.grad_rank
+        start = per_rank * self._ctx.shard_place(shard_of(parameter))[0]
         numel = min(per_rank, parameter.ds_numel - start)  # the last ranks' stretches are padded
         return (start, numel) if numel > 0 else None
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.options.stored import from_dict
 from megatron.plan.describe import describe
-from megatron.plan.flops import flops_per_token
+from megatron.plan.flops import count_parameters, flops_per_token
 from megatron.settings.validation import check
 from tests.plan.configs import BLOOM_13B, bytes_of_a_layer, config
 
@@ -99,6 +99,21 @@ def test_adapters_are_described_by_what_is_trained_and_of_what_the_base_consists
         "nothing is deferred, so the stages wait as long as with 1f1b"
     )
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("zero", "sums"), [(1, 1), (3, 4)])
+def test_replicas_hold_a_share_of_a_node_and_send_it(zero: int, sums: int) -> None:
+    training = {"bf16": True, "seq_length": 2048, "global_batch_size": 64}
+    run = config(BLOOM_13B, training=training, optimizer={"zero_stage": zero}, parallel={"num_replicas": 2})
+    text = describe(run, nodes=2, devices_per_node=8, title="a plan", check=check)
+    assert "2 replicas, each over 8 ranks within a node" in text
+    assert "2 replicas, each over 8 ranks across nodes" in describe(
+        run, nodes=4, devices_per_node=4, title="a plan", check=check
+    )
+    share = count_parameters(run) / 8 / 2**30
+    # a float32 master weight and two moments of each; in a ring of two a rank sends as much as it has
+    assert f"{4 * share:.2f}   {8 * share:.2f}" in text
+    assert f"{sums * 4 * share:.2f} GiB of gradients that a rank sends to other replicas" in text
 
 
 def test_a_plan_imports_neither_torch_nor_deepspeed() -> None:

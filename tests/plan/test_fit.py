@@ -51,6 +51,13 @@ def test_ranks_of_a_cpu_share_its_memory() -> None:
     assert capacity(config(parallel={"device": "hpu"}), 8) is None, "there is no Gaudi here"
 
 
+def test_replicas_are_given_up_for_room() -> None:
+    run = for_device(llama("h100", num_replicas=8))
+    room = capacity(run, 8)
+    assert room is not None
+    assert {"num_replicas": 1} in [dict(found.changes) for found in propose(run, 16, 8, room, check)]
+
+
 @pytest.mark.parametrize("memory", ["h100", "24"])
 def test_proposals_are_valid_fit_and_differ(memory: str) -> None:
     run = for_device(llama(memory))

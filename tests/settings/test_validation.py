@@ -33,6 +33,19 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "2 x pipeline_model",
         "multiple of 4",
     ),
+    "replicas": (
+        "--tensor-model-parallel-size 2 --zero-stage 1 --num-replicas 3",
+        8,
+        "num_replicas=3 does not divide the 4 data-parallel ranks",
+        "use 1, 2 or 4",
+    ),
+    "replicas of experts": (
+        "--architecture llama --position-embedding-type rope --num-experts 4 --expert-model-parallel-size 2 "
+        "--zero-stage 1 --num-replicas 4",
+        4,
+        "num_replicas=4 does not divide the 2 ranks with the same experts",
+        "use 1 or 2",
+    ),
     "label smoothing of a loss of one's own": (
         "--loss tests.tasks.test_task_page:with_gamma --label-smoothing-factor 0.1",
         1,
@@ -645,6 +658,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--rope-scaling-factor 8": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--device cpu --use-fast-softmax": ("device=hpu", "--device hpu"),
     "--no-fp8-wgrad": ("fp8_format", "--fp8-format hybrid --device hpu --bf16"),
+    "--num-replicas 2": ("ZeRO's shards", "--zero-stage 1"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
 }
@@ -653,7 +667,7 @@ IDLE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("flags", IDLE)
 def test_an_option_that_would_do_nothing_is_named_in_a_warning(flags: str) -> None:
     needed, given = IDLE[flags]
-    world_size = 2 if "--profile-ranks" in flags else 1
+    world_size = 2 if "--profile-ranks" in flags or "--num-replicas" in flags else 1
     (warning,) = idle(load_config([*VALID, *flags.split()], world_size))
     assert f" has no effect without {needed}" in warning
     assert idle(load_config([*VALID, *flags.split(), *given.split()], world_size)) == []

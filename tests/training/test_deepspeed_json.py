@@ -129,6 +129,7 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
         ({"zero_optimization": {"offload_optimizer": {"devices": "cpu"}}}, "did you mean device?"),
         ({"steps_per_print": "ten"}, "steps_per_print='ten' must be a number above 0"),
         ({"prescale_gradients": "yes"}, "prescale_gradients='yes' must be true or false"),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "is not a key that DeepSpeed reads; use --num-replicas"),
         ({"quux": 1}, "quux is not a key that DeepSpeed reads; remove it"),
         ({"zero_optimization": True}, 'must be an object, "zero_optimization": {...}'),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel has no effect here: --tensor-model-parallel-size"),

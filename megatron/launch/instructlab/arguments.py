@@ -122,7 +122,8 @@ class FSDPOptions(Arguments):
     cpu_offload_params: bool | None = False
     """Keep parameters and optimizer states in host memory."""
     sharding_strategy: ShardingStrategies = ShardingStrategies.HYBRID_SHARD
-    """FULL_SHARD and HYBRID_SHARD: ZeRO stage 3. SHARD_GRAD_OP: stage 2. NO_SHARD: stage 0."""
+    """FULL_SHARD: ZeRO stage 3. HYBRID_SHARD: the same within a node, and replicas over nodes. SHARD_GRAD_OP: stage 2.
+    NO_SHARD: stage 0."""
 
 
 class LoraOptions(Arguments):

@@ -41,7 +41,7 @@ NEVER = 1_000_000_000
 """Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""
 ZERO_STAGES = {
     ShardingStrategies.FULL_SHARD: 3,
-    # there within a node, here over all ranks
+    # within a node: `_sharding` makes each a replica
     ShardingStrategies.HYBRID_SHARD: 3,
     ShardingStrategies.SHARD_GRAD_OP: 2,
     ShardingStrategies.NO_SHARD: 0,
@@ -56,6 +56,7 @@ class RunInputs:
     """hpu, cuda or cpu."""
     num_ranks: int
     """On all nodes."""
+    num_nodes: int
     model: Mapping[str, Any]
     """The model section, as `huggingface_config.preset_of` gives it."""
     model_folder: str
@@ -225,13 +226,16 @@ def _sharding_remark(args: TrainingArgs, inputs: RunInputs, config: Config) -> s
     requested = "deepspeed"
     if args.distributed_backend is DistributedBackend.FSDP:
         requested = f"fsdp with {args.fsdp_options.sharding_strategy.value}"
+    where, replicas = f"over {inputs.num_ranks} ranks", config.parallel.num_replicas
+    if replicas > 1:
+        where = f"within each of {replicas} replicas of {inputs.num_ranks // replicas} ranks"
     offloaded = ""
     if config.optimizer.offload_optimizer:
         what = "parameters and optimizer" if config.optimizer.offload_param else "optimizer"
         offloaded = f", {what} in host memory"
     return (
-        f"distributed_backend {requested} is DeepSpeed's ZeRO stage {config.effective_zero_stage} over "
-        f"{inputs.num_ranks} ranks in {config.training.precision}{offloaded}"
+        f"distributed_backend {requested} is DeepSpeed's ZeRO stage {config.effective_zero_stage} {where} in "
+        f"{config.training.precision}{offloaded}"
     )
 
 
@@ -331,11 +335,12 @@ def _optimizer(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
         "override_opt_param_scheduler": True,
         # no argument of InstructLab's sets it
         "clip_grad": 1.0,
-    } | _sharding(args, inputs.num_ranks)
+    } | _sharding(args, inputs)
 
 
-def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
-    """Return ZeRO stage and offload. A single rank shards nothing."""
+def _sharding(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:
+    """Return ZeRO stage, replicas and offload. A single rank shards nothing."""
+    num_replicas = 1
     if args.distributed_backend is DistributedBackend.DEEPSPEED:
         offload, offload_param = bool(args.deepspeed_options.cpu_offload_optimizer), False
         stage = 2
@@ -345,9 +350,18 @@ def _sharding(args: TrainingArgs, num_ranks: int) -> dict[str, Any]:
         # in the other stages each rank has all parameters, and DeepSpeed offloads none
         offload_param = offload and stage == 3
         stage = max(stage, 1) if offload else stage  # a stage that can offload
-    if num_ranks == 1 and not offload:
+        if args.fsdp_options.sharding_strategy is ShardingStrategies.HYBRID_SHARD:
+            # of a pipeline, which engine_options may set, each stage lies on a part of the nodes
+            num_stages = args.engine_options.get("pipeline_model_parallel_size", 1)
+            num_replicas = max(1, inputs.num_nodes // num_stages)
+    if inputs.num_ranks == 1 and not offload:
         stage = 0
-    return {"zero_stage": stage, "offload_optimizer": offload, "offload_param": offload_param}
+    return {
+        "zero_stage": stage,
+        "num_replicas": num_replicas,
+        "offload_optimizer": offload,
+        "offload_param": offload_param,
+    }
 
 
 def _data(args: TrainingArgs, inputs: RunInputs) -> dict[str, Any]:

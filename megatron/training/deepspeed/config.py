@@ -104,6 +104,8 @@ UNUSED = {
 }
 """Keys of DeepSpeed without effect on these runs, and why; accepted where they request nothing."""
 
+OURS = {"mics_shard_size": "--num-replicas, the data-parallel size divided by it"}
+"""Keys that DeepSpeed has removed, and the options here that do the same."""
 
 FREE = (
     "zero_optimization.offload_optimizer.pin_memory",
@@ -138,6 +140,9 @@ def merge(made: dict[str, Any], config: Config, layout: Layout) -> dict[str, Any
     agreed |= _options(config, layout)
     if config.training.fp16:
         agreed |= _loss_scaling(config.training)
+    if layout.num_replicas > 1:
+        # DeepSpeed's own groups for it are over all ranks
+        agreed["zero_optimization.zero_hpz_partition_size"] = Agreed((1,), "num_replicas")
     faults = [*_unknown(settings, ""), *_contradictions(settings, agreed)]
     if faults:
         raise ConfigError([f"{path}: {fault}" for fault in faults])
@@ -275,6 +280,8 @@ def _wrong_value(path: str, value: Any) -> Iterator[str]:
 
 
 def _remedy(name: str, known: list[str], section: str) -> str:
+    if name in OURS:
+        return f"; use {OURS[name]}"
     homes = [path for path, names in KEYS.items() if name in names.split() and path != section]
     # `enabled` is a key of most sections, so it belongs to none in particular
     if homes and name != "enabled":
@@ -365,6 +372,9 @@ def _zero_section(config: Config) -> dict[str, Any]:
         zero["reduce_bucket_size"] = reduce_bucket_size(config)
     if stage >= 1 and has_gradient_buffers(config):
         zero["overlap_comm"] = False  # for DeepSpeed's own reduction; lean_optimizers.py has the user's choice
+    if stage in (1, 2) and config.parallel.num_replicas > 1 and not has_gradient_buffers(config):
+        # each gradient to its owner alone, which sums it over the replicas
+        zero |= {"reduce_scatter": True, "use_multi_rank_bucket_allreduce": False}
     # pinned memory is for a device's own copies; of device=auto it is not known yet which it will be
     pins = config.parallel.device != "auto" and not find_device(config.parallel.device).is_host
     if optimizer.offload_optimizer and not evaluates:

@@ -33,7 +33,7 @@ class ExpertGroups(MoE):  # type: ignore[misc]
         for ours, table, ranks in (
             (self._ctx.expert_group, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
             (
-                self._ctx.expert_grad_group,
+                self._ctx.expert_shard_groups.within,
                 groups._EXPERT_DATA_PARALLEL_GROUP,
                 groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
             ),

@@ -30,6 +30,7 @@ from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import shard_of
 from megatron.plan.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
+from megatron.training.deepspeed.replicas import average_over_replicas
 from megatron.training.optimizer import clip_divisor
 
 Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
@@ -88,6 +89,7 @@ def lean(engine: Any, config: Config, ctx: ParallelContext) -> None:
     if stage >= 2 or config.optimizer.offload_optimizer:
         optimizer.unscale_and_clip_grads = partial(_clip_in_update, optimizer)
         _check_before_reduction(optimizer, ctx)
+        average_over_replicas(optimizer, ctx)
         _grow_scale_after_update(optimizer)
     elif stage == 1:
         groups = _wrapped_groups(optimizer, DTYPES[config.training.grad_accum_dtype])

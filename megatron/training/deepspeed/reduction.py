@@ -3,6 +3,8 @@
 A hook adds each parameter's gradient to its place in a flat buffer of the dtype of accumulation. The buffers are cut
 into buckets, in the reverse of the order in which the forward pass uses the parameters. As soon as the last gradient of
 a bucket is there, its reduction starts, in place and asynchronously; `finish` waits for all of them, once a step.
+With several replicas of ZeRO's shards the ranks of one sum to the owner of the shard, and the owners then sum over the
+replicas, while the next bucket is summed: what leaves a node is a shard.
 
 The loss, and on CUDA linear layers and embeddings, add the gradient of their weight themselves
 (parallel/operators/weight_gradient.py), in forward or backward.
@@ -86,6 +88,8 @@ class _Bucket:
     slots: list[_Slot]
     group: dist.ProcessGroup | None
     """The ranks that sum."""
+    replicas: dist.ProcessGroup | None
+    """The owners of the same shard that sum afterwards, one of each replica; None: the sum is complete."""
     owner: int | None
     """The one of them that needs the sums; None: all."""
     is_needed: bool
@@ -119,22 +123,24 @@ class GradientBuffers:
         """
         self._options, self._ctx = options, ctx
         self.flats = [flat for flat, _ in groups]
-        places = [ctx.grad_place(shard_of(starts[0][0])) for _, starts in groups]
+        places = [ctx.shard_place(shard_of(starts[0][0])) for _, starts in groups]
+        sizes = [ctx.grad_place(shard_of(starts[0][0]))[1] for _, starts in groups]
         self.shards = [flat.chunk(size)[rank] for flat, (rank, size) in zip(self.flats, places, strict=True)]
         """This rank's shard of each buffer."""
         by_group = _slots_of(module, groups)
         self._slots = [slot for slots in by_group for slot in slots]
-        self._alone = [flat for flat, (_, size) in zip(self.flats, places, strict=True) if size == 1]
+        self._alone = [flat for flat, size in zip(self.flats, sizes, strict=True) if size == 1]
         self.counted, self.uncounted = self._parts(by_group)
         """Gradients in this rank's shards that the norm of the whole model counts here, and those that another
         tensor-parallel rank's copies count. Sums after `finish`."""
         self._buckets: list[_Bucket] = []
-        for flat, slots, (_, size) in zip(self.flats, by_group, places, strict=True):
+        for flat, slots, size in zip(self.flats, by_group, sizes, strict=True):
             if size > 1:
                 self._buckets += self._cut(flat, slots)
         # a bucket is complete with the gradient of the parameter that the forward pass uses first
         self._buckets.sort(key=lambda bucket: min(slot.order for slot in bucket.slots), reverse=True)
         self._next, self._num_microbatches = 0, 1
+        self._last_started: _Bucket | None = None
         self._attach()
         self.begin_step(1)
 
@@ -152,7 +158,7 @@ class GradientBuffers:
     def begin_step(self, num_microbatches: int) -> None:
         """Expect the gradients of so many microbatches."""
         self.clear()
-        self._next, self._num_microbatches = 0, num_microbatches
+        self._next, self._num_microbatches, self._last_started = 0, num_microbatches, None
         for bucket in self._buckets:
             bucket.work = bucket.sent = None
             # a tied weight counts twice: its own gradient, and its sum over stages
@@ -232,6 +238,7 @@ class GradientBuffers:
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         self._next = len(self._buckets)
+        self._sum_over_replicas()
         for bucket in self._buckets:
             with self._ctx.state.clock.phase(WAIT):
                 wait_for([bucket.work])
@@ -284,6 +291,21 @@ class GradientBuffers:
                 # torch's `reduce` takes the rank in the world
                 owner = dist.get_global_rank(group, bucket.owner)
                 bucket.work = dist.reduce(tensor, owner, group=group, async_op=True)
+        self._sum_over_replicas()
+        self._last_started = bucket
+
+    def _sum_over_replicas(self) -> None:
+        """Start the sum over replicas of the bucket that was started last.
+
+        It waits for the sum within the replica, which has run since; so all ranks start the same sums in one order.
+        """
+        bucket = self._last_started
+        if bucket is None or bucket.replicas is None or not bucket.is_needed:
+            return
+        tensor = bucket.sums if bucket.sent is None else bucket.sent
+        with self._ctx.state.clock.phase(WAIT):
+            wait_for([bucket.work])
+            bucket.work = dist.all_reduce(tensor, group=bucket.replicas, async_op=True)
 
     @staticmethod
     def _zero_missing(slot: _Slot) -> None:
@@ -294,15 +316,17 @@ class GradientBuffers:
     def _parts(self, by_group: list[list[_Slot]]) -> tuple[list[Tensor], list[Tensor]]:
         counted: list[Tensor] = []
         uncounted: list[Tensor] = []
+        ctx = self._ctx
         for flat, shard, slots in zip(self.flats, self.shards, by_group, strict=True):
-            # where this rank's shard begins in the buffer
-            first = shard.storage_offset() - flat.storage_offset()
+            # where this rank's shard begins in the buffer, and in it this replica's part of the norm
+            first, numel, replicas = shard.storage_offset() - flat.storage_offset(), shard.numel(), ctx.num_replicas
+            low, high = (first + numel * replica // replicas for replica in (ctx.replica, ctx.replica + 1))
             for slot in slots:
-                start, stop = max(slot.start, first), min(slot.stop, first + shard.numel())
+                start, stop = max(slot.start, low), min(slot.stop, high)
                 if start >= stop or getattr(slot.parameter, "ds_pipe_replicated", False):
                     continue
                 own = flat.narrow(0, start, stop - start)
-                if self._ctx.counts(shard_of(slot.parameter)):
+                if ctx.counts(shard_of(slot.parameter)):
                     counted.append(own)
                 else:
                     uncounted.append(own)
@@ -322,20 +346,24 @@ class GradientBuffers:
         """Yield the bucket of neighbouring slots, the last of them first, cut where a shard ends."""
         start, stop = slots[-1].start, slots[0].stop
         shard = shard_of(slots[0].parameter)
-        rank, size = self._ctx.grad_place(shard)
-        width = flat.numel()
-        if self._options.is_sharded:
+        rank, size = self._ctx.shard_place(shard)
+        # of shards of one rank each the replicas are all ranks that sum
+        is_sharded = self._options.is_sharded and size > 1
+        group, replicas, width = self._ctx.grad_group_of(shard), None, flat.numel()
+        if is_sharded:
+            groups = self._ctx.shard_groups_of(shard)
             # a shard: no bucket lies in two
-            width //= size
+            group, replicas, width = groups.within, groups.across, width // size
         for owner in range(start // width, -(-stop // width)):
             low, high = max(start, owner * width), min(stop, (owner + 1) * width)
             inside = [slot for slot in slots if slot.start < high and slot.stop > low]
             bucket = _Bucket(
                 flat.narrow(0, low, high - low),
                 inside,
-                self._ctx.grad_group_of(shard),
-                owner if self._options.is_sharded else None,
-                is_needed=not self._options.is_sharded or owner == rank,
+                group,
+                replicas,
+                owner if is_sharded else None,
+                is_needed=not is_sharded or owner == rank,
                 own=list(_untied(flat, inside, low, high)),
             )
             for slot in inside:

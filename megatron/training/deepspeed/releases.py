@@ -44,11 +44,13 @@ MEMBERS: Mapping[str, Sequence[str]] = {
     "DeepSpeedZeroOptimizer": (
         *("step", "_update_scale", "loss_scaler", "clip_grad", "unscale_and_clip_grads", "average_tensor"),
         *("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "params_in_partition"),
+        "allreduce_bucket",
         *("update_lp_params", "_lazy_init_hp_params_optimizer_state", "_grad_acc_hooks", "averaged_gradients"),
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
         *("step", "_update_scale", "loss_scaler", "clip_grad", "unscale_and_clip_grads", "fp16_groups"),
         *("fp32_partitioned_groups_flat", "grad_position", "get_param_id", "persistent_parameters"),
+        *("partition_grads", "communication_data_type"),
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
     ),
 }

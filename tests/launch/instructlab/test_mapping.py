@@ -17,6 +17,7 @@ from tests.finetuning_files import REQUIRED
 INPUTS = RunInputs(
     device="cuda",
     num_ranks=8,
+    num_nodes=1,
     model={"architecture": "llama", "position_embedding_type": "rope", "vocab_size": 300},
     model_folder="model",
     data_path=("data/data",),
@@ -70,7 +71,7 @@ def faults_of(torch_args: TorchrunArgs | None = None, **changed: Any) -> str:
         # 100 samples are more than 6 steps of 16, and no save is to come late
         ({"deepspeed_options": {"save_samples": 100}}, {"save": "out/full_state", "save_interval": 6}),
         ({"deepspeed_options": {"save_samples": 3}}, {"save_interval": 1}),
-        ({}, {"zero_stage": 3, "offload_optimizer": False, "offload_param": False}),
+        ({}, {"zero_stage": 3, "num_replicas": 1, "offload_optimizer": False, "offload_param": False}),
         ({"fsdp_options": {"sharding_strategy": "FULL_SHARD"}}, {"zero_stage": 3}),
         ({"fsdp_options": {"sharding_strategy": "SHARD_GRAD_OP"}}, {"zero_stage": 2}),
         ({"fsdp_options": {"sharding_strategy": "NO_SHARD"}}, {"zero_stage": 0}),
@@ -121,6 +122,23 @@ def test_one_rank_shares_with_nobody_and_the_cpu_trains_in_float32() -> None:
     said = "\n".join(remarks(arguments(), alone, config))
     assert "fsdp with HYBRID_SHARD is DeepSpeed's ZeRO stage 0 over 1 ranks in fp32" in said
     assert "on the CPU the training is in float32" in said
+
+
+def test_hybrid_shard_shards_within_a_node_and_replicates_over_nodes() -> None:
+    nodes = dataclasses.replace(INPUTS, num_ranks=16, num_nodes=2)
+    config = config_of(nodes)
+    assert (config.optimizer.zero_stage, config.parallel.num_replicas) == (3, 2)
+    said = next(remarks(arguments(), nodes, config))
+    assert said.endswith(
+        "fsdp with HYBRID_SHARD is DeepSpeed's ZeRO stage 3 within each of 2 replicas of 8 ranks in bf16"
+    )
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        assert config_of(nodes, fsdp_options={"sharding_strategy": strategy}).parallel.num_replicas == 1
+    assert config_of(nodes, distributed_backend="deepspeed").parallel.num_replicas == 1
+    # a stage of this pipeline lies on one node; and what is named as ours wins
+    pipeline = {"pipeline_model_parallel_size": 2, "zero_stage": 1}
+    assert config_of(nodes, engine_options=pipeline).parallel.num_replicas == 1
+    assert config_of(nodes, engine_options={"num_replicas": 4}).parallel.num_replicas == 4
 
 
 def test_a_user_of_instructlabs_library_learns_what_its_options_become() -> None:
