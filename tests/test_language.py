@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -68,11 +69,16 @@ def comments(source: str) -> Iterator[Text]:
         yield begin, " ".join(block)
 
 
+@functools.lru_cache(maxsize=1)  # the parse of a file serves its strings and its docstrings
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def strings(source: str) -> Iterator[Text]:
     """String literals of Python source; the parts of an f-string are joined by `{}`."""
-    tree = ast.parse(source)
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = nodes_of(source)
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):
@@ -82,7 +88,7 @@ def strings(source: str) -> Iterator[Text]:
 
 def docstrings(source: str) -> Iterator[Text]:
     """String statements: docstrings of modules, classes and functions, and the texts below fields."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
 

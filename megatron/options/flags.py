@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -23,6 +24,12 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar or default_metavar)
+
+
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """Return the types of the options of a dataclass by name, once evaluated: most of the time of reading a line."""
+    return get_type_hints(cls)
 
 
 def flag(name: str) -> str:
@@ -75,7 +82,7 @@ def add_flags(group: argparse._ActionsContainer, cls: type) -> None:
 
     Values stay strings and a missing one is an empty string, so that all are validated together.
     """
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         # argparse formats its help by %
         text = help_of_option(cls, name, getattr(cls, name, None), hint).replace("%", "%%")
         if is_bool(hint):
@@ -197,7 +204,7 @@ def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, An
     """Return what the flags of a dataclass give, as plain values, and the names of those without a value."""
     values: dict[str, Any] = {}
     without_value: set[str] = set()
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         value = getattr(namespace, name)
         if value in ("", []):
             without_value.add(name)
@@ -232,7 +239,7 @@ def _faults_of(error: ValidationError, cls: type, values: Mapping[str, Any], giv
             continue
         given = values[name]
         text = " ".join(map(_written, given)) if isinstance(given, list) else str(given)
-        if _is_pairs(get_type_hints(cls)[name]) and wrong["type"] == "missing":
+        if _is_pairs(hints_of(cls)[name]) and wrong["type"] == "missing":
             rule = "write KEY=VALUE"
         yield f"{given_as.format(flag=flag(name), name=name, value=text)}: {_lowered(rule)}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dependents import ADAPTERS
 from megatron.options.dialect import nearest, suggestion
-from megatron.options.flags import sequence
+from megatron.options.flags import hints_of, sequence
 from megatron.options.model import ROPE_SCALING_OPTIONS
 from megatron.runtime.files import IMPORT_ROOT
 
@@ -38,7 +38,7 @@ def known_values(tree: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], list[
     faults = [f"unknown section {name!r}; the sections are {', '.join(sections())}" for name in strange]
     for section, cls in sections().items():
         values = tree.get(section) or {}
-        hints = get_type_hints(cls)
+        hints = hints_of(cls)
         if not isinstance(values, dict):
             faults.append(f"section {section!r} is {values!r}; it must be a mapping of options")
             unread |= set(hints)
@@ -80,7 +80,7 @@ def _wrong_value(known: dict[str, dict[str, Any]], location: tuple[int | str, ..
     section, name = str(location[0]), str(location[1])
     value = known[section][name]
     # pydantic names the element that is missing, a user counts values
-    wanted = get_args(sequence(get_type_hints(sections()[section])[name]))
+    wanted = get_args(sequence(hints_of(sections()[section])[name]))
     if kind in ("missing", "too_short", "too_long") and wanted:
         rule = f"expected {len(wanted)} values, not {len(value)}"
     shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dialect import nearest, suggestion
 from megatron.options.extension import with_lengths, without_replaced_scaling
-from megatron.options.flags import dashed, flag, unset
+from megatron.options.flags import dashed, flag, hints_of, unset
 from megatron.options.stored import CONFIG, known_values, merged, read_preset, to_yaml
 from megatron.runtime.files import show
 from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
@@ -193,7 +193,7 @@ def _flag_values(namespace: argparse.Namespace, reading: _Reading) -> dict[str, 
     tree: dict[str, dict[str, Any]] = {}
     for section, cls in sections().items():
         tree[section] = {}
-        for name, hint in get_type_hints(cls).items():
+        for name, hint in hints_of(cls).items():
             value = getattr(namespace, name)
             # as the parser gives a flag without its value; a flag that is not given is None
             if value in ("", []):

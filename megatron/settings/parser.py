@@ -8,11 +8,10 @@ import functools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 from megatron.options.config import ConfigError, options, sections
 from megatron.options.dialect import nearest, suggestion
-from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, metavar
+from megatron.options.flags import HelpFormatter, add_flags, flag, help_of_option, hints_of, metavar
 from megatron.options.stored import PRESETS_DIR
 from megatron.runtime.commands import folded, train_name
 
@@ -27,8 +26,14 @@ def build_parser(*only: str) -> argparse.ArgumentParser:
 
     Values stay strings and a missing one is an empty string, so that all are validated together.
     """
+    return _parser_of(train_name(), *only)
+
+
+# 275 flags take most of the time of reading a command line, which a launcher and each of its checks do again and again
+@functools.cache
+def _parser_of(program: str, *only: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=train_name(),
+        prog=program,
         usage="%(prog)s --config PRESET [--flag VALUE ...]",
         description=None if only else ABOUT,
         # an abbreviation would be another option, or none, once an option with the same beginning is added
@@ -81,7 +86,7 @@ def help_text(topic: str) -> str:
         return build_parser(name).format_help()
     if name in options():
         section, field = options()[name]
-        hint = get_type_hints(sections()[section])[name]
+        hint = hints_of(sections()[section])[name]
         text = f"{flag(name)} {metavar(hint)}    (section {section})"
         return text + "\n\n" + _wrapped(help_of_option(sections()[section], name, field.default, hint), "  ")
     hint = suggestion(nearest(name, [*sections(), *options()], least=0.5), "correct it.")
@@ -115,7 +120,7 @@ def overview() -> str:
 def sections_text() -> list[str]:
     """Return a line for each section: its name, its number of flags, its purpose."""
     return [
-        f"  {section:<12}{len(get_type_hints(cls)):>3} flags  {(cls.__doc__ or '').split('.')[0].strip()}"
+        f"  {section:<12}{len(hints_of(cls)):>3} flags  {(cls.__doc__ or '').split('.')[0].strip()}"
         for section, cls in sections().items()
     ]
 

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.options.config import broken, on_device
+from megatron.options.config import Config, broken, on_device
 from megatron.options.dependents import slow_mode
 from megatron.options.flags import divisors
 from megatron.options.stored import from_dict
+from megatron.settings import command_line, validation
 from megatron.settings import rules as rules_of_devices
-from megatron.settings import validation
 from megatron.settings.command_line import load_config, read_command_line
 from megatron.settings.validation import check, idle
 from tests.settings.faults import VALID, faults_of
@@ -566,7 +566,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
 def faults_of_case(name: str) -> list[str]:
     words, world_size, _, _ = BROKEN_RULES[name]
     if words == "--data-path":
-        return check(from_dict({"training": {"train_iters": 100}}), world_size)
+        return command_line.check(from_dict({"training": {"train_iters": 100}}), world_size)
     given = VALID if "data-path" not in words else VALID[2:]
     return faults_of([*given, *words.split()], world_size)
 
@@ -729,16 +729,20 @@ def test_every_rule_is_broken_by_a_case() -> None:
                 reached_rows.add((file, line))
         return broken(*given)
 
-    before = sys.gettrace()
+    def traced(config: Config, world_size: int) -> list[str]:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return check(config, world_size)
+        finally:
+            sys.settrace(before)
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (validation, rules_of_devices):
             patch.setattr(module, "broken", noted)
-        sys.settrace(trace)
-        try:
-            for name in BROKEN_RULES:
-                faults_of_case(name)
-        finally:
-            sys.settrace(before)
+        patch.setattr(command_line, "check", traced)
+        for name in BROKEN_RULES:
+            faults_of_case(name)
     of_tables = {(file, line) for (file, _), lines in rows.items() for line in lines}
     assert len(rules) > 60
     # the trace sees each line of a table, broken or not
