@@ -142,7 +142,8 @@ def test_a_damaged_newest_checkpoint_is_not_validated_by_an_older_one(damaged: P
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero"), [("122s", 1), ("211", 0), ("112", 3), pytest.param("112", 2, marks=pytest.mark.slow)]
+    ("layout", "zero"),
+    [("122s", 1), ("112", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("211", 0), ("112", 2)))],
 )
 def test_a_run_under_way_has_the_logits_of_its_checkpoint(
     ranks: RankPools, tmp_path: Path, layout: str, zero: int

@@ -290,8 +290,15 @@ def test_two_ranks_compute_what_one_does(ranks: RankPools, name: str, sequence: 
 # PEFT
 
 
-@pytest.mark.parametrize(("name", "targets"), TARGETS)
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    ("name", "targets", "rslora"),
+    [
+        # each with rsLoRA or without, in turn; -m slow: with both
+        pytest.param(*case, rslora, marks=pytest.mark.slow if (place + rslora) % 2 else ())
+        for place, case in enumerate(TARGETS)
+        for rslora in (False, True)
+    ],
+)
 def test_logits_and_gradients_are_pefts(name: str, targets: str, rslora: bool) -> None:
     peft: Any = pytest.importorskip("peft")
     theirs = reference(name, targets, scales=dict.fromkeys(OURS_BY_LAST, ALPHA / (RANK**0.5 if rslora else RANK)))

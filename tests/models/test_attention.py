@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -284,12 +285,21 @@ def assert_equals_loops(attend: Any, inputs: Inputs, scores: Scores, packing: Pa
         assert error < TOLERANCES[dtype], f"{what}: relative error {error:.1e}"
 
 
+ALWAYS = {(False, 1), (True, 2), (False, 4)}
+"""Packed or not, and groups of key-value heads; -m slow: the others."""
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 @scores_of_all_kinds
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("packed", "groups"),
+    [
+        pytest.param(*case, id=f"{'packed-' * case[0]}{case[1]}", marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in itertools.product((False, True), (1, 2, 4))
+    ],
+)
 def test_kernels_equal_attention_by_loops(
     kernel: str, scores: Scores, packed: bool, groups: int, dtype: torch.dtype
 ) -> None:
@@ -341,8 +351,10 @@ def test_eight_thousand_documents_in_a_row_see_only_themselves() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", KERNELS)
 @scores_of_all_kinds
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize(
+    ("packed", "num_queries"),
+    [(False, 1), (True, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 5)))],
+)
 def test_queries_shorter_than_keys_are_the_last_tokens(
     kernel: str, scores: Scores, packed: bool, num_queries: int
 ) -> None:

@@ -172,6 +172,11 @@ WITH_EXPERTS = [kind for kind, rows in ROWS.items() if "router_aux_loss_coef" in
 
 CASES = [(kind, index) for kind, rows in ROWS.items() for index in range(len(rows))]
 every_row = pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind}-{index}" for kind, index in CASES])
+first_rows = pytest.mark.parametrize(
+    ("kind", "index"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.slow if case[1] > 1 else ()) for case in CASES],
+)
+"""The first two of each family; -m slow: all."""
 every_dense_family = pytest.mark.parametrize("kind", [kind for kind in ROWS if kind not in WITH_EXPERTS])
 every_family = pytest.mark.parametrize("kind", ROWS)
 
@@ -378,7 +383,7 @@ def drawn(draw: Any, kind: str) -> Fields:
 
 
 @every_family
-@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_other_sizes_equal_transformers(kind: str, data: Any) -> None:
     compare(kind, data.draw(drawn(kind)), exact=True)
@@ -398,7 +403,7 @@ def described(folder: Path) -> Fields:
     return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
 
 
-@every_row
+@first_rows
 def test_a_round_trip_keeps_every_bit(kind: str, index: int, tmp_path: Path) -> None:
     theirs, back, alone = (tmp_path / name for name in ("theirs", "back", "alone"))
     their_model(kind, ROWS[kind][index]).save_pretrained(theirs, max_shard_size="20KB")
@@ -422,7 +427,7 @@ def test_a_round_trip_keeps_every_bit(kind: str, index: int, tmp_path: Path) -> 
     assert torch.equal(ours(tokens).logits, written(tokens).logits)
 
 
-@every_row
+@first_rows
 def test_greedy_tokens_equal_transformers_beyond_the_window(kind: str, index: int, tmp_path: Path) -> None:
     theirs = their_model(kind, ROWS[kind][index])
     theirs.save_pretrained(tmp_path / "theirs")
@@ -430,11 +435,12 @@ def test_greedy_tokens_equal_transformers_beyond_the_window(kind: str, index: in
     model = load_model(options, ParallelContext.single())
     prompts = [(5, 6, 7), tuple(range(20, 40)), (9,)]
     requests = [Request(number, prompt) for number, prompt in enumerate(prompts)]
-    found = {done.request: done.ids for done in generate(model, requests, GenerationOptions(max_new_tokens=200))}
+    count = 200 if index == 0 else 50  # the windows are of 5 to 9 tokens
+    found = {done.request: done.ids for done in generate(model, requests, GenerationOptions(max_new_tokens=count))}
     for number, prompt in enumerate(prompts):
         text = torch.tensor([[*prompt, *found[number]]])
         with torch.no_grad():
             best = theirs(text, use_cache=False).logits[0, len(prompt) - 1 : -1]
         gaps = best.max(-1).values - best.gather(1, text[0, len(prompt) :, None])[:, 0]
-        assert len(found[number]) == 200
+        assert len(found[number]) == count
         assert float(gaps.max()) < 1e-4, f"another token than transformers', {float(gaps.max()):.1e} below its best"

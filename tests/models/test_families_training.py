@@ -26,8 +26,6 @@ from tests.models.test_families import (
     VOCABULARY,
     WITH_EXPERTS,
     Fields,
-    every_dense_family,
-    every_family,
     our_config,
     their_model,
 )
@@ -78,6 +76,14 @@ def trained(ranks: RankPools, size: int, arguments: str, results: Path) -> Curve
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Chats, packed, against transformers' model of each chat alone
+
+DENSE = [kind for kind in ROWS if kind not in WITH_EXPERTS]
+
+
+def every_second(kinds: Sequence[str]) -> list[Any]:
+    """Return parameters of every family, of which -m slow alone has every second one."""
+    return [pytest.param(kind, marks=pytest.mark.slow if place % 2 else ()) for place, kind in enumerate(kinds)]
+
 
 Chat = tuple[Sequence[int], Sequence[int]]
 """Tokens, and 1 for those that are trained."""
@@ -138,7 +144,7 @@ def write_adapted(theirs: Any, folder: Path) -> Any:
     return adapted.eval()
 
 
-@every_dense_family
+@pytest.mark.parametrize("kind", every_second(DENSE))
 def test_adapters_by_name_train_as_pefts_do(
     kind: str, few_chats: tuple[Path, list[Chat]], ranks: RankPools, tmp_path: Path
 ) -> None:
@@ -214,6 +220,7 @@ TEMPLATES = {
     "gemma3_text": ("chujiezheng_mit/gemma-it",),
     "falcon": ("chujiezheng_mit/falcon-instruct",),
 }  # fmt: skip
+OFTEN = ("mistral", "qwen3", "granite", "gemma2")
 PAIRS = [(kind, name) for kind, names in TEMPLATES.items() for name in names]
 
 
@@ -230,7 +237,10 @@ CHATS = [
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [pytest.param(*pair, marks=() if pair[1] == TEMPLATES[pair[0]][0] else pytest.mark.slow) for pair in PAIRS],
+    [
+        pytest.param(*pair, marks=() if pair[1] == TEMPLATES[pair[0]][0] and pair[0] in OFTEN else pytest.mark.slow)
+        for pair in PAIRS
+    ],
 )
 def test_packed_chats_on_a_pipeline_train_what_transformers_template_says(
     kind: str, name: str, ranks: RankPools, test_data: Path, tmp_path: Path
@@ -299,18 +309,24 @@ def single(
     def run(kind: str) -> tuple[str, Curve]:
         folder = tmp_path_factory.mktemp(kind)
         start_of(kind, fields_of(kind)).save_pretrained(folder / "theirs")
-        flags = f"--load {folder / 'theirs'} --data-path {dataset} --train-iters 10 --seq-length 24"
+        flags = f"--load {folder / 'theirs'} --data-path {dataset} --train-iters 6 --seq-length 24"
         flags += " --micro-batch-size 2 --global-batch-size 4"
         return flags, trained(ranks, 1, flags, folder / "one")
 
     return run
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name in ("tp2 sp zero1", "tp2 pp2") else pytest.mark.slow) for name in LAYOUTS],
-)
-@every_family
+def every_family_on_a_layout() -> list[Any]:
+    """Of two layouts each family's in turn; -m slow: every family on every layout."""
+    in_turn = ("tp2 sp zero1", "tp2 pp2")
+    return [
+        pytest.param(kind, layout, marks=() if layout == in_turn[place % 2] else pytest.mark.slow)
+        for place, kind in enumerate(ROWS)
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "layout"), every_family_on_a_layout())
 def test_layouts_train_as_one_process_does(
     kind: str, layout: str, single: Callable[[str], tuple[str, Curve]], ranks: RankPools, tmp_path: Path
 ) -> None:

@@ -255,7 +255,15 @@ SIZES = (
 
 
 @pytest.mark.parametrize(
-    "extra", ["", "--bf16", "--kernels plain", "--kernels plain --bf16", "--num-query-groups 2", "--lora-rank 8"]
+    "extra",
+    [
+        "--bf16",
+        "--lora-rank 8",
+        *(
+            pytest.param(extra, marks=pytest.mark.slow)
+            for extra in ("", "--kernels plain", "--kernels plain --bf16", "--num-query-groups 2")
+        ),
+    ],
 )
 def test_the_plan_of_its_memory_is_within_5_percent_of_a_run(ranks: RankPools, extra: str) -> None:
     (result,) = ranks(1)(compare, f"{FLAGS} {SIZES} {extra}", "cpu")

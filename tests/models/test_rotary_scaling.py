@@ -377,7 +377,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.write_dataset(tmp_path_factory.mktemp("data") / "text", vocabulary=VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["longrope-phi", "dynamic", "yarn-mscale"])
+@pytest.mark.parametrize(
+    "name", ["longrope-phi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dynamic", "yarn-mscale"))]
+)
 def test_layouts_train_as_one_process_does(name: str, dataset: Path, ranks: RankPools, tmp_path: Path) -> None:
     their_model(*ROWS[name]).save_pretrained(tmp_path / "theirs")
     common = (

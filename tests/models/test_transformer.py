@@ -149,7 +149,7 @@ def test_recomputing_parts_changes_no_gradient(name: str, kernels: str) -> None:
             np.testing.assert_array_equal(recomputed[weight], gradient, err_msg=f"{parts}: {weight}")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recomputation_on_ranks_changes_no_gradient_with_dropout_on(ranks: RankPools, sequence_parallel: bool) -> None:
     arguments = f"{MODELS['rope']} {DROPOUT} --tensor-model-parallel-size 4"
     arguments += " --sequence-parallel" if sequence_parallel else ""

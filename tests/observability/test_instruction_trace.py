@@ -58,8 +58,15 @@ SCHEDULES = {
 """Options of each schedule, chunks a stage, and passes of a microbatch in a chunk."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"),
+    [
+        # of four stages the schedule with most to order; -m slow: the others too
+        pytest.param(stages, schedule, marks=() if stages == 2 or schedule == "interleaved" else pytest.mark.slow)
+        for stages in (2, 4)
+        for schedule in SCHEDULES
+    ],
+)
 def test_idle_time_of_a_run_in_instructions_is_the_formula(
     ranks: RankPools, tmp_path: Path, num_stages: int, schedule: str
 ) -> None:

@@ -189,8 +189,8 @@ def test_faults_of_a_loss_are_reported_with_the_others(flags: str, fault: str) -
     ("function", "fault"),
     [
         ("a_mean", "returned torch.float32 []; return the loss of each label"),
-        ("a_number", "returned a float; return a tensor [2, 16]"),
-        ("no_gradient", "returned losses without a gradient"),
+        pytest.param("a_number", "returned a float; return a tensor [2, 16]", marks=pytest.mark.slow),
+        pytest.param("no_gradient", "returned losses without a gradient", marks=pytest.mark.slow),
         ("infinite", "is -inf in a first microbatch"),
         ("raises_on_rank_one", "raised ValueError: no such label (line "),
         ("differs", "differs between tensor-parallel ranks"),

@@ -116,8 +116,8 @@ def scalars(folder: Path) -> EventAccumulator:
     ("world_size", "layout"),
     [
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
-        (2, ""),
-        (2, "--zero-stage 2"),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        pytest.param(2, "--zero-stage 2", marks=pytest.mark.slow),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --no-pipeline-parallel"),
     ],
     ids=["PP2 TP2", "DP2", "DP2 ZeRO-2", "TP2 SP sequential"],

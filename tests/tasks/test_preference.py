@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "layout", "packing"),
     [
-        ("llama_gqa", "", "--max-batch-len 96"),
+        pytest.param("llama_gqa", "", "--max-batch-len 96", marks=pytest.mark.slow),
         ("bloom_alibi", "tp2 sp", "--max-batch-len 96 --bucketing octave --buckets-per-octave 2"),
         (
             "llama_gqa",
@@ -88,7 +88,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "layout", "flags"),
     [
-        ("llama_gqa", "pp2", "--lora-rank 4 --packing none --micro-batch-size 2 --lr 5"),
+        pytest.param(
+            "llama_gqa", "pp2", "--lora-rank 4 --packing none --micro-batch-size 2 --lr 5", marks=pytest.mark.slow
+        ),
         ("bloom_alibi", "dp2", "--max-batch-len 64 --lr 0.3"),
         ("llama_gqa", "tp2 sp", "--lora-rank 4 --reference stored --max-batch-len 64 --lr 5"),
     ],

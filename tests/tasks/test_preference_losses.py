@@ -58,6 +58,7 @@ MORE = {
     "ld": "sigmoid --ld-alpha 0.4 --sft-weight 0.7",
     "ld_ipo": "ipo --ld-alpha 0",
 }
+LLAMA, BLOOM = "llama_gqa", "bloom_12_heads"
 Result = tuple[float, dict[str, float], dict[str, Tensor]]
 """Loss, metrics, gradients by our names."""
 
@@ -285,11 +286,22 @@ def by_trl_cdpo(theirs: Any) -> tuple[Tensor, dict[str, float]]:
     return losses.mean(), metrics_of(torch.stack(rewards, 1), sums)
 
 
-@pytest.mark.parametrize("oracle", [by_hand, by_trl])
+def is_plain(case: str, objective: str) -> bool:
+    return case == LLAMA and objective in CASES_OF
+
+
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("case", "objective"),
-    [*((case, objective) for case in ("llama_gqa", "bloom_12_heads") for objective in CASES_OF)]
-    + [("llama_gqa", objective) for objective in MORE],
+    ("case", "objective", "oracle"),
+    [
+        # TRL's for the plain objectives over one model; -m slow: for their options and over another model too
+        pytest.param(case, objective, oracle, marks=() if oracle is by_hand or is_plain(case, objective) else SLOW)
+        for case, objectives in ((LLAMA, {**CASES_OF, **MORE}), (BLOOM, CASES_OF))
+        for objective in objectives
+        for oracle in (by_hand, by_trl)
+    ],
 )
 def test_loss_metrics_and_gradients(
     tmp_path: Path, case: str, objective: str, oracle: Callable[..., tuple[Tensor, dict[str, float]]]

@@ -52,21 +52,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chats.write_chats(tmp_path_factory.mktemp("chats") / "chats", chats.some_lengths(41, 33))
 
 
-@pytest.mark.parametrize("model", ["bloom_alibi", "bloom_learned", "llama_gqa"])
-@pytest.mark.parametrize(
-    ("layout", "packing"),
-    [
+def packed_cases() -> list[Any]:
+    """Each layout with each model; without -m slow each layout but two with one of them, in turn."""
+    models = ["bloom_alibi", "bloom_learned", "llama_gqa"]
+    places = [
         ("dp2", "step"),
         ("tp2", "step"),
         ("tp2 sp", "buckets"),
         ("pp2", "step"),
-        pytest.param("pp2 interleaved", "step", marks=pytest.mark.slow),
-        pytest.param("pp2 zero-bubble", "edges", marks=pytest.mark.slow),
         ("pp4", "edges"),
         ("pp2 dp2", "none"),
         ("pp2", "dataset"),
-    ],
-)
+        ("pp2 interleaved", "step"),
+        ("pp2 zero-bubble", "edges"),
+    ]
+    return [
+        pytest.param(model, *where, marks=() if number < 7 and number % 3 == place else pytest.mark.slow)
+        for number, where in enumerate(places)
+        for place, model in enumerate(models)
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout", "packing"), packed_cases())
 def test_packed_chats_have_the_loss_and_gradients_of_chats_alone(
     ranks: RankPools, data: Path, tmp_path: Path, model: str, layout: str, packing: str
 ) -> None:
@@ -138,7 +145,10 @@ def check_gradients(
         assert float(there.abs().max()) > 0 or "bias" in name, name
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2", "tp2", "zero2", "zero3", "offload"])
+@pytest.mark.parametrize(
+    "layout",
+    ["pp2", "zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "tp2", "zero2", "offload"))],
+)
 def test_the_loss_curve_is_that_of_one_rank(ranks: RankPools, data: Path, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     common = f"{MODELS['llama_gqa']} --data-path {data} --split 1,0,0 --global-batch-size 13 --max-batch-len 64"
@@ -158,7 +168,12 @@ RUN = (
 
 @pytest.mark.parametrize(
     ("first", "then", "noise"),
-    [(1, "dp2", ""), (2, "", ""), (2, "pp2", "--neftune-noise-alpha 5"), (1, "tp2", "--neftune-noise-alpha 5")],
+    [
+        pytest.param(1, "dp2", "", marks=pytest.mark.slow),
+        (2, "", ""),
+        (2, "pp2", "--neftune-noise-alpha 5"),
+        pytest.param(1, "tp2", "--neftune-noise-alpha 5", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_goes_on_with_the_next_chats(
     ranks: RankPools, data: Path, tmp_path: Path, first: int, then: str, noise: str

@@ -29,9 +29,9 @@ from tests.training.test_layouts import (
     reference_of,
 )
 
-STEPS = 5
+STEPS = 3
 """Each compares the gradients and the update; of one process twenty show that it learns."""
-CHEAP = {(0, "221s"), (1, "122s"), (0, "112"), (1, "121")}
+CHEAP = {(0, "221s"), (1, "122s"), (0, "112")}
 """Model and layout of the cases that are not slow."""
 LORA = "--lora-rank 4 --lora-alpha 16 --lr 1e-2"
 CASES = {

@@ -35,9 +35,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "",
+        pytest.param("", marks=pytest.mark.slow),
         "--pipeline-model-parallel-size 2 --bf16 --lora-rank 4 --lora-dropout 0.1",
-        "--zero-stage 3 --spike-action skip",
+        pytest.param("--zero-stage 3 --spike-action skip", marks=pytest.mark.slow),
         "--fp16 --initial-loss-scale 65536 --loss-scale-window 3",
         pytest.param("--zero-stage 1 --bf16", marks=pytest.mark.slow),
         pytest.param("--zero-stage 2", marks=pytest.mark.slow),

@@ -73,9 +73,9 @@ def expected_ids(ranks: RankPools, saved: Path, flags: str, prompts: list[list[i
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.slow),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", marks=pytest.mark.slow),
         (2, "--zero-stage 3 --untie-embeddings-and-output-weights"),
         (2, "--lora-rank 2 --finetune"),
         pytest.param(4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", marks=pytest.mark.slow),

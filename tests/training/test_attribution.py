@@ -15,9 +15,9 @@ CP = "--context-parallel-size 2"
 SLOW = pytest.mark.slow
 # layout, its number of ranks, and a parameter of each rank
 LAYOUTS = [
-    pytest.param("", 2, id="DP2"),
+    pytest.param("", 2, id="DP2", marks=SLOW),
     pytest.param("--zero-stage 1 --bf16", 2, id="DP2 ZeRO-1", marks=SLOW),
-    pytest.param("--zero-stage 2", 2, id="DP2 ZeRO-2"),
+    pytest.param("--zero-stage 2", 2, id="DP2 ZeRO-2", marks=SLOW),
     pytest.param("--zero-stage 3", 2, id="DP2 ZeRO-3"),
     pytest.param("--zero-stage 2 --bf16 --offload-optimizer", 2, id="DP2 ZeRO-2 offload", marks=SLOW),
     pytest.param("--zero-stage 1 --offload-optimizer", 2, id="DP2 ZeRO-1 offload", marks=SLOW),

@@ -93,7 +93,10 @@ def ended(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, "--pipeline-model-parallel-size 2"), (2, "--zero-stage 3")])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, "--pipeline-model-parallel-size 2"), pytest.param(2, "--zero-stage 3", marks=pytest.mark.slow)],
+)
 def test_a_run_stops_early_and_keeps_and_exports_the_best(
     ranks: RankPools, data: Path, tmp_path: Path, size: int, layout: str
 ) -> None:

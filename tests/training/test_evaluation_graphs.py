@@ -28,8 +28,9 @@ FLAGS = (
     [
         ("pretrain", ""),
         ("sft", PP2),
-        ("packed", TP2),
-        ("routed", "--pipeline-model-parallel-size 2"),  # its layers report metrics
+        pytest.param("packed", TP2, marks=pytest.mark.slow),
+        # its layers report metrics
+        pytest.param("routed", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         ("dpo", "--lora-rank 4"),  # its reference is the model with the adapters switched off
         pytest.param("packed", "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param("pretrain", TP2, marks=pytest.mark.slow),

@@ -49,17 +49,25 @@ def alone(ranks: RankPools) -> Any:
     return functools.cache(lambda flags="": ranks(1)(counted, f"--micro-batch-size 4 {flags}")[0])
 
 
+LAYOUTS = [
+    (1, "--recompute-granularity full", 4),
+    (2, EP2, 2),
+    (2, f"{TP2} {ETP1}", 4),
+    (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
+    (4, f"{PP2} {EP2} --recompute-granularity full", 2),
+]
+CAPACITIES = ["", "--moe-expert-capacity-factor 0.75"]
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "flags", "size"),
+    ("num_ranks", "flags", "size", "capacity"),
     [
-        (1, "--recompute-granularity full", 4),
-        (2, EP2, 2),
-        (2, f"{TP2} {ETP1}", 4),
-        (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
-        (4, f"{PP2} {EP2} --recompute-granularity full", 2),
+        # each layout with a capacity or without, in turn; -m slow: with both
+        pytest.param(*layout, capacity, marks=() if (place + number) % 2 == 1 else pytest.mark.slow)
+        for place, layout in enumerate(LAYOUTS)
+        for number, capacity in enumerate(CAPACITIES)
     ],
 )
-@pytest.mark.parametrize("capacity", ["", "--moe-expert-capacity-factor 0.75"])
 def test_each_token_counts_once_on_every_layout(
     ranks: RankPools, alone: Any, num_ranks: int, flags: str, size: int, capacity: str
 ) -> None:

@@ -33,27 +33,35 @@ def alone(ranks: RankPools) -> Any:
     return functools.cache(lambda flags="": ranks(1)(layouts.train, f"{FLAGS} {flags}", STEPS)[0])
 
 
+EXPERT_LAYOUTS = [
+    (2, EP2, 2),
+    (2, f"{EP2} --zero-stage 1", 2),
+    (4, f"{EP4} --zero-stage 1", 1),
+    (4, EP2, 1),
+    (4, f"{EP2} --zero-stage 1", 1),
+    (2, TP2, 4),
+    (2, f"{TP2} {ETP1}", 4),
+    (2, f"{TP2} {SP} {ETP1}", 4),
+    (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
+    (2, f"{TP2} {EP2} {ETP1} --zero-stage 1", 4),
+    (4, f"{TP2} {SP} {EP2}", 2),
+    (4, f"{TP2} {EP4} {ETP1}", 2),
+    (4, f"{PP2} {EP2} --recompute-granularity full", 2),
+    (4, f"{PP2} {EP2} --zero-stage 1", 2),
+    (2, "--zero-stage 3", 2),
+]
+CAPACITIES = ["", "--moe-expert-capacity-factor 0.75"]
+
+
 @pytest.mark.parametrize(
-    ("ranks_needed", "flags", "micro_batch_size"),
+    ("ranks_needed", "flags", "micro_batch_size", "capacity"),
     [
-        (2, EP2, 2),
-        (2, f"{EP2} --zero-stage 1", 2),
-        (4, f"{EP4} --zero-stage 1", 1),
-        (4, EP2, 1),
-        (4, f"{EP2} --zero-stage 1", 1),
-        (2, TP2, 4),
-        (2, f"{TP2} {ETP1}", 4),
-        (2, f"{TP2} {SP} {ETP1}", 4),
-        (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
-        (2, f"{TP2} {EP2} {ETP1} --zero-stage 1", 4),
-        (4, f"{TP2} {SP} {EP2}", 2),
-        (4, f"{TP2} {EP4} {ETP1}", 2),
-        (4, f"{PP2} {EP2} --recompute-granularity full", 2),
-        (4, f"{PP2} {EP2} --zero-stage 1", 2),
-        (2, "--zero-stage 3", 2),
+        # each layout with a capacity or without, in turn; -m slow: with both
+        pytest.param(*layout, capacity, marks=() if (place + number) % 2 == 0 else pytest.mark.slow)
+        for place, layout in enumerate(EXPERT_LAYOUTS)
+        for number, capacity in enumerate(CAPACITIES)
     ],
 )
-@pytest.mark.parametrize("capacity", ["", "--moe-expert-capacity-factor 0.75"])
 def test_every_layout_trains_as_one_process(
     ranks: RankPools, alone: Any, ranks_needed: int, flags: str, micro_batch_size: int, capacity: str
 ) -> None:
@@ -84,9 +92,7 @@ CHAIN = [
     (1, "--micro-batch-size 4"),
     (4, f"{TP2} {SP} {EP4} {ETP1} --micro-batch-size 2"),
     (4, f"{PP2} {EP2} --micro-batch-size 2"),
-    (4, f"{TP2} {EP2} --micro-batch-size 2 --zero-stage 1"),
     (2, f"{TP2} {EP2} {ETP1} --micro-batch-size 4"),
-    (4, f"{EP2} --zero-stage 1 --micro-batch-size 1"),
 ]
 
 
@@ -103,7 +109,10 @@ def test_a_checkpoint_resumes_on_every_other_layout(ranks: RankPools, tmp_path: 
     assert names < set(newest(tmp_path / "0").parameters)
 
 
-@pytest.mark.parametrize("flags", [f"{EP2} --zero-stage 1", f"{TP2} {SP} {EP2} {ETP1}", f"{EP2} --bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [f"{TP2} {SP} {EP2} {ETP1}", f"{EP2} --bf16", pytest.param(f"{EP2} --zero-stage 1", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(ranks: RankPools, tmp_path: Path, flags: str) -> None:
     flags = f"{FLAGS} {flags} --hidden-dropout 0.1 --attention-dropout 0.1"
     whole, resumed = ranks(2)(layouts.train_interrupted, flags, 2, 4, str(tmp_path))[0]
@@ -111,14 +120,16 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(ranks: RankPools, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("ranks_needed", "flags"),
+    ("ranks_needed", "flags", "quantised"),
     [
-        (2, f"{EP2} --micro-batch-size 2"),
-        (2, f"{TP2} {SP} --micro-batch-size 4"),
-        (4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2"),
+        (2, f"{EP2} --micro-batch-size 2", False),
+        (2, f"{TP2} {SP} --micro-batch-size 4", True),
+        (4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2", False),
+        pytest.param(2, f"{EP2} --micro-batch-size 2", True, marks=pytest.mark.slow),
+        pytest.param(2, f"{TP2} {SP} --micro-batch-size 4", False, marks=pytest.mark.slow),
+        pytest.param(4, f"{TP2} {EP4} {ETP1} --micro-batch-size 2", True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("quantised", [False, True])
 def test_adapters_of_experts_train_on_every_layout(
     ranks: RankPools, alone: Any, ranks_needed: int, flags: str, quantised: bool
 ) -> None:

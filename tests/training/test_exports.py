@@ -156,7 +156,7 @@ def test_a_last_step_that_is_being_saved_is_exported_without_a_second_save(
     [
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --num-query-groups 2"),
         (2, "--zero-stage 3 --untie-embeddings-and-output-weights --micro-batch-size 1"),
-        (1, "--bf16"),
+        pytest.param(1, "--bf16", marks=pytest.mark.slow),
     ],
 )
 def test_an_export_has_our_logits_in_transformers(

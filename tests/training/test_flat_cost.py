@@ -9,7 +9,12 @@ from tests.training import layouts
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"), [(1, ""), (1, "--zero-stage 2 --bf16"), (2, "--pipeline-model-parallel-size 2")]
+    ("num_ranks", "flags"),
+    [
+        pytest.param(1, "", marks=pytest.mark.slow),
+        pytest.param(1, "--zero-stage 2 --bf16", marks=pytest.mark.slow),
+        (2, "--pipeline-model-parallel-size 2"),
+    ],
 )
 def test_microbatches_and_steps_take_the_same_work_however_many(ranks: RankPools, num_ranks: int, flags: str) -> None:
     for by_microbatches, first, last, more_objects in ranks(num_ranks)(count_work, flags):

@@ -43,16 +43,15 @@ OPTIMIZERS = [
     ("221", 0, ""),
     ("221", 1, " --bf16"),
     ("122", 0, " --fp16"),
-    ("122", 1, ""),
     ("122", 2, " --bf16"),
-    ("112", 3, " --fp16"),
+    ("122", 3, " --fp16"),
 ]
-"""Each of DeepSpeed's."""
+"""Each of DeepSpeed's, once."""
 
 
 @pytest.mark.parametrize(
     ("layout", "zero", "precision"),
-    [*OPTIMIZERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in NAN_CASES if case not in OPTIMIZERS)],
+    [pytest.param(*case, marks=() if case in OPTIMIZERS else pytest.mark.slow) for case in NAN_CASES],
 )
 def test_nan_on_one_rank_changes_nothing_on_any(ranks: RankPools, layout: str, zero: int, precision: str) -> None:
     """In a gradient that the norm counts, in one that it leaves out, and in the loss alone."""
@@ -182,9 +181,8 @@ def test_a_sample_is_cut_from_the_documents_that_are_named(data: Path, path: str
 @pytest.mark.parametrize(
     "layout",
     [
-        "TP2 PP2",
         "DP2 ZeRO-3",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3")),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("TP2 PP2", "TP2 DP2 ZeRO-1", "TP2 DP2 ZeRO-3")),
     ],
 )
 def test_a_rollback_ends_where_a_run_without_the_samples_does(
@@ -310,9 +308,9 @@ def test_giving_up_exits_with_3(data: Path) -> None:
     ("layout", "rank", "name"),
     [
         ("TP2 PP2", 1, "layers.0.attention_norm.weight"),
-        ("TP2 DP2 ZeRO-1", 3, "layers.0.attention_norm.weight"),
+        pytest.param("TP2 DP2 ZeRO-1", 3, "layers.0.attention_norm.weight", marks=pytest.mark.slow),
         ("TP2 DP2 ZeRO-2 bf16", 2, "layers.0.attention.qkv.weight"),
-        ("TP2 DP2 ZeRO-3", 1, "layers.0.attention_norm.weight"),
+        pytest.param("TP2 DP2 ZeRO-3", 1, "layers.0.attention_norm.weight", marks=pytest.mark.slow),
     ],
 )
 def test_drift_of_one_rank_is_named_within_one_check(

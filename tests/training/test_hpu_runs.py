@@ -44,7 +44,7 @@ def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, hpu_ranks: RankPool
     "flags",
     [
         "--zero-stage 1 --check-replicas-interval 1 --verify-checkpoint",
-        "--zero-stage 2 --offload-optimizer",
+        pytest.param("--zero-stage 2 --offload-optimizer", marks=pytest.mark.slow),
         "--zero-stage 3 --check-replicas-interval 1",
     ],
 )

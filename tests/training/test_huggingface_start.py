@@ -60,10 +60,13 @@ def newest(folder: Path) -> Checkpoint:
 @pytest.mark.parametrize(
     ("model", "places"),
     [
-        ("bloom_alibi", [("111", 0), ("221", 0), ("212", 1), ("112", 3), ("122", 3)]),
-        ("llama_gqa", [("111", 0), ("221", 0), ("122", 1), ("114", 3)]),
+        ("bloom_alibi", [("212", 1), ("122", 3)]),
+        ("llama_gqa", [("111", 0), ("221", 0), ("122", 1)]),
         ("llama_gqa_tied", [("221", 0)]),
-        ("bloom_learned", [("111", 0), ("122", 3)]),
+        ("bloom_learned", [("122", 3)]),
+        pytest.param("bloom_alibi", [("111", 0), ("221", 0), ("112", 3)], marks=pytest.mark.slow),
+        pytest.param("llama_gqa", [("114", 3)], marks=pytest.mark.slow),
+        pytest.param("bloom_learned", [("111", 0)], marks=pytest.mark.slow),
     ],
 )
 def test_the_first_loss_is_that_of_transformers_on_every_layout(

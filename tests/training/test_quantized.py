@@ -83,7 +83,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model == "llama" else pytest.mark.slow) for model in MODELS]
+)
 def test_every_layout_trains_the_same_model(ranks: RankPools, model: str) -> None:
     ((expected, whole),) = ranks(1)(train, flags(model))
     for layout in ("tp2 sp", "pp2", "zero3") if model == "llama" else ("tp2",):

@@ -29,9 +29,9 @@ PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4
         ("bloom_learned", 2, f"{PP2} --global-batch-size 6"),
         ("llama_gqa", 4, f"{PP4} --micro-batch-size 1"),
         ("bloom_alibi", 4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
-        ("llama_gqa_tied", 4, f"{PP2} --zero-stage 1 --micro-batch-size 1"),
+        pytest.param("llama_gqa_tied", 4, f"{PP2} --zero-stage 1 --micro-batch-size 1", marks=pytest.mark.slow),
         ("llama_gqa", 4, f"{PP2} --tensor-model-parallel-size 2 --bf16 --recompute-granularity selective"),
-        ("bloom_learned", 4, f"{PP2} --bf16 --micro-batch-size 1"),
+        pytest.param("bloom_learned", 4, f"{PP2} --bf16 --micro-batch-size 1", marks=pytest.mark.slow),
     ],
 )
 def test_every_schedule_computes_what_1f1b_computes(

@@ -24,19 +24,26 @@ def sorted_alone(ranks: RankPools) -> Any:
     return functools.cache(lambda flags="": ranks(1)(layouts.train, f"{FLAGS} {flags}", STEPS)[0])
 
 
+LAYOUTS = [
+    (1, "", 4),
+    (2, f"{EP2} --zero-stage 1", 2),
+    (4, f"{EP4} --recompute-granularity full", 1),
+    (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
+    (2, f"{TP2} {EP2} {ETP1}", 4),
+    (4, f"{TP2} {SP} {EP2}", 2),
+    (4, f"{PP2} {EP2}", 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks_needed", "flags", "micro_batch_size"),
+    ("ranks_needed", "flags", "micro_batch_size", "capacity"),
     [
-        (1, "", 4),
-        (2, f"{EP2} --zero-stage 1", 2),
-        (4, f"{EP4} --recompute-granularity full", 1),
-        (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
-        (2, f"{TP2} {EP2} {ETP1}", 4),
-        (4, f"{TP2} {SP} {EP2}", 2),
-        (4, f"{PP2} {EP2}", 2),
+        # each layout with a capacity or without, in turn; -m slow: with both
+        pytest.param(*layout, capacity, marks=() if (place + number) % 2 == 0 else pytest.mark.slow)
+        for place, layout in enumerate(LAYOUTS)
+        for number, capacity in enumerate(("", CAPACITY))
     ],
 )
-@pytest.mark.parametrize("capacity", ["", CAPACITY])
 def test_losses_are_those_of_sorted_tokens(
     ranks: RankPools, sorted_alone: Any, ranks_needed: int, flags: str, micro_batch_size: int, capacity: str
 ) -> None:

@@ -65,7 +65,16 @@ def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int]]:
     return dict(counts.waits), dict(counts.collectives)
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --grad-accum-dtype bf16", "--zero-stage 3"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in ("--bf16 --grad-accum-dtype bf16", "--zero-stage 3")
+        ),
+    ],
+)
 def test_the_update_is_that_of_deepspeeds_own_optimizer(ranks: RankPools, flags: str) -> None:
     """Its passes over memory are fewer; its gradients, norm, clipping and weights are the same."""
     flags = f"{layouts.MODELS['llama_gqa_tied']} {flags} --clip-grad 0.3"

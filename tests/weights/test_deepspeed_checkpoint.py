@@ -88,7 +88,7 @@ def convert_with_deepspeed(source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "extra"),
     [
-        ("llama_gqa", "221", "--zero-stage 1"),
+        pytest.param("llama_gqa", "221", "--zero-stage 1", marks=pytest.mark.slow),
         ("bloom_alibi", "122", "--zero-stage 1"),
         ("bloom_learned", "221", "--bf16"),
         ("llama_gqa_tied", "122", "--zero-stage 2 --bf16"),
@@ -162,10 +162,10 @@ def test_our_universal_folder_is_read_back(native: Callable[[str], tuple[Path, l
     ("model", "layout", "extra"),
     [
         ("llama_gqa", "112", "--zero-stage 1"),
-        ("llama_gqa", "121", "--zero-stage 2"),
+        pytest.param("llama_gqa", "121", "--zero-stage 2", marks=pytest.mark.slow),
         # under ZeRO-3, DeepSpeed's loader takes tensors as they are, so that the vocabulary must be padded as here
         ("llama_gqa", "112", "--zero-stage 3"),
-        ("bloom_learned", "112", "--bf16"),
+        pytest.param("bloom_learned", "112", "--bf16", marks=pytest.mark.slow),
         ("bloom_learned", "211", "--bf16"),
         ("bloom_alibi", "141", "--zero-stage 1"),
     ],
