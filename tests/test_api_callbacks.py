@@ -187,10 +187,10 @@ def train_with_failing_callback(hook: str, flags: str) -> str:
     ("hook", "step", "more"),
     [
         ("on_train_begin", 0, ""),
-        ("on_log", 1, ""),
+        pytest.param("on_log", 1, "", marks=pytest.mark.slow),
         ("on_evaluate", 2, "--eval-interval 2"),
         ("on_save", 2, "--save-interval 2 --no-async-save"),
-        ("on_train_end", 4, ""),
+        pytest.param("on_train_end", 4, "", marks=pytest.mark.slow),
         ("on_train_end", 2, "--exit-interval 2"),
     ],
 )

@@ -111,6 +111,7 @@ def test_the_readmes_separate_data_processing_works(examples: list[str], folder:
     assert "Training is complete, iteration=1, 40 samples" in said
 
 
+@pytest.mark.slow  # tests/launch/test_agent.py has two nodes always
 def test_the_readmes_two_machines_train_together(examples: list[str], folder: Path) -> None:
     arguments = next(block for block in examples if block.startswith("# define training-specific arguments"))
     machines = [next(block for block in examples if f"# on machine {number}" in block) for number in (1, 2)]

@@ -68,14 +68,28 @@ def test_training_and_converting_work_as_written(checkout: Path) -> None:
     assert (checkout / "out" / "huggingface" / "config.json").is_file()
 
 
-def test_experts_train_on_four_ranks_as_written(checkout: Path) -> None:
+def command_of_experts() -> str:
+    """Return the README's command of a tiny Mixtral, with the variables that its text takes from an earlier one."""
     (commands,) = blocks_below("Train on your own text")
     variables = commands.strip().splitlines()[2]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"`(HL_CONFIG=tiny_mixtral [^`]*)`", text)
+    return f"{variables}\n{command.replace(chr(10), ' ')}"
+
+
+def test_the_command_of_experts_prints_its_plan(checkout: Path) -> None:
+    """tests/training/test_experts.py trains such models on four ranks; -m slow: this command does."""
+    printed = run(command_of_experts(), checkout, HL_DRY_RUN="1")
+    assert " 4 cpu devices = 4 ranks" in printed
+    assert "expert_model_parallel_size" in printed or "experts" in printed
+
+
+@pytest.mark.slow
+def test_experts_train_on_four_ranks_as_written(checkout: Path) -> None:
+    (commands,) = blocks_below("Train on your own text")
     if not (checkout / "out" / "docs_text_document.bin").is_file():
         run("\n".join(commands.splitlines()[:2]), checkout)
-    printed = run(f"{variables}\n{command.replace(chr(10), ' ')}", checkout)
+    printed = run(command_of_experts(), checkout)
     assert "iteration       40/      40" in printed
     assert (checkout / "out" / "experts" / "checkpoints" / "latest").read_text().split()[0] == "global_step40"
 

@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
     [
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         (2, "--zero-stage 2 --bf16"),
-        (1, "--architecture llama --position-embedding-type rope"),
+        pytest.param(1, "--architecture llama --position-embedding-type rope", marks=pytest.mark.slow),
     ],
 )
 def test_stopped_and_resumed_run_equals_the_uninterrupted_one(
@@ -165,7 +165,7 @@ EVALUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)])
 def test_skip_train_logs_the_losses_of_the_checkpoint_without_an_optimizer(
     ranks: RankPools, tmp_path: Path, data: Path, precision: str
 ) -> None:
@@ -231,7 +231,9 @@ def test_skip_train_names_what_it_lacks(ranks: RankPools, tmp_path: Path, data: 
     assert "skip_train evaluates a checkpoint, but load is not given" in fault
 
 
-@pytest.mark.parametrize("start", ["--finetune", "--no-load-optim", "--ckpt-step 2"])
+@pytest.mark.parametrize(
+    "start", ["--finetune", pytest.param("--no-load-optim", marks=pytest.mark.slow), "--ckpt-step 2"]
+)
 def test_the_same_command_goes_on_from_what_it_saved_whole(
     ranks: RankPools, tmp_path: Path, data: Path, start: str
 ) -> None:

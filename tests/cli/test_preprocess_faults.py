@@ -105,9 +105,11 @@ def run_and_die_at(call: int, arguments: list[str], main: Callable[[list[str]], 
     return False
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
+    """Or before every second one."""
     monkeypatch.setattr(document_blocks, "BLOCK_BYTES", 400)
     (tmp_path / "whole").mkdir()
     write_rows(tmp_path / "whole" / "in.jsonl", 7)
@@ -115,7 +117,7 @@ def test_a_kill_before_any_change_of_the_file_system_can_be_resumed(
     expected = outputs(tmp_path / "whole")
     assert sorted(expected) == [f"out_{key}_document{suffix}" for key in "ab" for suffix in SUFFIXES]
     looked_finished = set()
-    for call in range(1, 1000):
+    for call in range(1, 1000, every):
         folder = tmp_path / str(call)
         folder.mkdir()
         write_rows(folder / "in.jsonl", 7)

@@ -55,9 +55,9 @@ def results_of_hf(model: Path, tasks: list[str], **options: Any) -> dict[str, An
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.slow),
         (2, "--tensor-model-parallel-size 2"),
-        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
     ],
 )

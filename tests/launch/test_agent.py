@@ -591,7 +591,7 @@ sys.exit(agent.run_agent(options, [], "fork"))
 """
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_waits_for_a_restart_stops_cleanly_with_the_others(stopped: int, tmp_path: Path) -> None:
     endpoint, output = f"127.0.0.1:{free_port()}", tmp_path / "said"
     with output.open("wb") as file:
@@ -679,7 +679,14 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        "SIGINT",
+        *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in "USR1 USR2 HUP XCPU".split()),
+    ],
+)
 def test_a_signal_reaches_every_rank_once_and_leaves_no_orphan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     number = getattr(signal, name)
     process, pids = started()

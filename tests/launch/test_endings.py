@@ -89,7 +89,14 @@ CASES: list[tuple[str, str, int, int, bool, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("after", "what", "number", "restarts", "fails", "said"), CASES)
+SWEPT = {1, 4, 6, 10, 12}
+"""Places of the cases that differ from others in the signal or the number of restarts alone."""
+
+
+@pytest.mark.parametrize(
+    ("after", "what", "number", "restarts", "fails", "said"),
+    [pytest.param(*case, marks=pytest.mark.slow if place in SWEPT else ()) for place, case in enumerate(CASES)],
+)
 def test_the_first_cause_fixes_the_status(
     trial: Trials, after: str, what: str, number: int, restarts: int, fails: bool, said: str
 ) -> None:

@@ -70,12 +70,9 @@ class Cluster:
 @pytest.mark.parametrize(
     ("launcher", "lazy"),
     [
-        ("several nodes", False),
-        ("one node", False),
-        *(
-            pytest.param(launcher, lazy, marks=pytest.mark.slow)
-            for launcher, lazy in (("several nodes", True), ("one node", True), ("mpirun", False), ("mpirun", True))
-        ),
+        pytest.param(launcher, lazy, marks=() if (launcher, lazy) == ("several nodes", False) else pytest.mark.slow)
+        for launcher in ("several nodes", "one node", "mpirun")
+        for lazy in (False, True)
     ],
 )
 def test_each_rank_loads_the_software_with_its_place_and_variables(

@@ -94,7 +94,13 @@ def test_bloom_defaults_are_habanas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "size"), [(version, size) for version, sizes in LLAMA_PRESETS.items() for size in sizes]
+    ("version", "size"),
+    [
+        # the first of each version; -m slow: the others, whose plans tests/launch/test_launch.py prints in one process
+        pytest.param(version, size, marks=() if size == next(iter(sizes)) else pytest.mark.slow)
+        for version, sizes in LLAMA_PRESETS.items()
+        for size in sizes
+    ],
 )
 def test_every_llama_prints_its_plan(version: str, size: str, tmp_path: Path) -> None:
     plan = run(

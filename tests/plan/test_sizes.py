@@ -42,14 +42,18 @@ def test_flops_leave_out_the_gradients_of_a_frozen_base(more: str) -> None:
     assert flops_per_token(run) == 4 * weights + 12 * 32 * 4096 * 8192
 
 
-@pytest.mark.parametrize(
-    "preset", sorted(path.stem for path in PRESETS_DIR.glob("*.yaml") if "model" in read_preset(path.stem))
-)
-def test_the_plans_parameters_are_the_models_own(preset: str) -> None:
+def presets_with_a_model() -> list[Any]:
+    """All but the one of 94 layers of 128 experts; one of its family has half the layers."""
+    names = sorted(path.stem for path in PRESETS_DIR.glob("*.yaml") if "model" in read_preset(path.stem))
+    return [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_235b_a22b" else ()) for name in names]
+
+
+@pytest.mark.parametrize("tensor_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("preset", presets_with_a_model())
+def test_the_plans_parameters_are_the_models_own(preset: str, tensor_size: int) -> None:
     tree = read_preset(preset)
-    for tensor_size in (1, 4):
-        parallel = {**tree.get("parallel", {}), "tensor_model_parallel_size": tensor_size}
-        assert_planned_is_allocated(from_dict({**tree, "parallel": parallel}))
+    parallel = {**tree.get("parallel", {}), "tensor_model_parallel_size": tensor_size}
+    assert_planned_is_allocated(from_dict({**tree, "parallel": parallel}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -407,7 +407,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.write_dataset(tmp_path_factory.mktemp("data") / "data")
 
 
-@pytest.mark.parametrize("path", PATHS)
+RARE = {"signal to one rank", "time", "signal during a save"}
+"""Of these the ranks agree as of the others; -m slow."""
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, marks=pytest.mark.slow if path in RARE else ()) for path in PATHS])
 def test_all_ranks_leave_after_the_same_step_with_one_save(
     ranks: RankPools, tmp_path: Path, data: Path, path: str
 ) -> None:

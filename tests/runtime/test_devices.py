@@ -74,19 +74,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def launched(folder: Path, device: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Train two ranks for two steps through the launcher, with the device that is given."""
+def launched(folder: Path, device: str, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """Train so many ranks for two steps through the launcher, with the device that is given."""
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     environment |= {"PYTHONPATH": f"{folder}:{ROOT}"}
     flags = [*runs.TINY.split(), "--data-path", "text", "--train-iters", "2", "--results-dir", "out"]
-    command = [sys.executable, "-m", "megatron.cli.launch", "--devices-per-node", "2", *words, "--", *flags]
+    command = [sys.executable, "-m", "megatron.cli.launch", "--devices-per-node", str(num_ranks), "--", *flags]
     return subprocess.run(
         [*command, "--device", device], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S
     )
 
 
 def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) -> None:
-    done = launched(folder, "outside:BENCH")
+    done = launched(folder, "outside:BENCH", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(folder / f"asked_{rank}").read_text() for rank in range(2)] == ["outside:BENCH"] * 2
     rows = runs.rows(folder / "out")
@@ -102,12 +102,20 @@ def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) ->
     ("device", "said"),
     [
         ("tpu", "parallel.device='tpu': must be auto, hpu, cuda, cpu, or your own as package.module:RECORD"),
-        ("outside:NONE", "parallel.device='outside:NONE': cannot be loaded: AttributeError: module 'outside' has no"),
+        pytest.param(
+            "outside:NONE",
+            "parallel.device='outside:NONE': cannot be loaded: AttributeError: module 'outside' has no",
+            marks=pytest.mark.slow,
+        ),
         ("outside:OTHER", "parallel.device='outside:OTHER': is a int; give a megatron.runtime.device.Device"),
         ("outside:ABSENT", "device outside:ABSENT is not there: its cable is out"),
         ("outside:NO_ACCELERATOR", "device outside:NO_ACCELERATOR: its accelerator='abacus' cannot be had: DS_ACCEL"),
         ("outside:NO_TYPE", "device outside:NO_TYPE: its torch_type='abacus' is not that of its tensors, which is cpu"),
-        ("outside:OTHER_TYPE", "its torch_type='cuda' is not that of its tensors, which is cpu; correct the record"),
+        pytest.param(
+            "outside:OTHER_TYPE",
+            "its torch_type='cuda' is not that of its tensors, which is cpu; correct the record",
+            marks=pytest.mark.slow,
+        ),
         (
             "outside:NO_COLLECTIVES",
             "its collectives='pigeons' is not a backend of this torch.distributed; use gloo, or",
@@ -115,7 +123,7 @@ def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) ->
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused_by_name(folder: Path, device: str, said: str) -> None:
-    done = launched(folder, device)
+    done = launched(folder, device, 1)
     assert done.returncode != 0
     assert said in " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in done.stdout + done.stderr

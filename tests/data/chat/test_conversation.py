@@ -160,7 +160,7 @@ def test_every_template_is_compared(test_data: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_equal_the_oracles_on_some_chats(name: str, test_data: Path, chats: list[list[Message]]) -> None:
-    check_template(name, test_data, "bloom_format_trained", True, chats[::195])
+    check_template(name, test_data, "bloom_format_trained", True, chats[::390])
 
 
 @pytest.mark.slow
