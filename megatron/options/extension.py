@@ -34,15 +34,21 @@ def forbidden_differences(here: Mapping[str, Any], there: Mapping[str, Any], *, 
 
 
 def position_changes(model: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Return "name=here, there" for each position option in which a model does not compute what `theirs` does."""
+    """Return each position option in which a model does not compute what `theirs` does, with both values.
+
+    An option that does nothing in a model has no value there.
+    """
     here, there = (_positions(each) for each in (model, theirs))
-    return differing(here, there)
+    changes = []
+    for name, value in here.items():
+        if value != there[name]:
+            changes.append(f"{name}={value}" if there[name] is None else f"{name}={value} here, {there[name]} there")
+    return changes
 
 
 def _positions(model: ModelConfig) -> dict[str, Any]:
     # any length: that of a run changes no rotary position
     computed = model.computed(1)
-    # one that does nothing has no value, whatever it is set to
     return {name: computed.get(name) for name in POSITIONS}
 
 

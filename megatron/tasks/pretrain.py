@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.models.rules import check_row_length
 from megatron.options.config import Config, length_stages, samples_after
 from megatron.options.flags import divisors
-from megatron.tasks.data import DatasetFacts, LabelIndex, Microbatch, SampleLabels, TaskData
+from megatron.tasks.data import DatasetFacts, LabelIndex, LabelPlace, Microbatch, SampleLabels, TaskData
 from megatron.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class PretrainLabels(LabelIndex):
         if split is None:
             return labels
         return labels._replace(lengths=labels.lengths[: samples_needed(self._data.config)[split]])
+
+    def places(self, dataset: Any, key: Any) -> list[LabelPlace]:
+        from megatron.data.gpt import Rows
+
+        if not isinstance(key, Rows):
+            return super().places(dataset, key)
+        # each sample is cut into as many rows, one after the other
+        times = self._data.config.training.seq_length // key.length
+        rows = [sample for sample in key.samples for _ in range(times)]
+        return [LabelPlace(sample, row, slice(None)) for row, sample in enumerate(rows)]
 
 
 class PretrainData(TaskData):

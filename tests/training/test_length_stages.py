@@ -22,6 +22,7 @@ from megatron.parallel.layout import Layout
 from megatron.plan.flops import FlopsOfSamples, flops_per_token
 from megatron.plan.memory import memory_by_stage
 from megatron.settings.command_line import load_config
+from megatron.tasks.loss_function import LossBatch
 from megatron.tasks.pretrain import PretrainData, PretrainTask
 from tests import runs
 from tests.ranks import RankPools
@@ -148,6 +149,34 @@ def test_losses_are_those_of_rows_that_see_themselves_alone(
     np.testing.assert_allclose(staged, oracle, rtol=2e-5)
     assert ranks(1)(runs.train, f"{common} {tmp_path / 'whole'} --seq-length-stages none") == [""]
     assert abs(np.array(losses_of(tmp_path / "whole")) - staged)[:4].max() > 1e-3, "whole rows see more"
+
+
+def likelihood(log_probs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    return -log_probs
+
+
+def of_rows(rows: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    return -rows.sum(dim=1)
+
+
+def test_a_loss_of_ones_own_has_the_rows_and_datasets_of_its_labels(
+    ranks: RankPools, data: Path, tmp_path: Path
+) -> None:
+    common = f"{LLAMA} --data-path {data} {STAGES} --results-dir"
+    assert ranks(1)(runs.train, f"{common} {tmp_path / 'plain'}") == [""]
+    loss = f"--loss {__name__}:likelihood"
+    assert ranks(1)(runs.train, f"{common} {tmp_path / 'own'} {loss}") == [""]
+    np.testing.assert_allclose(losses_of(tmp_path / "own"), losses_of(tmp_path / "plain"), rtol=2e-5)
+    task = PretrainTask(config_of(f"{LLAMA} --data-path {data} {STAGES} --micro-batch-size 2 {loss}"))
+    dataset = task.data.open(ParallelContext.single())[0]
+    (first, _) = task.data.plan(dataset, lambda _: 4, 0, 1)(8)[1]
+    places = task.data.labels.places(dataset, first)
+    assert [(place.sample, place.row) for place in places] == [(8, 0), (8, 1), (9, 2), (9, 3)]
+    assert task.read(dataset, first).inputs.shape == (4, 32)
+    rows = PretrainTask(
+        config_of(f"{LLAMA} --data-path {data} {STAGES} --micro-batch-size 2 --loss {__name__}:of_rows")
+    )
+    assert rows.read(dataset, first).normaliser == 4
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
