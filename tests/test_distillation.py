@@ -84,7 +84,11 @@ def test_a_file_is_that_of_the_dense_model(ranks: RankPools, folder: Path, writt
 
 @pytest.mark.parametrize(
     ("world_size", "layout", "is_equal"),
-    [(4, "--pipeline-model-parallel-size 2", True), (2, "--tensor-model-parallel-size 2 --sequence-parallel", False)],
+    [
+        (4, "--pipeline-model-parallel-size 2", True),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel", False),
+        pytest.param(4, "--context-parallel-size 2", False, marks=pytest.mark.slow),
+    ],
 )
 def test_files_are_equal_on_layouts(
     ranks: RankPools, folder: Path, written: list[LabelFile], world_size: int, layout: str, is_equal: bool

@@ -309,6 +309,7 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
         "hosts": {host: [rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)},
         "layout": {
             "tensor": ctx.tensor_size,
+            "context": ctx.context_size,
             "pipeline": ctx.num_stages,
             "data": ctx.num_batch_ranks,
             "zero_stage": config.effective_zero_stage,

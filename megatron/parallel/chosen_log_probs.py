@@ -6,15 +6,20 @@ Like the losses, they hold the logits of one chunk at a time, of a vocabulary cu
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import Head, InputGradients, head_of, join_rows
+from megatron.parallel.layout import Layout
+from megatron.parallel.losses import Head, InputGradients, head_of, join_rows, label_log_probs
+from megatron.parallel.mappings import all_places, gather_places, own_numbers, own_places, sum_over_context
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, sum_dtype
 
 
@@ -69,10 +74,10 @@ def chosen_log_probs(hidden: Tensor, weight: Tensor, ids_BSK: Tensor, ctx: Paral
 
     hidden and weight are those of `linear_cross_entropy`. An id outside of the vocabulary has -inf.
     """
-    rows, places, chosen = ids_BSK.shape
-    head = head_of(hidden, weight, ids_BSK.transpose(0, 1).flatten(0, 1), ctx)
+    rows, _, chosen = ids_BSK.shape
+    head = head_of(hidden, weight, own_places(ids_BSK.transpose(0, 1), ctx).flatten(0, 1), ctx)
     log_probs_NK = _ChosenLogProbs.apply(head.hidden_NH, head.weight, head)
-    return log_probs_NK.view(places, rows, chosen).transpose(0, 1)
+    return gather_places(log_probs_NK.view(-1, rows, chosen), ctx).transpose(0, 1)
 
 
 @torch.no_grad()
@@ -96,9 +101,68 @@ def top_log_probs(hidden: Tensor, weight: Tensor, count: int, ctx: ParallelConte
             values, order = values.sort(dim=-1, descending=True, stable=True)  # ranks are in the order of ids
             values, ids = values[:, :count], ids.gather(-1, order[:, :count]).long()
         found.append((sums.log_probs(values), ids))
-    shape = (-1, hidden.shape[1], count)
-    log_probs, ids = (torch.cat(parts).view(shape).transpose(0, 1) for parts in zip(*found, strict=True))
-    return log_probs, ids
+    log_probs, ids = (torch.cat(parts).view(-1, hidden.shape[1], count) for parts in zip(*found, strict=True))
+    if ctx.context_size > 1:
+        log_probs, ids = all_places(log_probs, ctx), all_places(ids, ctx)
+    return log_probs.transpose(0, 1), ids.transpose(0, 1)
+
+
+def own_labels(places_K: NDArray[np.int64], shape: Sequence[int], layout: Layout) -> NDArray[np.int64]:
+    """Return the numbers in `places_K` of those that a rank of this layout computes; none where it computes all.
+
+    Arguments as those of `log_probs_of`, `shape`: B and S. On the host.
+    """
+    if layout.context_size == 1:
+        return np.zeros(0, np.int64)
+    num_rows, length = shape
+    is_own_S = np.zeros(length, np.bool_)
+    for part in layout.places(length):
+        is_own_S[part.start : part.stop] = True
+    return np.flatnonzero(is_own_S[places_K // num_rows])
+
+
+class _PartOfLabels(NamedTuple):
+    """The labels of some tokens at places of this rank's rows."""
+
+    places_K: Tensor
+    labels_K: Tensor
+    """-1: another rank has its place."""
+
+    @classmethod
+    def of(cls, places_K: Tensor, labels_K: Tensor, hidden: Tensor, ctx: ParallelContext) -> _PartOfLabels:
+        if ctx.context_size == 1:
+            return cls(places_K, labels_K)
+        length, num_rows = hidden.shape[:2]
+        if ctx.sequence_parallel:
+            length *= ctx.tensor_size
+        own_K = own_numbers(places_K, num_rows, length, ctx)
+        return cls(own_K.clamp(min=0), labels_K.masked_fill(own_K < 0, -1))
+
+
+def log_probs_of(
+    places_K: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels_K: Tensor,
+    ctx: ParallelContext,
+    own_K: Tensor | None = None,
+) -> Tensor:
+    """Log-probability of the labels [K] of some tokens, as losses.token_log_probs. The others take no matrix product.
+
+    places: s * B + b of each in whole rows, int64; the caller makes them on the host, so that no device is waited for.
+    own: the result of `own_labels`, by which ranks that share rows share the products; None: each has those of all.
+    """
+    if ctx.context_size == 1:
+        own_K = None
+    places, labels = places_K, labels_K
+    if own_K is not None:
+        places, labels = places_K[own_K], labels_K[own_K]
+    part = _PartOfLabels.of(places, labels, hidden, ctx)
+    found = label_log_probs(head_of(hidden, weight, part.labels_K.unsqueeze(-1), ctx, places_K=part.places_K))
+    if own_K is not None:
+        found = found.new_zeros(len(labels_K)).index_copy(0, own_K, found)
+    # each number is that of one rank, and 0 on the others, so that the sum is exact
+    return sum_over_context(found, ctx)
 
 
 @torch.no_grad()
@@ -107,15 +171,20 @@ def label_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of a label at each of these places, and whether it is the largest there: [K] each.
 
-    Arguments as those of losses.log_probs_of; labels are tokens.
+    Arguments as those of `log_probs_of`; labels are tokens.
     """
-    head = head_of(hidden, weight, labels_K.unsqueeze(-1), ctx, places_K=places_K)
+    part = _PartOfLabels.of(places_K, labels_K, hidden, ctx)
+    head = head_of(hidden, weight, part.labels_K.unsqueeze(-1), ctx, places_K=part.places_K)
     buffer, found = head.logits_buffer(), []
-    for part in head.slices():
-        log_probs, sums = head.log_probs(part, head.logits(part, buffer), to_softmax=False)
+    for chunk in head.slices():
+        log_probs, sums = head.log_probs(chunk, head.logits(chunk, buffer), to_softmax=False)
         found.append((log_probs, log_probs >= sums.log_probs(sums.peak.unsqueeze(-1))))
-    log_probs_K1, is_largest_K1 = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return log_probs_K1.squeeze(-1), is_largest_K1.squeeze(-1)
+    log_probs_K, is_largest_K = (torch.cat(parts).squeeze(-1) for parts in zip(*found, strict=True))
+    if ctx.context_size == 1:
+        return log_probs_K, is_largest_K
+    both = torch.stack([log_probs_K, is_largest_K.to(log_probs_K.dtype)]).masked_fill(part.labels_K < 0, 0.0)
+    log_probs_K, is_largest = sum_over_context(both, ctx)
+    return log_probs_K, is_largest > 0
 
 
 def _largest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.mappings import enter_tensor_region, gather_places, mean_over_context, own_places
+from megatron.parallel.mappings import all_places, enter_tensor_region, gather_places, mean_over_context, own_places
 from megatron.parallel.operators import products
 from megatron.parallel.operators.block_sizes import chunk_size, chunks
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
@@ -374,7 +374,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     weight is trained: where a weighted sum is all that is needed, `linear_cross_entropy` does three matrix products
     instead of four.
     """
-    log_probs_N = _log_probs(head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx))
+    log_probs_N = label_log_probs(head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx))
     return gather_places(log_probs_N.view(-1, len(labels_BS)), ctx).t()
 
 
@@ -383,15 +383,8 @@ def _own_labels(labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
     return own_places(labels_BS.t(), ctx).reshape(-1, 1)
 
 
-def log_probs_of(places_K: Tensor, hidden: Tensor, weight: Tensor, labels_K: Tensor, ctx: ParallelContext) -> Tensor:
-    """Log-probability of the labels [K] of some tokens, as `token_log_probs`. The others take no matrix product.
-
-    places: s * B + b of each, int64; the caller makes them on the host, so that no device is waited for.
-    """
-    return _log_probs(head_of(hidden, weight, labels_K.unsqueeze(-1), ctx, places_K=places_K))
-
-
-def _log_probs(head: Head) -> Tensor:
+def label_log_probs(head: Head) -> Tensor:
+    """Return the log-probability of each label, [N]; 0 of a negative one."""
     log_probs_N = _TokenLogProbs.apply(head.hidden_NH, head.weight, head, torch.is_grad_enabled())
     return torch.where(head.labels_NK.squeeze(-1) < 0, 0.0, log_probs_N)
 
@@ -448,7 +441,10 @@ def gather_logits(
             parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
             local = torch.cat(parts, dim=-1)
-        return local[..., : shard_of(weight).shape[0]]
+        logits = local[..., : shard_of(weight).shape[0]]
+        if ctx.context_size > 1:
+            logits = all_places(logits, ctx)
+        return logits
 
 
 class _JoinAdapter(torch.autograd.Function):

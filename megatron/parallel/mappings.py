@@ -206,6 +206,22 @@ def own_places(whole: Tensor, ctx: ParallelContext, dim: int = 0) -> Tensor:
     return torch.cat([whole.narrow(dim, part.start, len(part)) for part in ctx.places(whole.shape[dim])], dim)
 
 
+def own_numbers(places_K: Tensor, num_rows: int, own_length: int, ctx: ParallelContext) -> Tensor:
+    """Return the numbers, s * B + b, among this rank's places of those of whole rows: [K] -> [K]; -1: it has it not.
+
+    `num_rows`: B; `own_length`: the places of a row that this rank computes. Waits for nothing.
+    """
+    if ctx.context_size == 1:
+        return places_K
+    place_K, row_K = places_K // num_rows, places_K % num_rows
+    own_K, begin = torch.full_like(places_K, -1), 0
+    for part in ctx.places(own_length * ctx.context_size):
+        is_inside = (place_K >= part.start) & (place_K < part.stop)
+        own_K = torch.where(is_inside, (place_K - part.start + begin) * num_rows + row_K, own_K)
+        begin += len(part)
+    return own_K
+
+
 def own_rows(whole_S: Tensor, ctx: ParallelContext) -> Tensor:
     """Return this rank's rows of the residual stream, of those of whole rows: [S, ...] -> [rows, ...]."""
     own = own_places(whole_S, ctx)
@@ -238,6 +254,21 @@ class _GatherPlaces(torch.autograd.Function):
         return own_places(grad_S, function.ctx) * function.ctx.context_size, None
 
 
+class _SumOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        function.size = ctx.context_size
+        x = x.clone()
+        with ctx.state.clock.phase(WAIT):
+            dist.all_reduce(x, group=ctx.context_group)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad: Tensor) -> Any:
+        return grad * function.size, None
+
+
 class _MeanOverContext(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
@@ -265,3 +296,11 @@ def mean_over_context(x: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.context_size == 1:
         return x
     return _MeanOverContext.apply(x, ctx)
+
+
+def sum_over_context(x: Tensor, ctx: ParallelContext) -> Tensor:
+    """Return the sum of the context-parallel ranks' parts, alike on all; backward is that of the own part, times their
+    number."""
+    if ctx.context_size == 1:
+        return x
+    return _SumOverContext.apply(x, ctx)

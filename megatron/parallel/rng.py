@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.parallel.layout import Layout
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any mix of numbers and names; the same on every machine and run."""
@@ -34,13 +36,20 @@ class RandomStreams:
 
     # from the samples consumed: a resumed run draws what the uninterrupted one would have drawn, and no generator's
     # state needs saving
-    def seed_step(self, seed: int, consumed_samples: int, stage: int, grad_rank: int, tensor_rank: int) -> None:
-        """Start the streams for one step. Stages and data-parallel ranks always draw apart."""
+    def seed_step(self, seed: int, consumed_samples: int, layout: Layout) -> None:
+        """Start the streams of this rank for one step. Stages, and ranks that compute other tokens, draw apart."""
+        stage, grad_rank, tensor_rank = layout.stage, layout.grad_rank, layout.tensor_rank
         self.step_key = derive_seed(seed, consumed_samples, "step")
         generator = _accelerator()
-        own = {"sharded": (tensor_rank,), "adapters": (), "adapters sharded": (tensor_rank,), "loss": ()}
-        for name, ranks in own.items():
-            generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, name, *ranks))
+        own = {
+            "sharded": (grad_rank, "sharded", tensor_rank),
+            "adapters": (grad_rank, "adapters"),
+            "adapters sharded": (grad_rank, "adapters sharded", tensor_rank),
+            # a loss is of whole rows, also where context-parallel ranks share them
+            "loss": (layout.batch_rank, "loss"),
+        }
+        for name, parts in own.items():
+            generator.manual_seed(derive_seed(seed, consumed_samples, stage, *parts))
             self._states[name] = generator.get_rng_state()
         generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
 
@@ -55,7 +64,7 @@ class RandomStreams:
         return self._drawing("adapters")
 
     def loss(self) -> AbstractContextManager[None]:
-        """Draw from the stream of a user's loss function inside, which tensor-parallel ranks share."""
+        """Draw from the stream of a user's loss function inside, which ranks of the same rows share."""
         return self._drawing("loss")
 
     @contextmanager

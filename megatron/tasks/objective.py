@@ -109,9 +109,11 @@ class Objective(ABC):
     def loss(self, outputs: tuple[Tensor, Tensor], targets: Any, scale: float, ctx: ParallelContext) -> LossResult:
         """Return the loss of one microbatch from (hidden, output weight), on the last pipeline stage.
 
-        `hidden` is the residual stream [S, B, H] ([S/tp, B, H] under sequence parallelism), `weight` this rank's rows
-        of the vocabulary. `scale` belongs into the weights of the single losses rather than onto their sum, where
-        16-bit gradients would be rounded differently.
+        `hidden` is the residual stream [S, B, H], or this rank's rows of it where ranks share them (sequence and
+        context parallelism), `weight` its rows of the vocabulary. What parallel/losses.py and chosen_log_probs.py
+        compute of them is of whole rows, as the targets are, and a loss counts once on each of these ranks. `scale`
+        belongs into the weights of the single losses rather than onto their sum, where 16-bit gradients would be
+        rounded differently.
         """
 
     @contextlib.contextmanager

@@ -100,7 +100,7 @@ class PackedFacts(DatasetFacts):
         """Return the tokens in the fullest row of each microbatch of all ranks, for the first epoch's first steps."""
         size, steps = self.data.config.training.global_batch_size, []
         for begin in range(0, min(len(self.dataset), SAMPLED_STEPS * size), size):
-            _, cells = self.data.step(self.dataset, begin, size, self.data.num_batch_ranks)
+            _, cells = self.data.step(self.dataset, begin, size, self.data.layout.num_batch_ranks)
             steps.append([fullest(self.samples.lengths, rows) for rows in cells])
         return steps
 
@@ -175,7 +175,7 @@ class PackedData(TaskData):
 
     def __init__(self, config: Config, options: Any) -> None:
         super().__init__(config, options)
-        self._compiles_shapes, self.num_batch_ranks = False, 1  # until `open`
+        self._compiles_shapes, self.layout = False, Layout()  # until `open`
         self._edges: NDArray[np.int64] | None = None
         self._multiple = row_multiple(config)
         """Rows are as long as a multiple of this."""
@@ -309,7 +309,7 @@ class PackedData(TaskData):
         from megatron.data.samples import check_weights
 
         self._compiles_shapes = device_of(ctx.device.type).compiles_shapes
-        self.num_batch_ranks = ctx.num_batch_ranks
+        self.layout = ctx
         config = self.config
         datasets: list[Any] = list(self.open_samples())
         if config.sft.packing == "dataset":
@@ -452,7 +452,7 @@ class PackedData(TaskData):
         keys: dict[tuple[int, ...], Any] = {}
         while consumed_samples < total_samples:
             size = global_batch_size(consumed_samples)
-            samples, cells = self.step(dataset, consumed_samples, size, self.num_batch_ranks)
+            samples, cells = self.step(dataset, consumed_samples, size, self.layout.num_batch_ranks)
             for key in self.keys_of_step(dataset, cells):
                 # the first microbatch of each shape stands for all
                 keys.setdefault(self.shape_of(dataset, key), key)

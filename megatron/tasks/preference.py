@@ -134,7 +134,7 @@ class PreferenceData(PackedData):
         answers: Any = samples
         # sorted: the packing of the others then depends on the step's answers alone, not on how these were dealt
         found = np.sort(answers.numbers[numbers])
-        beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self.num_batch_ranks)
+        beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self.layout.num_batch_ranks)
         mismatched = [[found[row] for row in rows] for rows in beside]
         # one list of microbatches for both: the shorter is filled up with empty ones
         count = max(len(cells), len(mismatched))
@@ -199,9 +199,12 @@ class PreferenceData(PackedData):
         - for each label, its place s * B + b [K]
         - numbers of tokens of the answers [A]
         - for each label, its weight in the log-probability of its answer [K]
+        - the result of `own_labels`
         """
         import numpy as np
         import torch
+
+        from megatron.parallel.chosen_log_probs import own_labels
 
         filled = self.filled_rows([[side.ids for side in row] for row in rows])
         labels, numbers = np.full_like(filled.labels, -1), np.zeros_like(filled.labels)
@@ -219,7 +222,8 @@ class PreferenceData(PackedData):
         # a number of labels that varies would be a further shape
         kept = np.flatnonzero(labels.T.ravel() >= 0) if self.bucketing == "off" else np.arange(labels.size)
         of_labels, of_numbers, of_weights = (part.T.ravel()[kept] for part in (labels, numbers, weights))
-        parts = (of_labels, of_numbers, kept, lengths, of_weights, *added)
+        own = own_labels(kept, labels.shape, self.layout)
+        parts = (of_labels, of_numbers, kept, lengths, of_weights, own, *added)
         targets = tuple(torch.from_numpy(part) for part in parts)
         return Microbatch(filled.inputs, targets, float(sum(map(len, rows)) / self.answers_per_sample))
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.options.preference import PreferenceConfig
+from megatron.parallel.chosen_log_probs import log_probs_of
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import log_probs_of
 from megatron.tasks.loss_result import Metric
 
 LARGEST_EXPONENT = 80.0
@@ -32,6 +32,8 @@ class AnswerLabels(NamedTuple):
     places_K: Tensor
     lengths_A: Tensor
     weights_K: Tensor
+    own: Tensor
+    """Numbers of the labels that this rank computes, of ranks that share rows."""
 
     def sums(self, values_K: Tensor) -> Tensor:
         """Return the sum of values over the tokens of each answer, [A]."""
@@ -48,7 +50,7 @@ def split_targets(targets: Sequence[Tensor]) -> tuple[AnswerLabels, Sequence[Ten
 
 def label_logps(outputs: tuple[Tensor, Tensor], labels: AnswerLabels, ctx: ParallelContext) -> Tensor:
     """Return the log-probability of each token of the answers, [K]. `outputs` as in `Objective.loss`."""
-    return log_probs_of(labels.places_K, *outputs, labels.labels_K, ctx)
+    return log_probs_of(labels.places_K, *outputs, labels.labels_K, ctx, labels.own)
 
 
 def answer_logps(outputs: tuple[Tensor, Tensor], targets: Sequence[Tensor], ctx: ParallelContext) -> Tensor:

@@ -95,6 +95,11 @@ class UserLoss(Objective):
         for name in ("lora_modules_to_save", "lora_bias"):
             if uses_base and getattr(lora, name) not in ((), "none"):
                 yield f"{name} trains a part of the base, which is the reference of loss={training.loss}; leave it out"
+        if self.function.takes == "hidden" and self.config.parallel.context_parallel_size > 1:
+            yield (
+                f"loss={training.loss} takes hidden states, and context-parallel ranks have parts of a row each; take "
+                f"log_probs or rows, which are of whole rows, or leave out context_parallel_size"
+            )
         if self.needs_teacher and not training.teacher:
             yield f"loss={training.loss} takes a teacher; give teacher, the files that a run with teacher_top_k wrote"
         if training.teacher and not self.needs_teacher:

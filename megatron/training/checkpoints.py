@@ -303,6 +303,7 @@ def _layout(engine: Engine) -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": ctx.num_stages,
         "tensor_model_parallel_size": ctx.tensor_size,
+        "context_parallel_size": ctx.context_size,
         "data_parallel_size": ctx.num_batch_ranks,
         "zero_stage": engine.config.effective_zero_stage,
         "precision": engine.config.training.precision,

@@ -176,7 +176,7 @@ class Engine(ABC):
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:  # it sets the device's generator, which takes time
-            ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+            ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx)
         # before the step begins: its forward passes must not count as those of the step
         microbatches = self._task.objective.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)

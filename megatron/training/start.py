@@ -40,6 +40,8 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     if engine.reads_data:
         microbatches = [task.read(dataset, key) for key in keys]
     forward = partial(engine.forward, num_microbatches=len(keys))
+    # no step has seeded them yet: what the function draws is to be alike on ranks of equal rows
+    ctx.state.streams.seed_step(engine.dropout_seed, 0, ctx)
     # the function may take a reference that is computed before each step
     microbatches = task.objective.before_step(microbatches, forward, ctx)
     errors: list[LossError] = []
@@ -66,9 +68,10 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     by_rank = {rank: values for rank, *values in gathered if values}
     # exactly: equal arguments give equal numbers, unless it draws some
     if any(values and values != by_rank[rank] for rank, *values in gathered):
+        kinds = [kind for kind in ("tensor", "context") if getattr(ctx, f"{kind}_size") > 1]
         raise LossError(
-            f"{label} differs between tensor-parallel ranks, which have equal batches; make it depend on its arguments "
-            "alone, and seed what is random"
+            f"{label} differs between {' or '.join(kinds)}-parallel ranks, which have equal batches; make it depend on "
+            "its arguments alone, and seed what is random"
         )
 
 
@@ -79,11 +82,15 @@ def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets:
     hidden = outputs[0].detach().requires_grad_()
     with torch.enable_grad():
         try:
-            # as a step calls it, then as a validation does
+            # as a step calls it
             total = objective.loss((hidden, outputs[1]), targets, 1.0, ctx).total
-            _call_without_gradients(objective, outputs, targets, ctx)
         except LossError as error:
             fault = error
+        try:
+            # also after a fault: what precedes the function is collective, and other ranks may have met none
+            _call_without_gradients(objective, outputs, targets, ctx)
+        except LossError as error:
+            fault = fault or error
     # the gradient is a collective: no rank begins it while another has failed
     failed = torch.tensor(float(fault is not None), device=ctx.device)
     if ctx.tensor_size > 1:

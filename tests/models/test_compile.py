@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.layout import Layout
 from megatron.parallel.rng import RandomStreams, dropout
 from tests.ranks import RankPools
 from tests.training import layouts
@@ -77,7 +78,7 @@ def test_compiled_recomputation_drops_the_same_again() -> None:
     model.compile()
     dropped = []
     for step in range(2):
-        model.streams.seed_step(1, step, 0, 0, 0)
+        model.streams.seed_step(1, step, Layout())
         x = torch.linspace(0.5, 1.5, 256).requires_grad_()
         y = model(x)
         y.sum().backward()

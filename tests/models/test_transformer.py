@@ -100,7 +100,7 @@ def step_gradients(arguments: str, packed: bool, microbatches: int = 2) -> dict[
     config = config_of(arguments)
     ctx = context_of(config)
     model = build_model(config, ctx)
-    ctx.state.streams.seed_step(1, 0, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+    ctx.state.streams.seed_step(1, 0, ctx)
     losses = []
     for microbatch in range(microbatches):
         tokens = tokens_of(2, 25).roll(microbatch, 1)

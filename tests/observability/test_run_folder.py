@@ -267,7 +267,7 @@ def test_run_over_two_starts_sums_up_in_its_summary(ranks: RankPools, tmp_path: 
     seconds = [row["iteration_time_s"] * row["steps"] for row in rows]
     assert summary["throughput"].startswith(f"{768 / sum(seconds):,.0f} tokens/s")
     assert summary["checkpoints"] == f"2 in {saved}, newest global_step6"
-    assert summary["layout"] == "tensor 2, pipeline 1, data 1, zero_stage 0; 2 ranks on 1 host"
+    assert summary["layout"] == "tensor 2, context 1, pipeline 1, data 1, zero_stage 0; 2 ranks on 1 host"
     (hosts,) = starts(results)[-1]["hosts"].values()
     assert hosts == [0, 1]
 

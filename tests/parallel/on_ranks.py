@@ -201,6 +201,47 @@ def chosen(
     return {name: number.double().numpy() for name, number in zip(names, numbers, strict=True)}
 
 
+def of_shared_rows(
+    cp: int,
+    tp: int,
+    weight: Array,
+    hidden: Array,
+    labels_BS: Array,
+    ids_BSK: Array,
+    places_K: Array,
+    slopes: dict[str, Array],
+) -> dict[str, Any]:
+    """Each function of hidden states on ranks that share rows: its values and, of <values, slope>, the gradients by
+    this rank's places and by its rows of the vocabulary. The labels of `places_K` also as each rank computes its own.
+    """
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=tp > 1)
+    ctx = ParallelContext.build(parallel, "cpu")
+    parts = np.split(hidden, 2 * cp)
+    own_places = np.concatenate([parts[ctx.context_rank], parts[-1 - ctx.context_rank]])
+    rows, own = own_rows(own_places, ctx), vocabulary_weight(weight, 32, ctx)
+    labels, ids, places = map(torch.from_numpy, (labels_BS, ids_BSK, places_K))
+    labels_K = labels.t().flatten()[places]
+    mine = torch.from_numpy(chosen_log_probs.own_labels(places_K, labels.shape, ctx))
+    calls: dict[str, Callable[[], Tensor]] = {
+        "label": lambda: losses.token_log_probs(rows, own, labels, ctx),
+        "chosen": lambda: chosen_log_probs.chosen_log_probs(rows, own, ids, ctx),
+        "some": lambda: chosen_log_probs.log_probs_of(places, rows, own, labels_K, ctx, mine),
+        "some by all": lambda: chosen_log_probs.log_probs_of(places, rows, own, labels_K, ctx),
+    }
+    found: dict[str, Any] = {"coordinates": (ctx.context_rank, ctx.tensor_rank), "own": mine.tolist()}
+    with mock.patch.object(block_sizes, "least_tokens", return_value=5):
+        for name, call in calls.items():
+            values = call()
+            gradients = torch.autograd.grad((values * torch.from_numpy(slopes[name.split()[0]])).sum(), (rows, own))
+            found[name] = [part.detach().numpy() for part in (values, *gradients)]
+        found["top"] = [part.numpy() for part in chosen_log_probs.top_log_probs(rows, own, 4, ctx)]
+        # several labels at a place, as an evaluation has them
+        twice = torch.cat([places, places]), torch.cat([labels_K, (labels_K + 1) % weight.shape[0]])
+        scores = chosen_log_probs.label_scores(twice[0], rows, own, twice[1], ctx)
+        found["scores"] = [part.numpy() for part in scores]
+    return found | {"logits": losses.gather_logits(rows, own, ctx).numpy()}
+
+
 def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
     """What the replicated and the sharded stream drop on this rank, step by step."""
     from megatron.parallel.rng import dropout
@@ -208,7 +249,7 @@ def dropped(tp: int, step_seeds: list[int]) -> list[tuple[Array, Array]]:
     ctx = context(tp, sequence_parallel=False)
     drawn = []
     for consumed_samples in step_seeds:
-        ctx.state.streams.seed_step(1, consumed_samples, ctx.stage, ctx.grad_rank, ctx.tensor_rank)
+        ctx.state.streams.seed_step(1, consumed_samples, ctx)
         replicated, sharded = (
             dropout(torch.ones(256), 0.5, True, ctx.state.streams, sharded=sharded).numpy() for sharded in (False, True)
         )

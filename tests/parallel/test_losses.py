@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import loss as loss_benchmark
+from megatron.parallel.chosen_log_probs import log_probs_of
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.losses import gather_logits, linear_cross_entropy, log_probs_of, token_log_probs
+from megatron.parallel.losses import gather_logits, linear_cross_entropy, token_log_probs
 from megatron.parallel.operators import block_sizes, softmax, weight_gradient
 from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import Shard, alias, shard_of

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron.parallel.layout import Layout
 from megatron.parallel.rng import RandomStreams, derive_seed, dropout
 from tests.parallel import on_ranks
 from tests.ranks import RankPools
 
-PLACE = {"seed": 1234, "consumed_samples": 96, "stage": 0, "grad_rank": 0, "tensor_rank": 0}
+LAYOUT = Layout(tensor_size=2, context_size=2, num_batch_ranks=2, num_stages=2)
+
+
+def seeded(seed: int = 1234, consumed_samples: int = 96, **coordinates: int) -> RandomStreams:
+    """Streams of the rank of LAYOUT with these coordinates, 0 in the others."""
+    streams = RandomStreams()
+    streams.seed_step(seed, consumed_samples, replace(LAYOUT, rank=LAYOUT.rank_at(**coordinates)))
+    return streams
 
 
 def draw(**changed: int) -> tuple[list[float], list[float]]:
-    """What the replicated and the sharded stream give at PLACE, changed so."""
-    streams = RandomStreams()
-    streams.seed_step(**(PLACE | changed))
+    """What the replicated and the sharded stream give, changed so."""
+    streams = seeded(**changed)
     with streams.sharded():
         sharded = torch.rand(8).tolist()
     return torch.rand(8).tolist(), sharded
@@ -43,10 +51,10 @@ def test_streams_of_one_rank_differ() -> None:
     assert replicated != sharded
 
 
-def test_seed_samples_stage_and_grad_rank_draw_apart() -> None:
+def test_seed_samples_stage_and_ranks_of_other_tokens_draw_apart() -> None:
     replicated, sharded = draw()
-    for name in ("seed", "consumed_samples", "stage", "grad_rank"):
-        other_replicated, other_sharded = draw(**{name: PLACE[name] + 1})
+    for name in ("seed", "consumed_samples", "stage", "context_rank", "batch_rank"):
+        other_replicated, other_sharded = draw(**{name: 1})
         assert other_replicated != replicated, name
         assert other_sharded != sharded, name
 
@@ -55,6 +63,15 @@ def test_tensor_ranks_share_one_stream_and_not_the_other() -> None:
     (replicated, sharded), (other_replicated, other_sharded) = draw(tensor_rank=0), draw(tensor_rank=1)
     assert replicated == other_replicated
     assert sharded != other_sharded
+
+
+def test_a_loss_draws_alike_on_all_ranks_of_its_rows() -> None:
+    def of_loss(**coordinates: int) -> list[float]:
+        with seeded(**coordinates).loss():
+            return torch.rand(8).tolist()
+
+    assert of_loss() == of_loss(context_rank=1) == of_loss(tensor_rank=1)
+    assert of_loss() != of_loss(batch_rank=1)
 
 
 def test_ranks_drop_alike_and_apart(ranks: RankPools) -> None:
@@ -68,10 +85,8 @@ def test_ranks_drop_alike_and_apart(ranks: RankPools) -> None:
 
 
 def test_the_streams_do_not_disturb_each_other() -> None:
-    streams = RandomStreams()
-
     def sequence(turns: str) -> dict[str, list[float]]:
-        streams.seed_step(**PLACE)
+        streams = seeded()
         drawn: dict[str, list[float]] = {"r": [], "s": []}
         for turn in turns:
             if turn == "s":
@@ -85,8 +100,7 @@ def test_the_streams_do_not_disturb_each_other() -> None:
 
 
 def test_dropout_scales_what_it_keeps_and_is_off_in_evaluation() -> None:
-    streams = RandomStreams()
-    streams.seed_step(**PLACE)
+    streams = seeded()
     ones = torch.ones(10_000)
     dropped = dropout(ones, 0.25, True, streams, sharded=False)
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
@@ -97,8 +111,7 @@ def test_dropout_scales_what_it_keeps_and_is_off_in_evaluation() -> None:
 
 def test_recompute_replays_both_streams() -> None:
     def gradients(recompute: bool) -> tuple[Any, list[float]]:
-        streams = RandomStreams()
-        streams.seed_step(**PLACE)
+        streams = seeded()
 
         def layer(x: torch.Tensor) -> torch.Tensor:
             x = dropout(x * x, 0.5, True, streams, sharded=True)

@@ -173,6 +173,7 @@ def test_without_adapters_the_reference_is_the_model_at_the_start(ranks: RankPoo
         (own("STEPS"), "is a str; give a function"),
         (own("of_one_argument"), "has the arguments (log_probs); use one of (log_probs, batch), ("),
         (f"{own('beyond_reference')} --lora-rank 2 --lora-alpha 2 --lora-bias all", "trains a part of the base, which"),
+        (f"{own('focal_of_hidden')} --context-parallel-size 2", "takes hidden states, and context-parallel ranks have"),
         (f"{own('focal')} --task preference", "task=preference has a loss of its own; leave one out"),
         (f"{own('focal')} --data-path 1 a 1 b 1 a", "has a at two places"),
     ],
@@ -186,21 +187,24 @@ def test_faults_of_a_loss_are_reported_with_the_others(flags: str, fault: str) -
 
 
 @pytest.mark.parametrize(
-    ("function", "fault"),
+    ("layout", "function", "fault"),
     [
-        ("a_mean", "returned torch.float32 []; return the loss of each label"),
-        pytest.param("a_number", "returned a float; return a tensor [2, 16]", marks=pytest.mark.slow),
-        pytest.param("no_gradient", "returned losses without a gradient", marks=pytest.mark.slow),
-        ("infinite", "is -inf in a first microbatch"),
-        ("raises_on_rank_one", "raised ValueError: no such label (line "),
-        ("differs", "differs between tensor-parallel ranks"),
+        ("pipeline", "a_mean", "returned torch.float32 []; return the loss of each label"),
+        pytest.param("pipeline", "a_number", "returned a float; return a tensor [2, 16]", marks=pytest.mark.slow),
+        pytest.param("pipeline", "no_gradient", "returned losses without a gradient", marks=pytest.mark.slow),
+        ("pipeline", "infinite", "is -inf in a first microbatch"),
+        ("pipeline", "raises_on_rank_one", "raised ValueError: no such label (line "),
+        pytest.param("tensor", "raises_on_rank_one", "raised ValueError: no such label", marks=pytest.mark.slow),
+        ("context", "raises_on_rank_one", "raised ValueError: no such label (line "),
+        ("tensor", "differs", "differs between tensor-parallel ranks"),
+        ("context", "differs", "differs between context-parallel ranks"),
     ],
 )
 def test_a_wrong_loss_ends_all_ranks_before_training(
-    ranks: RankPools, tmp_path: Path, blend: str, function: str, fault: str
+    ranks: RankPools, tmp_path: Path, blend: str, layout: str, function: str, fault: str
 ) -> None:
-    layout = "--tensor-model-parallel-size 2" if function == "differs" else "--pipeline-model-parallel-size 2"
-    found = ranks(2)(runs.train, f"{STEPS} {blend} {own(function)} {layout} --results-dir {tmp_path / 'out'}")
+    size = {"context": "--context-parallel-size 2"}.get(layout, f"--{layout}-model-parallel-size 2")
+    found = ranks(2)(runs.train, f"{STEPS} {blend} {own(function)} {size} --results-dir {tmp_path / 'out'}")
     assert all(fault in message for message in found), found
     assert not (tmp_path / "out").exists()
 

@@ -119,8 +119,9 @@ def scalars(folder: Path) -> EventAccumulator:
         pytest.param(2, "", marks=pytest.mark.slow),
         pytest.param(2, "--zero-stage 2", marks=pytest.mark.slow),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --no-pipeline-parallel"),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
     ],
-    ids=["PP2 TP2", "DP2", "DP2 ZeRO-2", "TP2 SP sequential"],
+    ids=["PP2 TP2", "DP2", "DP2 ZeRO-2", "TP2 SP sequential", "CP2"],
 )
 def test_its_loss_and_metrics_are_those_of_plain_torch(
     ranks: RankPools, tmp_path: Path, world_size: int, layout: str

@@ -77,15 +77,20 @@ def test_each_dataset_has_the_loss_that_it_has_alone(ranks: RankPools, folder: P
         assert f"validation math/{data} loss at iteration 0" in (tmp_path / "all" / "train.log").read_text()
 
 
-def test_datasets_are_evaluated_alike_on_another_layout(ranks: RankPools, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", ["--pipeline-model-parallel-size 2", pytest.param("--context-parallel-size 2", marks=pytest.mark.slow)]
+)
+def test_datasets_are_evaluated_alike_on_another_layout(
+    ranks: RankPools, folder: Path, tmp_path: Path, other: str
+) -> None:
     flags = flags_of("sft", folder, "math code") + " --multiple-validation-sets --packing dataset"
-    layouts = {1: "", 2: "--pipeline-model-parallel-size 2"}
+    layouts = {1: "", 2: other}
     for size, layout in layouts.items():
         assert set(ranks(size)(runs.train, f"{flags} {layout} --results-dir {tmp_path / str(size)}")) == {""}
     one, two = (validations(tmp_path / str(size), "valid_set") for size in layouts)
     assert [row["set"] for row in one] == [row["set"] for row in two] == ["math/chats", "code/chats"]
-    for row, other in zip(one, two, strict=True):
-        assert row["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)
+    for row, same in zip(one, two, strict=True):
+        assert row["lm_loss"] == pytest.approx(same["lm_loss"], abs=1e-5)
     (mean,) = validations(tmp_path / "1")  # of all tokens, without weights
     total = sum(row["lm_loss"] * row["num_tokens"] for row in one)
     assert mean["lm_loss"] == pytest.approx(total / mean["num_tokens"])
