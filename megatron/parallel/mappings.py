@@ -257,6 +257,7 @@ class _GatherPlaces(torch.autograd.Function):
 class _SumOverContext(torch.autograd.Function):
     @staticmethod
     def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+        ctx.state.checks.whole(x, COMPUTED)
         function.size = ctx.context_size
         x = x.clone()
         with ctx.state.clock.phase(WAIT):

@@ -61,7 +61,7 @@ def test_a_resumed_run_appends_and_keeps_what_was_there(tmp_path: Path) -> None:
     assert [(start["resumed_iteration"], start["ended"]["iteration"]) for start in (first, second)] == [(0, 4), (4, 10)]
     assert list(second["hosts"].values()) == [[0]]
     assert {"python", "torch", "deepspeed", "numpy"} <= set(second["versions"])
-    assert second["layout"] == {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 0}
+    assert second["layout"] == {"tensor": 1, "context": 1, "pipeline": 1, "data": 1, "zero_stage": 0}
     assert second["command"]
     summary = (tmp_path / "summary.txt").read_text()
     assert re.search(r"^restarts +0 by agents, 1 new job$", summary, re.MULTILINE)
