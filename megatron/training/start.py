@@ -68,11 +68,20 @@ def check_user_loss(engine: Engine, task: Task, objective: UserLoss, datasets: S
     by_rank = {rank: values for rank, *values in gathered if values}
     # exactly: equal arguments give equal numbers, unless it draws some
     if any(values and values != by_rank[rank] for rank, *values in gathered):
-        kinds = [kind for kind in ("tensor", "context") if getattr(ctx, f"{kind}_size") > 1]
         raise LossError(
-            f"{label} differs between {' or '.join(kinds)}-parallel ranks, which have equal batches; make it depend on "
-            "its arguments alone, and seed what is random"
+            f"{label} differs between {_of_equal_rows(ctx)} ranks, which have equal batches; make it depend on its "
+            "arguments alone, and seed what is random"
         )
+
+
+def _of_equal_rows(ctx: ParallelContext) -> str:
+    """Return the kinds of parallelism whose ranks compute the same rows."""
+    kinds = []
+    if ctx.tensor_size > 1:
+        kinds.append("tensor-parallel")
+    if ctx.context_size > 1:
+        kinds.append("context-parallel")
+    return " or ".join(kinds)
 
 
 def _checked_total(objective: UserLoss, outputs: tuple[Tensor, Tensor], targets: Any, ctx: ParallelContext) -> Tensor:
