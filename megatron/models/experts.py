@@ -139,7 +139,7 @@ class Expert(nn.Module):
     def __init__(self, shards: Shards, shared: Shared, *, activation: str) -> None:
         super().__init__()
         is_gated = bool(shards.below("gate_up"))
-        self._up = "gate_up" if is_gated else "up"
+        self._up, self.offload = "gate_up" if is_gated else "up", shared.offload
         self.activation = activation_of(activation, shared, is_gated=is_gated)
         self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
         ctx = shared.ctx.of_experts
@@ -160,7 +160,7 @@ class Expert(nn.Module):
         """Return down(activation(inside)), what lies between them recomputed where it is to be."""
         # an empty output has no memory by which it could be recognised
         if self.discards_activation and self.training and len(inside):
-            return discard_output(self.activation, down, inside)  # type: ignore[no-any-return]
+            return discard_output(self.activation, down, inside, self.offload)  # type: ignore[no-any-return]
         return down(self.activation(inside))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.models.attention.layer import Shared
+from megatron.models.offload import Offload
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.shards import Shards
 
@@ -35,7 +36,7 @@ class MLP(nn.Module):
 
     def __init__(self, shards: Shards, shared: Shared, *, activation: str, is_gated: bool = False) -> None:
         super().__init__()
-        self._up = "gate_up" if is_gated else "up"
+        self._up, self.offload = "gate_up" if is_gated else "up", shared.offload
         self.activation = activation_of(activation, shared, is_gated=is_gated)
         self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
         self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), shared.ctx))
@@ -44,53 +45,73 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         inside = getattr(self, self._up)(hidden)
         if self.discards_activation and self.training:
-            return discard_output(self.activation, self.down, inside)
+            return discard_output(self.activation, self.down, inside, self.offload)
         return self.down(self.activation(inside))
 
 
 # torch.compile cannot trace the hooks; what is inside `function` and `reader` it still compiles
 @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
-def discard_output(function: Callable[[Tensor], Tensor], reader: Callable[[Tensor], Any], x: Tensor) -> Any:
+def discard_output(
+    function: Callable[[Tensor], Tensor], reader: Callable[[Tensor], Any], x: Tensor, offload: Offload | None
+) -> Any:
     """Return reader(function(x)), where the backward pass of `reader` computes function(x) again instead of keeping it.
 
     For a cheap `function` in front of a matrix product, such as a norm or an activation: torch.utils.checkpoint around
-    both would multiply again too. `function` must not draw random numbers.
+    both would multiply again too. `function` must not draw random numbers. `offload`: moves all else that is kept.
     """
     output = function(x)
-    again = _Again(function, x.detach(), output)
+    again = _Again(function, x.detach(), output, offload)
     with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
         return reader(output)
+
+
+class _View(NamedTuple):
+    """Geometry of a discarded tensor in the memory of the output."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
 
 
 class _Again:
     """Stands for a discarded output among the tensors that a backward pass keeps."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:
-        self._function, self._x = function, x
-        self._place = output.untyped_storage().data_ptr()
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, output: Tensor, offload: Offload | None
+    ) -> None:
+        self._function, self._offload = function, offload
+        self._x = self._kept(x)
+        # not its address, which it does not have in HPU's lazy mode
+        self._storage = output.untyped_storage()._cdata
         self._layout = output.size(), output.stride()
         self._num_kept = self._num_left = 0
         self._output: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != self._place:
-            return tensor
+        if tensor.untyped_storage()._cdata != self._storage:
+            return self._kept(tensor)
         self._num_kept += 1
-        return self, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _View(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        _, size, stride, offset = packed
+        if not isinstance(packed, _View):
+            return self._restored(packed)
         if self._output is None:
             with torch.no_grad():
-                output = self._function(self._x)
+                output = self._function(self._restored(self._x))
             if (output.size(), output.stride()) != self._layout:  # what is kept are views of the first one's memory
                 output = output.new_empty_strided(*self._layout).copy_(output)
             self._output = output
             self._num_left = self._num_kept
         self._num_left -= 1
-        found = self._output.as_strided(size, stride, offset)
+        found = self._output.as_strided(*packed)
         if self._num_left == 0:
             self._output = None
         return found
+
+    # of two hooks torch calls the inner one alone
+    def _kept(self, tensor: Tensor) -> Any:
+        return tensor if self._offload is None else self._offload.pack(tensor)
+
+    def _restored(self, packed: Any) -> Tensor:
+        return packed if self._offload is None else self._offload.unpack(packed)

@@ -28,6 +28,8 @@ class _Layer(LayerSpec):
 
     def build(self, log: bool = False) -> nn.Module:
         module = self.layer.module(self.shared)
+        if self.shared.offload is not None and self.layer.number is not None:
+            self.shared.offload.watch(module)
         if self.shared.config.training.torch_compile and self.layer.number is not None:
             # the device's own backend: torch's default does not support HPU
             module.compile(backend=get_accelerator().get_compile_backend())

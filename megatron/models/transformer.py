@@ -98,6 +98,7 @@ class TransformerLayer(nn.Module):
         self.is_parallel = is_parallel
         model, training = shared.config.model, shared.config.training
         self.ctx, self.probability, self.multiplier = shared.ctx, model.hidden_dropout, model.residual_multiplier
+        self.offload = shared.offload
         self.recompute_all = training.recompute_granularity == "full"
         self.discards_norms = "layernorm" in training.recomputed_modules
         self.recompute_mlp = "mlp" in training.recomputed_modules
@@ -150,7 +151,7 @@ class TransformerLayer(nn.Module):
             return streams.recomputed(lambda x: branch(norm(x)), hidden)
         if recomputed:
             return streams.recomputed(branch, norm(hidden))
-        return discard_output(norm, branch, hidden) if discards else branch(norm(hidden))
+        return discard_output(norm, branch, hidden, self.offload) if discards else branch(norm(hidden))
 
     def _add(self, hidden: Tensor, branch: Tensor, norm: nn.Module | None) -> Tensor:
         """hidden + multiplier x dropout(norm(branch))"""

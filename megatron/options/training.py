@@ -158,6 +158,9 @@ class TrainingConfig:
     `core_attn`: rotary embedding and attention without its projections. `mlp`: the MLP or the experts. `layernorm` (or
     `norm`): the outputs of both norms. `mlp_act`: the output of the MLP's activation. Separated by commas or spaces.
     Unset: core_attn."""
+    offload_activations: bool = False
+    """Move the activations that transformer layers keep for their backward pass to host memory and back, behind what
+    the device computes. With `recompute_granularity=full` those are the inputs of the layers. On CUDA and HPU."""
     torch_compile: bool | None = None
     """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
     mode."""

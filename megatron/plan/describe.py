@@ -53,11 +53,14 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
         ("devices", devices),
         *_layout_rows(config, layout, devices_per_node),
         *_batch_rows(config, layout),
-        *_step_rows(config, layout, num_devices),
+        *_step_rows(config, layout, num_devices, stages),
     ]
     lines = [title, "", *(f"  {name:<11}{text}" for name, text in rows), ""]
     lines.append(f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})")
     lines += ["  " + line for line in _memory_table(config, stages)]
+    if host_bytes := max(stage.host_bytes for stage in stages):
+        ranks = min(num_devices, devices_per_node)
+        lines.append(f"     host: up to {_gib(ranks * host_bytes)} GiB a node, of {_count(ranks, 'rank')}")
     lines += ["", *_fit_lines(config, stages, num_devices, devices_per_node, check)]
     return "\n".join(lines) + "\n"
 
@@ -92,7 +95,10 @@ def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Itera
     products = ""
     if config.fp8.uses_fp8:
         products = f", products in fp8 ({config.fp8.fp8_format})"
-    yield "precision", f"{training.precision}{products}, recompute {training.recompute_granularity}"
+    kept = f"recompute {training.recompute_granularity}"
+    if training.offload_activations:
+        kept += ", activations in host memory"
+    yield "precision", f"{training.precision}{products}, {kept}"
     if training.precision in planned_device(parallel.device).widened():
         yield "", WIDENED.format(training.precision)
     yield "ZeRO", _zero_text(config)
@@ -119,7 +125,7 @@ def _batch_rows(config: Config, layout: Layout) -> Iterator[Row]:
     yield "bubble", _bubble_text(config, layout.num_batch_ranks)
 
 
-def _step_rows(config: Config, layout: Layout, num_devices: int) -> Iterator[Row]:
+def _step_rows(config: Config, layout: Layout, num_devices: int, stages: Sequence[Stage]) -> Iterator[Row]:
     task = load_task(config)
     tokens = config.training.global_batch_size * task.data.sample_length
     # an objective may compute with the model before a step, such as a reference's log-probabilities
@@ -140,6 +146,11 @@ def _step_rows(config: Config, layout: Layout, num_devices: int) -> Iterator[Row
         sizes = MicrobatchSizes(config)
         sent = num_microbatches * max(_by_stage(config, partial(exchange_bytes, sizes=sizes)))
         yield "", f"{_gib(sent)} GiB that a rank sends to experts elsewhere, if all are used alike"
+    moved = max(stage.moved_bytes for stage in stages)
+    if moved and num_microbatches is not None:
+        yield "", f"{_gib(num_microbatches * moved)} GiB of activations that a rank moves to the host and back"
+    elif moved:
+        yield "", f"{_gib(moved)} GiB of activations a microbatch that a rank moves to the host and back"
 
 
 def _by_stage(config: Config, bytes_of: Callable[[list[LayerDeclaration]], int]) -> Iterator[int]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,16 +139,19 @@ def propose(config: Config, num_devices: int, devices_per_node: int, room: Capac
     """
     tried_devices = num_devices
     while tried_devices <= MOST_DEVICES * num_devices:
-        proposals = _proposals(config, tried_devices, devices_per_node, room, check)
-        if proposals:
-            return proposals
+        # at last in host memory too: as fast as the link to the host, of which a plan knows nothing
+        for always in ({}, {"offload_activations": True}):
+            candidates = _candidates(config, tried_devices, devices_per_node, always)
+            proposals = _proposals(candidates, tried_devices, room, check)
+            if proposals:
+                return proposals
         tried_devices *= 2
     return []
 
 
-def _proposals(config: Config, num_devices: int, devices_per_node: int, room: Capacity, check: Rules) -> list[Proposal]:
+def _proposals(candidates: Sequence[_Candidate], num_devices: int, room: Capacity, check: Rules) -> list[Proposal]:
     proposals: list[Proposal] = []
-    for candidate in _candidates(config, num_devices, devices_per_node):
+    for candidate in candidates:
         is_more_than_needed = any(proposal.names <= candidate.names for proposal in proposals)
         if is_more_than_needed or check(candidate.config, num_devices):
             continue
@@ -172,8 +175,11 @@ class _Candidate:
         return {name for name, _ in self.changes}
 
 
-def _candidates(config: Config, num_devices: int, devices_per_node: int) -> list[_Candidate]:
-    """Return configs with other layouts, by estimated cost, and with fewer changes first among equals."""
+def _candidates(config: Config, num_devices: int, devices_per_node: int, always: Mapping[str, Any]) -> list[_Candidate]:
+    """Return configs with other layouts, by estimated cost, and with fewer changes first among equals.
+
+    `always`: values that all of them have.
+    """
     candidates = []
     axes = _axes(config, num_devices, devices_per_node)
     for values in itertools.product(*axes.values()):
@@ -186,7 +192,7 @@ def _candidates(config: Config, num_devices: int, devices_per_node: int) -> list
         if layout["expert_model_parallel_size"] > 1 and layout["zero_stage"] >= 2:
             continue
         layout |= _dependent_options(config, layout)
-        candidates += [_changed(config, layout | extra) for extra in _extras(layout)]
+        candidates += [_changed(config, {**layout, **extra, **always}) for extra in _extras(layout)]
     return sorted(
         candidates,
         key=lambda candidate: (_cost(candidate.config, num_devices, devices_per_node), len(candidate.changes)),

@@ -53,6 +53,8 @@ class Stage:
     """Moment of the step at which it needs most."""
     host_bytes: int
     """Offloaded to host memory by each rank."""
+    moved_bytes: int = 0
+    """Activations of one microbatch that a rank moves to the host and back."""
 
 
 def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
@@ -69,7 +71,8 @@ def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
         step = _Step(config, chunks, state, number, schedule)
         peak, memory = max(step.moments(), key=lambda moment: moment[1].total)
         parameters = sum(of_layers(held, partial(parameters_of_layer, layout=layout)))
-        stages.append(Stage(tuple(ranges), parameters, step.in_flight, memory, peak, state.host))
+        host = state.host + step.host_activations()
+        stages.append(Stage(tuple(ranges), parameters, step.in_flight, memory, peak, host, step.moved))
     return stages
 
 
@@ -85,10 +88,19 @@ class _Layer:
     memory: LayerMemory
     gradient: int
     """Gradients of its trained parameters, in the dtype of the weights."""
+    moved: int
+    """Its activations that are on the host between its forward and its backward pass."""
+    returned: int
+    """Those that have come back at its backward pass: its own, and those of the layer before it."""
 
     @property
     def name(self) -> str:
         return self.declaration.name
+
+    @property
+    def stays(self) -> int:
+        """Its activations that are on the device."""
+        return self.memory.kept - self.moved
 
 
 class _Step:
@@ -106,20 +118,65 @@ class _Step:
         self.in_flight = schedule.in_flight(stage)
         self.is_last_stage = stage == schedule.num_stages - 1
         self.number_bytes = BYTES[config.training.precision]
-        by_chunk = [self._layers_of(chunk) for chunk in chunks]
+        by_chunk = [self._layers_of(chunk, number) for number, chunk in enumerate(chunks)]
         self.layers = list(itertools.chain(*by_chunk))
-        self._kept = [sum(layer.memory.kept for layer in chunk) for chunk in by_chunk]
+        self._kept = [sum(layer.stays for layer in chunk) for chunk in by_chunk]
+        self._moved = [sum(layer.moved for layer in chunk) for chunk in by_chunk]
         self._deferred = [sum(of_layers(chunk, partial(deferred_bytes, config=config))) for chunk in chunks]
         self._messages = self._message_bytes()
 
-    def _layers_of(self, chunk: Sequence[LayerDeclaration]) -> list[_Layer]:
+    def _layers_of(self, chunk: Sequence[LayerDeclaration], number: int) -> list[_Layer]:
         layout = Layout.of(self.config.parallel)
         trained = of_layers(chunk, partial(parameters_of_layer, layout=layout, trained_only=True))
         memory = of_layers(chunk, partial(layer_memory, config=self.config))
-        return [
-            _Layer(declaration, needed, numbers * self.number_bytes)
-            for declaration, needed, numbers in zip(chunk, memory, trained, strict=True)
-        ]
+        moved = self._moved_by(chunk, memory, is_fed=number > 0 or self.stage > 0)
+        layers: list[_Layer] = []
+        for index, declaration in enumerate(chunk):
+            gradient = trained[index] * self.number_bytes
+            layers.append(_Layer(declaration, memory[index], gradient, moved[index], self._returned(moved, index)))
+        return layers
+
+    def _moved_by(
+        self, chunk: Sequence[LayerDeclaration], memory: Sequence[LayerMemory], *, is_fed: bool
+    ) -> Sequence[int]:
+        """Return what the layers of a chunk move to the host (models/offload.py). `is_fed`: another sends its input."""
+        moved = [0] * len(chunk)
+        if not self.config.training.offload_activations:
+            return moved
+        for index, layer in enumerate(chunk):
+            if layer.number is not None:
+                moved[index] = memory[index].kept
+        # our own schedules hold what was received, from which they read its gradient
+        if is_fed and self.config.uses_own_schedule and moved[0]:
+            moved[0] -= MicrobatchSizes(self.config).stream_bytes
+        return moved
+
+    def _returned(self, moved: Sequence[int], index: int) -> int:
+        of_layers = [number for number in moved[: index + 1] if number]
+        returned = sum(of_layers[-2:])
+        # the last layer of the microbatch whose forward pass came before is still leaving
+        if moved[index] and not any(moved[index + 1 :]) and self.in_flight > 1:
+            returned += moved[index]
+        return returned
+
+    @property
+    def moved(self) -> int:
+        """Bytes of one microbatch that go to the host and back."""
+        return max(0, sum(self._moved) - self._never_moved)
+
+    @property
+    def _never_moved(self) -> int:
+        """Bytes of the last layer, if no other forward pass comes before its backward pass."""
+        if self.in_flight > 1:
+            return 0
+        return next((layer.moved for layer in reversed(self.layers) if layer.moved), 0)
+
+    def host_activations(self) -> int:
+        """Return the most bytes of activations that are in host memory at a time."""
+        if self.config.training.skip_train:
+            return 0
+        nothing = [0] * len(self._moved)
+        return self.schedule.kept(self.stage, self._moved, nothing) - self._never_moved
 
     def _message_bytes(self) -> int:
         """Bytes of what is received from and sent to other stages: tensors as large as the residual stream."""
@@ -213,16 +270,18 @@ class _BackwardPass:
         step, state = self._step, self._state
         if step.is_last_stage:
             loss = loss_memory(step.layers[-1].declaration, step.config)
-            yield "loss, forward", self._at(loss.forward)
-            yield "loss, backward", self._at(loss.backward)
+            last = step.layers[-1]
+            yield "loss, forward", self._at(last, loss.forward)
+            yield "loss, backward", self._at(last, loss.backward)
         self._gradients += state.microbatch_gradients
         if self._is_first:
             self._gradients += state.step_gradients
         for layer in reversed(step.layers):
-            yield f"backward of {layer.name}", self._at(max(layer.memory.backward, self._weight_gradients(layer)))
+            work = max(layer.memory.backward, self._weight_gradients(layer))
+            yield f"backward of {layer.name}", self._at(layer, work)
             numbers = layer.gradient // step.number_bytes
             if state.bucket and self._bucketed + numbers > state.bucket:
-                yield "reduction", self._at(state.at_reduction)
+                yield "reduction", self._at(layer, state.at_reduction)
                 self._bucketed = 0
             self._bucketed += numbers
             self._free(layer)
@@ -247,7 +306,7 @@ class _BackwardPass:
 
     def _free(self, layer: _Layer) -> None:
         """Count what is alive once the layer's backward pass has ended."""
-        self._activations -= layer.memory.kept
+        self._activations -= layer.stays
         if layer.name == self._tied_name:
             if self._waiting:
                 self._waiting = 0  # this is the second use, and the sum is made
@@ -257,6 +316,7 @@ class _BackwardPass:
             self._with_gradient.add(layer.name)
             self._gradients += layer.gradient
 
-    def _at(self, work: int) -> StageMemory:
-        """Return what is alive with so many bytes of work for a moment."""
-        return self._step.at(self._gradients, self._activations, self._state.gathered + self._waiting + work)
+    def _at(self, layer: _Layer, work: int) -> StageMemory:
+        """Return what is alive at a layer's backward pass with so many bytes of work for a moment."""
+        activations, temporary = self._activations + layer.returned, self._state.gathered + self._waiting + work
+        return self._step.at(self._gradients, activations, temporary)

@@ -48,6 +48,11 @@ def check_device(config: Config) -> Iterator[str]:
         if backend != "auto" and backend not in record.attention:
             able = " and ".join(other.name for other in DEVICES if backend in other.attention)
             yield f"attention_backend={backend} runs on {able} only, but device={device}; use auto or sdpa"
+        if config.training.offload_activations and record.is_host:
+            yield (
+                f"offload_activations moves activations to the host's memory, which that of device={device} is; "
+                "leave it out"
+            )
         if config.data.eval_graphs and not record.replays_evaluations:
             yield f"eval_graphs replays HPU graphs, but device={device}; leave it out"
     yield from check_fp8_device(config)

@@ -121,3 +121,15 @@ def test_a_launch_warns_of_a_plan_that_does_not_fit() -> None:
     assert memory_warning(for_device(llama("gaudi3", tensor_model_parallel_size=8)), 8, 8) is None
     assert "does not fit: " in (memory_warning(llama("60"), 8, 8) or "")
     assert memory_warning(config(LLAMA_8B, parallel={"device": "hpu"}), 8, 8) is None
+
+
+def test_activations_in_host_memory_are_proposed_where_nothing_else_fits() -> None:
+    training = {**RUN["training"], "seq_length": 131072, "global_batch_size": 8}
+    run = config({**LLAMA_8B, "max_position_embeddings": 131072}, training=training, data=RUN["data"])
+    for memory, is_needed in (("h100", False), ("16", True)):
+        small = for_device(dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, device_memory=memory)))
+        room = capacity(small, 8)
+        assert room is not None
+        found = propose(small, 8, 8, room, check)
+        assert found
+        assert {"offload_activations" in proposal.names for proposal in found} == {is_needed}

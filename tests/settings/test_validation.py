@@ -275,6 +275,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "runs on cuda only, but device=cpu",
         "use auto or sdpa",
     ),
+    "offload to the same memory": (
+        "--offload-activations --device cpu",
+        1,
+        "which that of device=cpu is",
+        "leave it out",
+    ),
     "fused sdpa": ("--attention-backend fused_hpu --device cuda", 1, "runs on hpu only, but device=cuda", "use auto"),
     "global batch": ("--micro-batch-size 3", 2, "global_batch_size=8 is not a multiple of", "use a multiple of 6"),
     "ramp-up start": (

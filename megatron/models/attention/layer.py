@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.models.attention.context_parallel import build_context_kernel
 from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
 from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.offload import Offload
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
@@ -47,6 +48,9 @@ class Shared:
     ) -> None:
         self.config, self.ctx = config, ctx
         self.kernels = choose_kernels(config, ctx.device, trains=trains)
+        self.offload = None
+        if trains and config.training.offload_activations and not config.training.skip_train:
+            self.offload = Offload(ctx.device)
         slopes = own_slopes(config.model, ctx)
         self.slopes = None if slopes is None else slopes.to(ctx.device)
         self._packed = packs_documents

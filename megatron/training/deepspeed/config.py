@@ -77,7 +77,7 @@ SWITCHES = (
 
 REMOVED = "DeepSpeed has removed it"
 UNUSED = {
-    "activation_checkpointing": "--recompute-granularity says what is recomputed",
+    "activation_checkpointing": "--recompute-granularity and --offload-activations say what is kept, and where",
     "amp": "--bf16 and --fp16 set the precision",
     "autotuning": "it belongs to DeepSpeed's own launcher",
     "compile": "--torch-compile compiles the layers",
