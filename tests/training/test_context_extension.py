@@ -230,7 +230,9 @@ def test_logits_after_the_extension_are_transformers(theirs: Path, name: str) ->
     assert (expected - plain).abs().max() > 0.1, "other positions compute something else"
 
 
-@pytest.mark.parametrize("name", ["yarn", "dynamic", "base"])
+@pytest.mark.parametrize(
+    "name", ["yarn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dynamic", "base"))]
+)
 def test_a_run_extends_goes_on_and_exports_what_it_has(
     ranks: RankPools, theirs: Path, tmp_path: Path, name: str
 ) -> None:

@@ -27,6 +27,7 @@ from megatron.tasks.pretrain import PretrainData, PretrainTask
 from tests import runs
 from tests.ranks import RankPools
 
+SLOW = pytest.mark.slow
 LENGTHS = [16, 16, 32, 32, 64, 64]
 STAGES = "--seq-length 64 --global-batch-size 4 --micro-batch-size 1 --seq-length-stages 16 2 32 2"
 LLAMA = (
@@ -134,7 +135,7 @@ def train_in_places(arguments: str) -> str:
         return runs.train(f"{arguments} --reset-position-ids --reset-attention-mask --eod-token-id 0 --num-workers 0")
 
 
-@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+@pytest.mark.parametrize("positions", ["rope", *(pytest.param(name, marks=SLOW) for name in ("alibi", "learned"))])
 def test_losses_are_those_of_rows_that_see_themselves_alone(
     ranks: RankPools, data: Path, tmp_path: Path, positions: str
 ) -> None:
@@ -188,7 +189,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stop", [2, 3, pytest.param(4, marks=SLOW)])
 def test_a_resume_at_an_end_or_between_goes_on_bit_for_bit(
     ranks: RankPools, data: Path, tmp_path: Path, stop: int
 ) -> None:
@@ -214,11 +215,11 @@ def test_stages_to_come_may_change_at_a_resume(ranks: RankPools, data: Path, tmp
     ("world_size", "layout"),
     [
         (2, "--pipeline-model-parallel-size 2"),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (2, "--context-parallel-size 2"),
         (2, "--zero-stage 1"),
-        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
-        (1, "--zero-stage 3"),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=SLOW),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", marks=SLOW),
+        pytest.param(1, "--zero-stage 3", marks=SLOW),
     ],
 )
 def test_layouts_go_on_from_another_with_the_same_losses(
