@@ -84,6 +84,7 @@ run loss - 2
 run kernels - 2
 run families - 1
 run experts - 1
+run context_parallel - 1
 run plan_memory - 1
 run preprocess PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100
 run preprocess:bloom PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100 --tokenizer bloom

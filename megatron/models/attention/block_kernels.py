@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.models.attention.blockwise import is_faster, scaled_product, transposed
+from megatron.models.attention.blockwise import scaled_product, transposed
 from megatron.models.attention.kernels import Scores, repeat_heads
 from megatron.models.attention.ring_plan import Form, ScoreBlock
 from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
 from megatron.runtime.device import Device
-from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
 
 DEVICE_SCORES = 1 << 26
 """Scores that a device holds of a block at once in float32: 256 MiB."""
@@ -71,8 +70,8 @@ class BlockKernels:
             return ItselfKernel(self._scores)
         has_fused = block.form is not Form.PARTIAL and x.starts is None and self._is_unscored and not self._is_plain
         if has_fused and self._device.is_host:
-            is_slower = x.k.shape[2] in BLOCKWISE_LENGTHS and is_faster(x.q.dtype)
-            return self._products if is_slower and self._device.has_blockwise_attention else HostKernel(self._scores)
+            # at all lengths faster than products, which take a pass over the scores more than those of blockwise.py
+            return HostKernel(self._scores)
         if has_fused and self._device.has_flash_attention and _suits_flash(x.q):
             return FlashKernel(self._scores)
         return self._products
