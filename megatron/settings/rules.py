@@ -317,10 +317,10 @@ def check_partition(config: Config) -> Iterator[str]:
 
 
 def check_straggler(config: Config) -> list[str]:
-    tp, ep = config.parallel.tensor_model_parallel_size, config.parallel.expert_model_parallel_size
     if not config.logging.log_straggler:
         return []
-    size = f"tensor_model_parallel_size={tp}" if tp > 1 else f"expert_model_parallel_size={ep}"
+    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+    waits = [f"{name}={getattr(config.parallel, name)}" for name in names if getattr(config.parallel, name) > 1]
     return broken(
         (
             config.optimizer.zero_stage == 3,
@@ -328,8 +328,8 @@ def check_straggler(config: Config) -> list[str]:
             "other ranks; turn it off",
         ),
         (
-            config.training.torch_compile and max(tp, ep) > 1,
-            f"log_straggler leaves out the waits within a layer that {size} brings, which it "
-            "cannot see in layers compiled by torch_compile; turn one of the two off",
+            config.training.torch_compile and bool(waits),
+            f"log_straggler leaves out the waits of {' and '.join(waits)} within a layer, which it cannot see in "
+            "layers compiled by torch_compile; turn one of the two off",
         ),
     )

@@ -561,9 +561,9 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "short watch": ("--watchdog-timeout-s 0.5", 1, "watchdog_timeout_s=0.5 leaves no time", "use 1 or more"),
     "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
     "compiled straggler": (
-        "--log-straggler --torch-compile --tensor-model-parallel-size 2",
-        2,
-        "tensor_model_parallel_size=2 brings, which it cannot see",
+        "--log-straggler --torch-compile --tensor-model-parallel-size 2 --context-parallel-size 2",
+        4,
+        "waits of tensor_model_parallel_size=2 and context_parallel_size=2 within a layer, which it cannot see",
         "turn one of the two off",
     ),
 }
