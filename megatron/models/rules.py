@@ -86,10 +86,12 @@ def check_row_length(config: Config, option: str, length: int) -> Iterator[str]:
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if cp > 1:
-        given = f"context_parallel_size={cp}"
-        if parallel.sequence_parallel:
-            given += f" and sequence_parallel with tensor_model_parallel_size={tp}"
-        yield f"{given} need {option}={length} to be a multiple of {multiple}; use {-(-length // multiple) * multiple}"
+        needs = f"context_parallel_size={cp} needs"
+        if parallel.sequence_parallel and tp > 1:
+            needs = f"context_parallel_size={cp} and sequence_parallel with tensor_model_parallel_size={tp} need"
+        lower = length // multiple * multiple
+        use = f"{lower} or {lower + multiple}" if lower else f"{multiple}"
+        yield f"{needs} {option}={length} to be a multiple of {multiple}; use {use}"
         return
     yield (
         f"sequence_parallel needs tensor_model_parallel_size={tp} to divide {option}={length}; "
@@ -114,8 +116,10 @@ def check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
     layout = Layout.of(parallel, world_size)
     ranks = world_size // layout.num_stages // layout.expert_tensor_size
     if ranks % ep:
-        what = "tensor x data-parallel ranks" if layout.experts_are_whole else "data-parallel ranks"
-        yield f"expert_model_parallel_size={ep} does not divide the {ranks} {what}; use {divisors(ranks, 64)}"
+        axes = {"tensor": layout.experts_are_whole, "context": layout.context_size > 1, "data": True}
+        what = " x ".join(axis for axis, counts in axes.items() if counts)
+        use = divisors(ranks, 64)
+        yield f"expert_model_parallel_size={ep} does not divide the {ranks} {what}-parallel ranks; use {use}"
     yield from _check_expert_widths(config.model, tp, is_cut=layout.expert_tensor_size > 1)
     optimizer = config.optimizer
     if layout.divides_experts and (optimizer.zero_stage >= 2 or optimizer.offload_optimizer):

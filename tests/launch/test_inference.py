@@ -88,8 +88,11 @@ def test_the_script_passes_its_variables(
     flags = f"--load {folder} --precision bf16 --tensor-model-parallel-size 2 {' '.join(work)} --device cpu"
     assert flags in shown
     monkeypatch.setenv("HL_GBS", "8")
+    monkeypatch.setenv("HL_CP", "2")
     assert main(["--variables", name, *work, "--dry-run"]) == 2
-    assert "HL_GBS=8 does not apply to this script" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "HL_GBS=8 does not apply to this script; it belongs to scripts/run_bloom13b.sh" in said
+    assert "HL_CP=2 does not apply to this script; copies of the model share the texts, so start more ranks" in said
 
 
 def test_an_evaluation_is_described_by_variables(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,31 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "to divide seq_length=126",
         "or turn it off",
     ),
+    "shared rows": (
+        "--context-parallel-size 4 --seq-length 126",
+        4,
+        "context_parallel_size=4 needs seq_length=126 to be a multiple of 8",
+        "use 120 or 128",
+    ),
+    "shared rows with sequence parallel": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 60 "
+        "--attention-dropout 0",
+        8,
+        "context_parallel_size=2 and sequence_parallel with tensor_model_parallel_size=4 need seq_length=60",
+        "use 56 or 64",
+    ),
+    "ranks of shared rows": (
+        "--context-parallel-size 3 --seq-length 60 --attention-dropout 0",
+        4,
+        "x context_parallel_size=3 x pipeline_model_parallel_size=1 = 3 does not divide the 4 ranks",
+        "start a multiple of 3 ranks",
+    ),
+    "experts over shared rows": (
+        "--context-parallel-size 2 --num-experts 4 --expert-model-parallel-size 4 --attention-dropout 0",
+        2,
+        "does not divide the 2 context x data-parallel ranks",
+        "use 1 or 2",
+    ),
     "pipeline without engine": (
         "--pipeline-model-parallel-size 2 --no-pipeline-parallel",
         2,

@@ -20,8 +20,8 @@ from megatron.launch.dialects.hl_variables import (
     PRETRAINING,
     VARIABLES,
     Script,
-    path_of,
     variables_of,
+    why_not,
 )
 from megatron.launch.options import LAUNCHERS, LaunchOptions
 from megatron.launch.plan import FineTuning, LaunchRequest
@@ -120,8 +120,8 @@ def _translate(
     # refused alone: translated too, they would add faults of what this script does not have
     of_others = {name for name in given if name in KNOWN and script not in KNOWN[name].scripts}
     for name in sorted(of_others):
-        homes = " and ".join(path_of(home) for home in KNOWN[name].scripts)
-        request.faults.append(f"{name}={given[name]} does not apply to this script; it belongs to {homes}")
+        why = why_not(KNOWN[name], script)
+        request.faults.append(f"{name}={given[name]} does not apply to this script; {why}")
     rows = variables_of(script)
     order = {row.name: number for number, row in enumerate(rows)}  # a later variable overrides what an earlier implies
     own = sorted((order.get(name, -1), name) for name in given if name not in of_others)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_type_hints
 
+from megatron.generation.options import OF_TRAINING
 from megatron.options.data import DataConfig
 from megatron.options.dialect import Entry, Setting, WrongValueError, one_in, one_of, sets, whole
 from megatron.options.optimizer import OPTIMIZERS
@@ -613,6 +614,15 @@ def variables_of(script: Script) -> tuple[Entry, ...]:
     if script not in INFERENCE:
         return rows
     return tuple(replace(_THERE.get(row.name, row), text=row.text) for row in rows)
+
+
+def why_not(row: Entry, script: Script) -> str:
+    """Return why a script does not have a variable that others have."""
+    if script in INFERENCE:
+        for name in row.flags:
+            if name in OF_TRAINING:
+                return OF_TRAINING[name]
+    return "it belongs to " + " and ".join(path_of(home) for home in row.scripts)
 
 
 def path_of(script: str) -> str:
