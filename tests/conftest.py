@@ -32,17 +32,19 @@ settings.load_profile("untimed")
 
 
 LONG_FIRST = (
-    "training/test_layouts launch/test_multinode test_api_runs test_readme training/test_guard launch/test_agent "
-    "training/test_process_faults data/tokenizers/test_acceleration training/test_checkpoints test_train test_wheel "
-    "training/test_frozen tasks/test_sft training/test_adapter_state training/test_chaos resilience/test_shutdown "
-    "training/test_answers launch/test_launch data/chat/test_conversation launch/test_run_sft training/test_schedules "
-    "models/test_attention data/tokenizers/test_tokenizers cli/test_preprocess_faults checkpoint/test_saver "
-    "tasks/test_preference launch/test_run_scripts training/test_huggingface_start plan/test_memory "
-    "models/test_families_training launch/test_run_dpo cli/test_gaudi_spawn_runs cli/test_gaudi_spawn "
-    "data/test_sources weights/test_deepspeed_checkpoint test_api_callbacks training/test_exports "
-    "data/chat/test_tool_chats test_extending training/test_adapters plan/test_fit test_finetuning "
-    "generation/test_generator test_distillation cli/test_gaudi_acceptance "
-    "training/test_hpu_layouts habana/test_device"
+    "launch/test_multinode training/test_layouts launch/test_agent training/test_process_faults test_readme "
+    "data/tokenizers/test_acceleration launch/test_stops_over_hosts models/test_families_training test_api_runs "
+    "models/test_families training/test_guard training/test_adapter_state training/test_context launch/test_launch "
+    "training/test_experts training/test_checkpoints test_train cli/test_gaudi_acceptance models/test_expert_families "
+    "test_wheel runtime/test_devices training/test_fp8_runs resilience/test_shutdown checkpoint/test_saver "
+    "training/test_chaos evaluation/test_harness cli/test_resume_rows cli/test_preprocess_faults test_house "
+    "tasks/test_objective_faults launch/test_run_sft launch/test_endings training/test_quantized "
+    "training/test_frozen data/tokenizers/test_tokenizers launch/test_wrong_launches tasks/test_sft "
+    "models/test_attention training/test_layer_terms weights/test_deepspeed_checkpoint training/test_huggingface_start "
+    "test_extending launch/test_mpirun plan/test_memory training/test_exports tasks/test_objective "
+    "launch/test_rendezvous launch/test_run_dpo data/chat/test_conversation tasks/test_preference "
+    "models/test_transformer training/test_answers test_finetuning training/test_gradient_sums test_dpo "
+    "models/test_new_family plan/test_families test_language test_api_callbacks training/test_schedules"
 ).split()
 """Files of more than a quarter of a minute, the longest first: if one came last, the other processes would idle."""
 

@@ -77,7 +77,7 @@ def test_results_are_those_of_lm_evals_own_model(
     assert_same(json.loads(output.read_text()), expected)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_answers_on_every_cut_are_those_of_lm_evals_own_model(
     ranks: RankPools, tmp_path: Path, num_stages: int
 ) -> None:

@@ -53,7 +53,7 @@ def legal_cuts(arguments: str, num_stages: int) -> list[list[int]]:
     return [cut for cut in cuts if all(any(holds[a:b]) for a, b in itertools.pairwise(cut))]
 
 
-@pytest.mark.parametrize("num_stages", [2, LAYERS])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), LAYERS])
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_of_every_cut_are_those_of_transformers(ranks: RankPools, name: str, num_stages: int) -> None:
     config, arguments = MODELS[name]()

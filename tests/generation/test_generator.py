@@ -103,8 +103,8 @@ def test_greedy_texts_are_those_of_transformers(name: str) -> None:
     [
         ("llama_3.1", 4, (4, 1)),  # 2 key/value heads on 4 ranks
         ("bloom_12_heads", 4, (2, 2)),
-        ("gpt2", 2, (1, 2)),
-        ("llama_gqa", 2, (1, 1)),
+        pytest.param("gpt2", 2, (1, 2), marks=pytest.mark.slow),
+        pytest.param("llama_gqa", 2, (1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_ranks_generate_the_same(ranks: RankPools, name: str, world: int, layout: tuple[int, int]) -> None:

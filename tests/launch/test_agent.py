@@ -251,11 +251,11 @@ def exit_with(*statuses: int) -> Train:
 @pytest.mark.parametrize(
     ("statuses", "max_restarts", "status", "restarts"),
     [
-        ([FAILED], 0, FAILED, 0),
+        pytest.param([FAILED], 0, FAILED, 0, marks=pytest.mark.slow),
         ([FAILED], 2, FAILED, 2),
         ([17], 0, 17, 0),
         ([HUNG, FAILED], 1, FAILED, 1),
-        ([-signal.SIGKILL], 0, 128 + signal.SIGKILL, 0),
+        pytest.param([-signal.SIGKILL], 0, 128 + signal.SIGKILL, 0, marks=pytest.mark.slow),
         ([-signal.SIGKILL], 1, 128 + signal.SIGKILL, 1),
         ([REFUSED], 3, REFUSED, 0),
         ([FAILED, ABORTED], 3, ABORTED, 1),

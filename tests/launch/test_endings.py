@@ -108,7 +108,7 @@ def test_the_first_cause_fixes_the_status(
     assert said.replace("HOST", socket.gethostname()) in came.output, came.output
 
 
-@pytest.mark.parametrize(("times", "restarts"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("times", "restarts"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 0), (2, 1)])
 def test_ranks_of_a_fork_server_that_ends_between_two_starts_are_started_again(
     trial: Trials, times: int, restarts: int
 ) -> None:

@@ -171,9 +171,13 @@ def test_a_link_that_loses_three_packets_of_ten_delays_the_run_and_raises_no_ala
         assert not any(python_processes(host) for host in hosts)
 
 
-@pytest.mark.parametrize("fails", ["one host at its start", pytest.param("the launcher", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["one host at its start", "the launcher"])
 def test_a_failure_leaves_no_process_on_any_host(data: Path, tmp_path: Path, fails: str) -> None:
-    """Also where the agent of another host has not started yet, and would wait for the others."""
+    """Also where the agent of another host has not started yet, and would wait for the others.
+
+    tests/launch/test_launch.py ends the agents of other hosts once one failed, always.
+    """
     if reason := why_not():
         pytest.skip(reason)
     layout = {"HL_DP": "1", "HL_TP": "1", "HL_PP": "2", "HL_SAVE": "0"}

@@ -30,9 +30,10 @@ COMMANDS = [
     (f"{HOSTS} HL_DP=2 HL_CP=2 {CORE}".replace("HL_CKP_ACT=3", "HL_CKP_ACT=0"), "PP 1 x TP 8 x CP 2 x DP 2"),
     (f"{HOSTS} {DEEPSPEED}", "PP 1 x TP 8 x DP 4"),
     (f"{HOSTS} {DEEPSPEED} HL_MOE_NUM_CAPACITY_BINS=10", "HL_MOE_NUM_CAPACITY_BINS=10"),
-    ("HL_MIXTRAL_MODEL=small HL_TP=2 HL_DP=4", "8 layers, hidden 768, 16 heads"),
-    ("HL_MIXTRAL_MODEL=small HL_TP=2 HL_DP=4", "16384 samples = DP 4"),
-    ("HL_MIXTRAL_MODEL=small HL_TP=2 HL_DP=4", "out/mixtral_small/ds_"),
+    (
+        "HL_MIXTRAL_MODEL=small HL_TP=2 HL_DP=4",
+        "8 layers, hidden 768, 16 heads|16384 samples = DP 4|out/mixtral_small/ds_",
+    ),
     ("HL_MIXTRAL_MODEL=8x22b HL_ETP=1 HL_MOE_ZLOSS_COEFF=1e-3", "56 layers, hidden 6144, 48 heads"),
 ]
 # All variables of experts and of Mixtral in these scripts, without HL_.
@@ -70,7 +71,7 @@ def test_a_published_command_prints_its_plan_or_names_the_variable(tmp_path: Pat
         assert f"\n  - {said} is not supported" in plan.stderr
     else:
         assert plan.returncode == 0, plan.stderr
-        assert said in plan.stdout
+        assert [part for part in said.split("|") if part not in plan.stdout] == []
     assert list(tmp_path.iterdir()) == []
 
 

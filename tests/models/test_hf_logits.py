@@ -184,10 +184,10 @@ def test_logits_loss_and_gradients_equal_transformers(name: str) -> None:
     [
         ("gpt2", 2, True),
         ("bloom_12_heads", 4, False),
-        ("bloom_12_heads", 2, True),
-        ("llama_3.1", 2, False),
+        pytest.param("bloom_12_heads", 2, True, marks=pytest.mark.slow),
+        pytest.param("llama_3.1", 2, False, marks=pytest.mark.slow),
         ("llama_3.1", 4, True),  # 2 key/value heads on 4 ranks
-        ("llama_gqa", 4, False),
+        pytest.param("llama_gqa", 4, False, marks=pytest.mark.slow),
         ("llama_gqa_tied_wide_heads", 4, True),
     ],
 )

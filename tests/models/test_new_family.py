@@ -258,10 +258,9 @@ SIZES = (
     "extra",
     [
         "--bf16",
-        "--lora-rank 8",
         *(
             pytest.param(extra, marks=pytest.mark.slow)
-            for extra in ("", "--kernels plain", "--kernels plain --bf16", "--num-query-groups 2")
+            for extra in ("", "--lora-rank 8", "--kernels plain", "--kernels plain --bf16", "--num-query-groups 2")
         ),
     ],
 )

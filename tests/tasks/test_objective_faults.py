@@ -229,11 +229,15 @@ def test_what_is_left_out_has_no_label(tmp_path: Path) -> None:
     [
         (steep, "is finite in a first microbatch, its gradient is not; keep it away from log(0)"),
         (wrong_count, "returned torch.float32 [2, 15]; return the loss of each label"),
-        (fills_weights, "wrote into batch.weights, which is not its own"),
+        pytest.param(fills_weights, "wrote into batch.weights, which is not its own", marks=pytest.mark.slow),
         (fails_in_backward, "raised ValueError in its backward pass: a wrong formula (line 9"),
         (differentiates, "raised RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"),
         (switches_gradients, "switched gradients for the whole process; use `with torch.no_grad():`"),
-        (sets_a_dtype, "set the default dtype of the whole process; give new tensors their own dtype"),
+        pytest.param(
+            sets_a_dtype,
+            "set the default dtype of the whole process; give new tensors their own dtype",
+            marks=pytest.mark.slow,
+        ),
         (has_a_parameter, "computes its losses from a parameter of its own, which no optimizer trains"),
         (not_of_its_argument, "returned losses that do not depend on its first argument; compute them of it"),
     ],

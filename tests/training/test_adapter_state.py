@@ -184,7 +184,9 @@ OTHERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other", [pytest.param(other, marks=pytest.mark.slow if other in ("rotary", "layers") else ()) for other in OTHERS]
+)
 def test_adapters_of_another_base_are_refused(ranks: RankPools, saved: Saved, tmp_path: Path, other: str) -> None:
     """Also of one whose numbers are the same in another order; --allow-other-base takes it with a warning."""
     _, adapters, _ = saved

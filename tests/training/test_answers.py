@@ -76,7 +76,7 @@ def expected_ids(ranks: RankPools, saved: Path, flags: str, prompts: list[list[i
         pytest.param(1, "", marks=pytest.mark.slow),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
         pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", marks=pytest.mark.slow),
-        (2, "--zero-stage 3 --untie-embeddings-and-output-weights"),
+        pytest.param(2, "--zero-stage 3 --untie-embeddings-and-output-weights", marks=pytest.mark.slow),
         (2, "--lora-rank 2 --finetune"),
         pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", marks=pytest.mark.slow),

@@ -69,7 +69,7 @@ def test_a_bias_moves_against_the_load_of_the_global_batch(alone: Any, flags: st
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "size"),
     [
-        (2, f"{EP2} --zero-stage 1", 2),
+        pytest.param(2, f"{EP2} --zero-stage 1", 2, marks=pytest.mark.slow),
         (2, f"{TP2} {SP} {EP2} {ETP1}", 4),
         (4, f"{PP2} {EP2} --recompute-granularity full", 2),
     ],

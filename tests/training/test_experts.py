@@ -155,7 +155,10 @@ def test_a_frozen_expert_on_one_rank_hangs_no_other(ranks: RankPools, alone: Any
 TASK_LAYOUTS = [(2, f"{EP2} --zero-stage 1"), (4, f"{PP2} {EP2}"), (4, f"{TP2} {SP} {EP4} {ETP1}")]
 
 
-@pytest.mark.parametrize(("ranks_needed", "flags"), TASK_LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks_needed", "flags"),
+    [*TASK_LAYOUTS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in TASK_LAYOUTS[1:])],
+)
 def test_packed_chats_train_as_on_one_process(ranks: RankPools, tmp_path: Path, ranks_needed: int, flags: str) -> None:
     """Without the balancing loss, which is of a microbatch: data-parallel ranks pack chats into other ones."""
     data = chats.write_chats(tmp_path / "chats", chats.some_lengths(40, 32))
@@ -165,7 +168,10 @@ def test_packed_chats_train_as_on_one_process(ranks: RankPools, tmp_path: Path, 
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("ranks_needed", "flags"), TASK_LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks_needed", "flags"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in TASK_LAYOUTS[:2]), TASK_LAYOUTS[2]],
+)
 def test_preferences_train_as_on_one_process(ranks: RankPools, tmp_path: Path, ranks_needed: int, flags: str) -> None:
     data = pairs.write_pairs(tmp_path / "pairs", pairs.some_pairs(24, 14))
     common = f"{FLAGS} --moe-aux-loss-coeff 0 --data-path {data}"

@@ -194,7 +194,7 @@ HALF = "--fp16 --initial-loss-scale 64"
     ("trained", "precision"),
     [
         pytest.param(trained, precision, marks=() if precision in often else pytest.mark.slow)
-        for trained, often in (("first", ("", "--bf16")), ("last", ("--zero-stage 1", HALF)))
+        for trained, often in (("first", ("--bf16",)), ("last", ("--zero-stage 1",)))
         for precision in ("", "--zero-stage 1", "--bf16", HALF)
     ],
 )

@@ -114,9 +114,9 @@ PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
         pytest.param(2, TP2, marks=pytest.mark.slow),
         (2, f"{TP2} --sequence-parallel --recompute-granularity full"),
         pytest.param(2, PP2, marks=pytest.mark.slow),
-        (2, f"{PP2} --pipeline-schedule zero-bubble"),
+        pytest.param(2, f"{PP2} --pipeline-schedule zero-bubble", marks=pytest.mark.slow),
         (2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full"),
-        (2, "--zero-stage 1"),
+        pytest.param(2, "--zero-stage 1", marks=pytest.mark.slow),
         (2, "--zero-stage 3 --recompute-granularity full"),
         pytest.param(4, f"{PP2} {TP2}", marks=pytest.mark.slow),
         pytest.param(

@@ -131,7 +131,9 @@ def test_compiled_operators_learn_like_one_process(
     assert_equals_reference(results[0], reference(model))
 
 
-@pytest.mark.parametrize("layout", ["112", "122s", "212"])
+@pytest.mark.parametrize(
+    "layout", ["122s", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("112", "212"))]
+)
 def test_packed_documents_with_masked_loss_are_layout_independent(ranks: RankPools, layout: str) -> None:
     """Data-parallel ranks then hold different numbers of loss tokens."""
     packed = "--eod-token-id 7 --reset-position-ids --reset-attention-mask --eod-mask-loss"
@@ -148,11 +150,13 @@ def test_packed_documents_with_masked_loss_are_layout_independent(ranks: RankPoo
         "--zero-stage 3 --offload-optimizer --offload-param",
         "--no-pipeline-parallel",
         "--optimizer adam",
-        "--no-decoupled-weight-decay --zero-stage 1",
+        pytest.param("--no-decoupled-weight-decay --zero-stage 1", marks=pytest.mark.slow),
         "--train-iters 4 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 1",
         "--train-iters 4 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 3",
         "--pipeline-partition-method uniform --pipeline-model-parallel-size 2",
-        "--pipeline-partition-method type:TransformerLayer --pipeline-model-parallel-size 2",
+        pytest.param(
+            "--pipeline-partition-method type:TransformerLayer --pipeline-model-parallel-size 2", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_engines_and_offload_agree(ranks: RankPools, reference: Any, flags: str) -> None:
@@ -192,9 +196,9 @@ def test_bf16_stays_near_float32(ranks: RankPools, reference: Any, model: str, l
 @pytest.mark.parametrize(
     ("model", "layout", "tokens"),
     [
-        ("bloom_learned", "111", 16),
+        pytest.param("bloom_learned", "111", 16, marks=pytest.mark.slow),
         ("bloom_learned", "211", 64),  # the only use of the tied weight on its stage
-        ("bloom_learned", "121s", 16),
+        pytest.param("bloom_learned", "121s", 16, marks=pytest.mark.slow),
         ("llama_gqa", "112", 16),
     ],
 )
@@ -213,7 +217,9 @@ def test_a_loss_that_adds_to_the_optimizers_gradients_stays_near_float32(
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
-@pytest.mark.parametrize("layout", ["111", "211", "112", "121s"])
+@pytest.mark.parametrize(
+    "layout", ["211", "112", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("111", "121s"))]
+)
 def test_fp16_stays_near_float32(ranks: RankPools, reference: Any, layout: str) -> None:
     """Tied weights on two stages too, whose gradients are summed in another place than the others'."""
     expected = reference("bloom_learned")

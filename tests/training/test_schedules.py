@@ -27,7 +27,7 @@ PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4
     [
         # three microbatches: the last round of the interleaved schedule is incomplete
         ("bloom_learned", 2, f"{PP2} --global-batch-size 6"),
-        ("llama_gqa", 4, f"{PP4} --micro-batch-size 1"),
+        pytest.param("llama_gqa", 4, f"{PP4} --micro-batch-size 1", marks=pytest.mark.slow),
         ("bloom_alibi", 4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
         pytest.param("llama_gqa_tied", 4, f"{PP2} --zero-stage 1 --micro-batch-size 1", marks=pytest.mark.slow),
         ("llama_gqa", 4, f"{PP2} --tensor-model-parallel-size 2 --bf16 --recompute-granularity selective"),

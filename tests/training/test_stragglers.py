@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 CASES = [
     pytest.param("", 1, "forward", id="DP2 forward", marks=SLOW),
     pytest.param("", 1, "backward", id="DP2 backward", marks=SLOW),
-    pytest.param("", 0, "optimizer", id="DP2 optimizer"),
+    pytest.param("", 0, "optimizer", id="DP2 optimizer", marks=SLOW),
     pytest.param("--zero-stage 1 --bf16", 1, "optimizer", id="DP2 ZeRO-1 optimizer", marks=SLOW),
     pytest.param("", 1, "data", id="DP2 data", marks=SLOW),
     pytest.param(TP, 1, "forward", id="TP2 forward", marks=SLOW),

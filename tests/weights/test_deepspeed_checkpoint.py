@@ -90,7 +90,7 @@ def convert_with_deepspeed(source: Path, target: Path) -> None:
     [
         pytest.param("llama_gqa", "221", "--zero-stage 1", marks=pytest.mark.slow),
         ("bloom_alibi", "122", "--zero-stage 1"),
-        ("bloom_learned", "221", "--bf16"),
+        pytest.param("bloom_learned", "221", "--bf16", marks=pytest.mark.slow),
         ("llama_gqa_tied", "122", "--zero-stage 2 --bf16"),
         ("bloom_learned", "112", "--zero-stage 3"),
     ],
@@ -167,7 +167,7 @@ def test_our_universal_folder_is_read_back(native: Callable[[str], tuple[Path, l
         ("llama_gqa", "112", "--zero-stage 3"),
         pytest.param("bloom_learned", "112", "--bf16", marks=pytest.mark.slow),
         ("bloom_learned", "211", "--bf16"),
-        ("bloom_alibi", "141", "--zero-stage 1"),
+        pytest.param("bloom_alibi", "141", "--zero-stage 1", marks=pytest.mark.slow),
     ],
 )
 def test_deepspeed_loader_resumes_our_universal_folder_on_another_layout(
