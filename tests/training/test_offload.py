@@ -33,12 +33,13 @@ PACKED = "--task sft --max-batch-len 64 --packing step --no-compile-ahead"
     ("ranks_needed", "flags", "mode"),
     [
         (2, f"{LLAMA} {PP2} {FULL} --bf16", "lazy"),
-        (2, f"{LLAMA} {TP2} {SELECTIVE} layernorm mlp_act core_attn", "eager"),
         (2, f"{LLAMA} {PP2} {PACKED} --pipeline-schedule zero-bubble --lora-rank 4", "lazy"),
-        (2, f"{LLAMA} --zero-stage 3 --bf16", "lazy"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (2, f"{LLAMA} {TP2} {SELECTIVE} layernorm mlp_act core_attn", "eager"),
+                (2, f"{LLAMA} --zero-stage 3 --bf16", "lazy"),
+                (2, f"{LLAMA} --context-parallel-size 2", "lazy"),
                 (4, f"{BLOOM} {PP2} {TP2} --hidden-dropout 0.1", "lazy"),
                 (2, f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2 {FULL}", "eager"),
                 (2, f"{LLAMA} {PP2} --pipeline-schedule zero-bubble {SELECTIVE} mlp", "lazy"),
@@ -82,7 +83,7 @@ def test_numbers_are_those_without_it(
     ("ranks_needed", "flags"),
     [
         (1, f"{SELECTIVE} core_attn"),
-        (2, f"{PP2} {FULL}"),
+        pytest.param(2, f"{PP2} {FULL}", marks=pytest.mark.slow),
         pytest.param(2, f"{PP2} {SELECTIVE} core_attn", marks=pytest.mark.slow),
     ],
 )
