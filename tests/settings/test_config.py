@@ -435,3 +435,10 @@ def test_a_preset_is_a_name_or_a_yaml_file(name: str) -> None:
     with pytest.raises(ConfigError, match="not found; did you mean 'tiny_bloom'"):
         read_preset("tiny_blom")
     assert read_preset(str(ROOT / "megatron" / "presets" / "tiny_bloom.yaml")) == read_preset("tiny_bloom")
+
+
+def test_a_config_that_was_stored_before_an_option_has_its_default() -> None:
+    tree = yaml.safe_load(to_yaml(Config()))
+    for name in ("context_parallel_size", "context_parallel_exchange"):
+        del tree["parallel"][name]
+    assert from_dict(tree) == Config()
