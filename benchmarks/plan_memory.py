@@ -67,6 +67,13 @@ EXPERTS = f"{TINY} {LLAMA} --num-query-groups 2 --ffn-hidden-size 192 --num-expe
 NF4 = "--quantize-base nf4 --freeze *qkv.weight *dense.weight *mlp* *word* output.weight"
 DORA = "--lora-rank 4 --use-dora --lora-target-modules all-linear lm_head embed_tokens"
 LORA = "--lora-rank 4"
+CP = "--context-parallel-size 2 --context-parallel-exchange"
+RING, HEADS = f"{CP} ring", f"{CP} all-to-all"
+ATTENTION = (
+    f"{TINY} {LLAMA} --num-query-groups 4 --ffn-hidden-size 64 --num-layers 2 --vocab-size 128 --seq-length 2048 "
+    "--kv-channels 64 --global-batch-size 4 --recompute-granularity full"
+)
+"""Attention is wider than all else, so that its backward pass is the peak."""
 SMALL = (
     "--hidden-size 2048 --num-attention-heads 16 --num-layers 4 --vocab-size 32000 --seq-length 2048 "
     "--micro-batch-size 2 --global-batch-size 4"
@@ -117,6 +124,12 @@ CPU_CASES = [
     Case("Bloom, bf16, zero-bubble", f"{TINY_BLOOM} --bf16 {ZERO_BUBBLE}", 2),
     Case("Llama GQA, bf16, TP 2", f"{TINY_GQA} --bf16 --tensor-model-parallel-size 2", 2),
     Case("Bloom, fp32, TP 2, SP", f"{TINY_BLOOM} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+    Case("Llama GQA, fp32, CP 2, ring", f"{TINY_GQA} {RING}", 2),
+    Case("Bloom, bf16, CP 2, ring, full", f"{TINY_BLOOM} --bf16 --recompute-granularity full {RING}", 2),
+    Case("Llama GQA, bf16, CP 2, all-to-all", f"{TINY_GQA} --bf16 {HEADS} --seq-length 1024 --global-batch-size 4", 2),
+    Case("Bloom, fp32, CP 2, all-to-all", f"{TINY_BLOOM} {HEADS}", 2),
+    Case("attention, bf16, full, CP 2, ring", f"{ATTENTION} --bf16 {RING}", 2),
+    Case("attention, fp32, full, CP 2, all-to-all", f"{ATTENTION} {HEADS}", 2),
     Case("experts, fp32", EXPERTS),
     Case("experts, bf16, full", f"{EXPERTS} --bf16 --recompute-granularity full"),
     Case("experts, bf16, EP 2", f"{EXPERTS} --bf16 --expert-model-parallel-size 2", 2),
@@ -192,13 +205,13 @@ def compare(flags: str, device: str, explain: float = 1.0) -> Result | None:
     shape = (training.micro_batch_size, training.seq_length + 1)
     number = training.global_batch_size // (training.micro_batch_size * ctx.num_batch_ranks)
 
-    def step() -> None:
+    def step(number: int = number) -> None:
         tokens = [generator.integers(0, config.model.vocab_size, shape, dtype=np.int64) for _ in range(number)]
         batches = [task.data.collate(part) for part in tokens] if engine.reads_data else []
         result = engine.train_step(batches, num_microbatches=number, consumed_samples=0, lr=config.optimizer.lr)
         assert result.is_finite, "the update was refused, so it is not measured"
 
-    step()
+    step(1)  # it allocates what later ones hold, whatever their number of microbatches
     parts = _peak_cpu(step, allocations) if allocations else None
     measured = parts.tensors + parts.communication if parts else _peak_cuda(step)
     stage = memory_by_stage(config, ctx)[ctx.stage]

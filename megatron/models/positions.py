@@ -178,12 +178,14 @@ class RotaryEmbedding:
         if is_local and model.rotary_base_local is not None:
             self._amplitude = 1.0
         self._table = _Table(rotary_frequencies(model, is_local=is_local), self._amplitude)
+        self._own: dict[tuple[Any, ...], Angles] = {}
+        """cos and sin of its places of one text, kept for the layers after the first: each would keep a copy."""
 
     def angles(self, num_places: int, device: torch.device, packing: Packing | None, ctx: ParallelContext) -> Angles:
         """cos and sin of each of this rank's places of whole rows, each [num_places, 1 or B, 1, d/2] float32."""
         length = num_places * ctx.context_size
         if packing is None:
-            cos, sin = (own_places(table, ctx) for table in self._of_text(length, device))
+            cos, sin = self._own_of_text(length, device, ctx)
             return cos[:, None, None], sin[:, None, None]
         positions, lengths = packing.positions_BS, None
         if ctx.context_size > 1:
@@ -199,6 +201,15 @@ class RotaryEmbedding:
         `lengths_BS`: of the text that each belongs to. None: of runs of consecutive positions.
         """
         return self._gathered(self._table, positions_BS, num_positions)
+
+    def _own_of_text(self, length: int, device: torch.device, ctx: ParallelContext) -> Angles:
+        if ctx.context_size == 1:
+            return self._of_text(length, device)
+        key = length, device, ctx.context_rank
+        if key not in self._own:
+            cos, sin = self._of_text(length, device)
+            self._own = {key: (own_places(cos, ctx), own_places(sin, ctx))}
+        return self._own[key]
 
     def _of_text(self, length: int, device: torch.device) -> Angles:
         """cos and sin of the positions of one text, each [length, d/2]."""

@@ -176,7 +176,7 @@ def slowness(one: RankRecord, others: Sequence[RankRecord]) -> Slowness:
     peers = [other for other in others if other.place.stage == one.place.stage]
     if peers:
         # peers without the rank itself: of two ranks, a median with it would hide half of its delay
-        candidates = [_against(one, _medians(peers, lambda peer: peer.own), "the other ranks of its stage", SLOWER)]
+        candidates = [_against(one, _planned(one, peers), "the other ranks of its stage", SLOWER)]
     else:
         candidates = [_against(one, _planned(one, others), "the other stages by their FLOPs", SLOWER_THAN_PLAN)]
     # the others may have become slower too, as by longer rows: only what is beyond that counts
@@ -264,11 +264,12 @@ class Straggler:
         self._left_out = WARM_UP
         # off until here: runs without the line pay nothing for it
         ctx.state.clock.start(ctx.device)
-        flops = stage_work(config)
+        # by its places of a row: under a window the first ones see fewer keys
+        flops = stage_work(config, ctx.places(config.training.seq_length))[ctx.stage]
         # what does not change travels once; a log line then gathers numbers alone
         self._blanks = [
-            RankRecord(place, work=(*flops[place.stage], float(trained), 0.0))
-            for place, trained in ctx.gather_objects((RankPlace.of(ctx), num_trained))
+            RankRecord(place, work=(*work, 0.0))
+            for place, work in ctx.gather_objects((RankPlace.of(ctx), (*flops, float(num_trained))))
         ]
 
     def count_step(self, num_positions: int) -> None:

@@ -6,6 +6,7 @@ The plan sums these declarations; what a kernel of a device keeps beyond them is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,15 +30,21 @@ class Attention:
     """Latest keys that a query sees; None: all."""
     is_capped: bool = False
 
-    def flops_per_token(self, seq_length: int) -> int:
+    def flops_per_token(self, seq_length: int, places: Sequence[range] | None = None) -> int:
         """Return the forward FLOPs, over the whole square of tokens although half of it is masked.
 
-        Under a window over twice its area: a share of the square as the window's is of the triangle.
+        Under a window over twice its area: a share of the square as the window's is of the triangle. `places`: of the
+        tokens that count, on average; None: all of the row.
         """
-        seen = seq_length
-        if self.window is not None and self.window < seq_length:
-            seen = round(self.window * (2 * seq_length + 1 - self.window) / (seq_length + 1))
+        counted = places or [range(seq_length)]
+        pairs = sum(self._seen(each.stop) - self._seen(each.start) for each in counted)
+        seen = round(2 * pairs * seq_length / (sum(map(len, counted)) * (seq_length + 1)))
         return 4 * self.num_heads * self.head_size * seen
+
+    def _seen(self, length: int) -> int:
+        """Return the keys that the first so many tokens of a row see, all together."""
+        within = length if self.window is None else min(length, self.window)
+        return within * (within + 1) // 2 + (length - within) * within
 
     def heads_exchanged(self, tensor_size: int, context_size: int) -> float:
         """Return the numbers that a rank sends for each of its tokens, if context ranks exchange heads for places.

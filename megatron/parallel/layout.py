@@ -122,6 +122,12 @@ class Layout:
         return math.prod(getattr(self, size) for size in AXES.values())
 
     @property
+    def title(self) -> str:
+        """'PP 1 x TP 2 x CP 4 x DP 1': sizes of all axes, those of context parallelism where there is some."""
+        context = f" x CP {self.context_size}" if self.context_size > 1 else ""
+        return f"PP {self.num_stages} x TP {self.tensor_size}{context} x DP {self.num_batch_ranks}"
+
+    @property
     def model_size(self) -> int:
         """Ranks that together hold one copy of the model."""
         return self.world_size // self.num_batch_ranks

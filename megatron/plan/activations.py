@@ -19,7 +19,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.operators.block_sizes import block_bytes
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
-from megatron.plan.attention_core import AttentionCore
+from megatron.plan.context_exchange import attention_core
 from megatron.plan.expert_memory import ExpertsMemory
 from megatron.plan.flops import held_numel, held_shards
 from megatron.plan.microbatch import MicrobatchSizes
@@ -202,7 +202,7 @@ class _TransformerLayer:
         self._branches = {
             part: [linear for linear in self._linears if linear.cost.part == part] for part in ("attention", "mlp")
         }
-        self._cores = [AttentionCore(linear.attention, sizes) for linear in self._linears if linear.attention]
+        self._cores = [attention_core(linear.attention, sizes) for linear in self._linears if linear.attention]
         self._activations = [linear.activation for linear in self._linears if linear.activation]
 
     def memory(self) -> LayerMemory:
@@ -271,16 +271,8 @@ class _TransformerLayer:
     @cached_property
     def _of_cores(self) -> int:
         """Kept by the cores of attentions."""
-        # megatron/models/attention/blockwise.py keeps no statistics, and its output only where the output projection
-        # keeps that as its input
-        kept = sum(core.kept_bytes for core in self._cores)
-        kept -= sum(core.statistics_bytes for core in self._cores if core.is_blockwise)
-        for linear in self._linears:
-            if linear.attention and not linear.keeps_input:
-                core = AttentionCore(linear.attention, self._sizes)
-                if core.is_blockwise:
-                    kept -= core.output_bytes
-        return kept
+        reads = [linear.keeps_input for linear in self._linears if linear.attention]
+        return sum(core.kept_bytes(is_read=is_read) for core, is_read in zip(self._cores, reads, strict=True))
 
     # Needed for a moment of the backward pass
 
@@ -306,7 +298,7 @@ class _TransformerLayer:
         gradients = sizes.cut_bytes(2 * projected)  # apart, and fused
         # before and after the softmax, in float32
         gradients += 2 * 4 * sum(core.scores for core in self._cores if core.stores_scores)
-        blockwise = sizes.stream_bytes + sum(core.blockwise_backward_bytes for core in self._cores)
+        blockwise = sizes.stream_bytes + sum(core.backward_bytes for core in self._cores)
         peak = max(gradients, blockwise)
         if sizes.config.parallel.schedule == "zero-bubble":
             # the MLP's inputs and the gradients of its outputs wait for the weights' deferred gradients

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from megatron.models.attention.exchange_choice import exchange_of
 from megatron.options.config import Config
 from megatron.parallel.costs import Attention
 from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
@@ -77,11 +78,14 @@ class AttentionCore:
         channels = 2 * self.query_channels + 2 * self.key_channels
         return self.sizes.tokens * channels * self.sizes.number_bytes
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of its inputs, of its output, which the output projection keeps too, and of its statistics."""
+    def kept_bytes(self, *, is_read: bool) -> int:
+        """Return the bytes of its inputs, statistics and output; `is_read`: the output projection keeps that too."""
         sizes, device = self.sizes, self.sizes.device
-        kept = sizes.tokens * self._input_channels * sizes.number_bytes + self.output_bytes + self.statistics_bytes
+        kept = sizes.tokens * self._input_channels * sizes.number_bytes
+        if self.is_blockwise:
+            # megatron/models/attention/blockwise.py keeps neither statistics nor its output
+            return kept + (self.output_bytes if is_read else 0)
+        kept += self.output_bytes + self.statistics_bytes
         if sizes.data.packs_documents and device.is_host:
             kept += self.output_bytes  # documents are attended one by one, and their outputs concatenated
         batch = sizes.config.training.micro_batch_size
@@ -125,8 +129,8 @@ class AttentionCore:
         return self.scores * score_bytes + sizes.tokens * (scaled_bytes + value_bytes) + self.output_bytes
 
     @property
-    def blockwise_backward_bytes(self) -> int:
-        """Bytes that the backward pass of megatron/models/attention/blockwise.py takes, besides what it is given."""
+    def backward_bytes(self) -> int:
+        """Bytes that its backward pass takes besides what it is given: the sums of models/attention/blockwise.py."""
         sizes = self.sizes
         if not self.is_blockwise:
             return 0
@@ -142,6 +146,8 @@ class AttentionCore:
 def attention_mask_bytes(sizes: MicrobatchSizes) -> int:
     """Return the bytes of the attention mask that a rank's layers share: [rows, heads, S, S]."""
     model, device = sizes.config.model, sizes.device
+    if sizes.context_size > 1 and exchange_of(sizes.config, device, model.attention_window) == "ring":
+        return 0  # blocks hide what their queries do not see
     if "flex" in device.attention and model.suits_flex and model.attention_backend in ("auto", "flex"):
         return 0  # flex_attention computes it within its kernel
     # the CPU attends document by document, so that only positions are masked
@@ -150,11 +156,22 @@ def attention_mask_bytes(sizes: MicrobatchSizes) -> int:
     square = sizes.data.row_length**2
     if model.position_embedding_type == "alibi":
         number_bytes = FLOAT32 if sizes.widens_products else sizes.number_bytes
-        heads = model.num_attention_heads // sizes.tensor_size
+        heads = model.num_attention_heads // sizes.tensor_size // sizes.context_size
         return rows * heads * square * number_bytes
     if is_packed or _masks_windows(sizes):
         return rows * square
     return 0
+
+
+def rotary_bytes(sizes: MicrobatchSizes) -> int:
+    """Return the bytes of the angles of rotary positions in float32: of whole rows, and of a rank's part of them."""
+    model = sizes.config.model
+    if model.position_embedding_type != "rope":
+        return 0
+    whole = sizes.data.row_length * model.rotary_size * FLOAT32
+    if sizes.context_size == 1:
+        return whole
+    return whole + whole // sizes.context_size
 
 
 def _masks_windows(sizes: MicrobatchSizes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
@@ -12,8 +13,19 @@ from typing import Any
 from megatron.options.config import Config, batch_sizes, samples_after
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
+from megatron.plan.context_exchange import Sent, sent_by_layers
 from megatron.plan.expert_memory import exchange_bytes
-from megatron.plan.fit import MOST_DEVICES, Proposal, Rules, capacity, fit_text, for_device, needed_bytes, propose
+from megatron.plan.fit import (
+    MOST_DEVICES,
+    Proposal,
+    Rules,
+    capacity,
+    fit_text,
+    for_device,
+    longest_text,
+    needed_bytes,
+    propose,
+)
 from megatron.plan.flops import active_parameters, count_parameters, declared_layers, flops_per_token, layer_flops
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
 from megatron.plan.microbatch import MicrobatchSizes
@@ -83,13 +95,14 @@ def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iter
 
 def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Iterator[Row]:
     parallel, training = config.parallel, config.training
-    context = f" x CP {layout.context_size}" if layout.context_size > 1 else ""
-    text = f"PP {layout.num_stages} x TP {layout.tensor_size}{context} x DP {layout.num_batch_ranks}"
+    text = layout.title
     if parallel.sequence_parallel:
         text += ", sequence parallel"
     if not config.uses_pipeline:
         text += ", sequential engine"
     yield "layout", text
+    if layout.context_size > 1:
+        yield from _context_rows(config, layout)
     if config.model.num_experts is not None:
         yield "experts", _experts_text(config, layout)
     products = ""
@@ -107,6 +120,39 @@ def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Itera
         is_in_node = devices_per_node % (layout.tensor_size * layout.shard_size) == 0
         where = "within a node" if is_in_node else "across nodes"
         yield "", f"{layout.num_replicas} replicas, each over {_count(layout.shard_size, 'rank')} {where}"
+
+
+def _context_rows(config: Config, layout: Layout) -> Iterator[Row]:
+    """Yield what a rank of the stage with most layers sends, by their exchange, and by another that they could have."""
+    sent = _sent_by_largest_stage(config)
+    counts = Counter(each.exchange for each in sent)
+    num_microbatches = load_task(config).data.num_microbatches(layout.num_batch_ranks)
+    text = f"sends {_sent_text([each.size_bytes for each in sent], num_microbatches)}"
+    if len(counts) == 1:
+        yield "context", f"{sent[0].exchange}: {text}"
+    else:
+        yield "context", " and ".join(f"{name} in {_count(count, 'layer')}" for name, count in counts.items())
+        yield "", text
+    for name in sent[0].by_exchange:
+        if counts != {name: len(sent)}:
+            yield "", f"{name} would send {_sent_text([each.by_exchange[name] for each in sent], num_microbatches)}"
+    if "all-to-all" not in sent[0].by_exchange:
+        yield "", f"all-to-all: CP {layout.context_size} does not divide the heads of a rank"
+
+
+def _sent_by_largest_stage(config: Config) -> list[Sent]:
+    layers, sizes = declared_layers(config), MicrobatchSizes(config)
+    by_stage = []
+    for ranges in stage_ranges(config, layers):
+        by_stage.append(list(sent_by_layers([layer for start, stop in ranges for layer in layers[start:stop]], sizes)))
+    return max(by_stage, key=lambda stage: sum(each.size_bytes for each in stage))
+
+
+def _sent_text(by_layer: Sequence[int], num_microbatches: int | None) -> str:
+    of_layer = f"{_gib(max(by_layer))} GiB a layer and microbatch"
+    if num_microbatches is None:
+        return of_layer
+    return f"{of_layer}, {_gib(num_microbatches * sum(by_layer))} a step"
 
 
 def _experts_text(config: Config, layout: Layout) -> str:
@@ -292,7 +338,8 @@ def _fit_lines(
     if room is None:
         known = ", ".join(known_chips())
         return textwrap.wrap(f"the device is unknown; --device-memory {known}, or GiB, says if it fits", 78, **_INDENT)
-    lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT)
+    lines = [f"  {text}" for text in longest_text(config, num_devices, room)]
+    lines = textwrap.wrap(fit_text(room, size), 78, **_INDENT) + lines
     if room.is_enough_for(size):
         return lines
     proposals = propose(config, num_devices, devices_per_node, room, check)

@@ -10,16 +10,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.models.rules import row_multiple
 from megatron.options.config import Config, num_microbatches, sections
 from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
+from megatron.parallel.shards import declared_shards
+from megatron.plan.flops import declared_layers
 from megatron.plan.memory import Stage, memory_by_stage
+from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import schedule_bubble
+from megatron.plan.zero import FLOAT32, has_gradient_buffers
 from megatron.runtime.devices import GIB, device_memory_bytes, known_chip, parse_memory_gib, planned_device
 from megatron.tasks.registry import load_task
 
 RESERVE = 0.1
 """Share of the memory that allocators, communication libraries and kernels need beyond what a plan counts."""
+LEAST_PLACES = 8_192
+"""Tokens of a row that each rank has where proposals let ranks share rows: shorter rows are cut faster in other ways.
+"""
+UNIT = 1_024
+"""Tokens of which the longest sequence is a multiple."""
+LONGEST = 2**30
+"""Tokens beyond which no longer sequence is sought."""
 PARTS = ("core_attn", "layernorm", "mlp_act")
 """Parts that proposals of selective recomputation name: all but the products of matrices."""
 MOST_PROPOSALS = 4
@@ -39,7 +51,7 @@ class Capacity:
     title: str
     size_bytes: int
 
-    def is_enough_for(self, size_bytes: int) -> bool:
+    def is_enough_for(self, size_bytes: float) -> bool:
         """Return True if a plan of this size leaves the reserve free."""
         return size_bytes <= (1 - RESERVE) * self.size_bytes
 
@@ -130,6 +142,53 @@ def memory_warning(config: Config, num_devices: int, ranks_per_node: int) -> str
     return f"the plan {fit_text(room, size)}; --dry-run (HL_DRY_RUN=1) lists layouts that fit"
 
 
+def longest_text(config: Config, num_devices: int, room: Capacity) -> Iterator[str]:
+    """Yield 'longest sequence: 163,840 tokens', for which the run fits; nothing if rows have a length of their own."""
+    rows = {load_task(_with_length(config, length)).data.row_length for length in (UNIT, 2 * UNIT)}
+    if len(rows) == 1:
+        return
+    length, unit = longest_sequence(config, num_devices, room)
+    yield f"longest sequence: {length:,} tokens" if length else f"longest sequence: less than {unit:,} tokens"
+
+
+def longest_sequence(config: Config, num_devices: int, room: Capacity) -> tuple[int, int]:
+    """Return the most tokens a sequence for which the run fits, 0 if none, and the number that it is a multiple of."""
+    model, multiple = config.model, row_multiple(config)
+    most = LONGEST
+    if model.position_embedding_type == "learned" and model.max_position_embeddings:
+        most = model.max_position_embeddings
+    unit = math.lcm(multiple, UNIT)
+    if unit > most:
+        unit = multiple
+    limit = (1 - RESERVE) * room.size_bytes
+
+    def size_of(units: int) -> int:
+        return largest_rank(_with_length(config, units * unit), num_devices)
+
+    fits, fitting_size, fails = 0, 0, 1
+    while (failing_size := size_of(fails)) <= limit:
+        if fails == most // unit:
+            return fails * unit, unit
+        fits, fitting_size, fails = fails, failing_size, min(2 * fails, most // unit)
+    # memory grows nearly in proportion, so the line between two lengths leads close to the one between
+    halves = False
+    while fails - fits > 1:
+        share = 0.5 if halves else (limit - fitting_size) / max(1, failing_size - fitting_size)
+        middle = min(max(fits + round(share * (fails - fits)), fits + 1), fails - 1)
+        size = size_of(middle)
+        if size <= limit:
+            fits, fitting_size = middle, size
+        else:
+            fails, failing_size = middle, size
+        halves = not halves
+    return fits * unit, unit
+
+
+def _with_length(config: Config, seq_length: int) -> Config:
+    training = dataclasses.replace(config.training, seq_length=seq_length, seq_length_stages=None)
+    return dataclasses.replace(config, training=training)
+
+
 # Nothing here knows which change saves what: candidates in the order of a rough cost are planned until enough of them
 # fit.
 def propose(config: Config, num_devices: int, devices_per_node: int, room: Capacity, check: Rules) -> list[Proposal]:
@@ -151,9 +210,12 @@ def propose(config: Config, num_devices: int, devices_per_node: int, room: Capac
 
 def _proposals(candidates: Sequence[_Candidate], num_devices: int, room: Capacity, check: Rules) -> list[Proposal]:
     proposals: list[Proposal] = []
+    numbers = _numbers(candidates[0].config)
     for candidate in candidates:
         is_more_than_needed = any(proposal.names <= candidate.names for proposal in proposals)
-        if is_more_than_needed or check(candidate.config, num_devices):
+        if is_more_than_needed or not room.is_enough_for(_least_bytes(candidate.config, num_devices, *numbers)):
+            continue
+        if check(candidate.config, num_devices):
             continue
         size_bytes = largest_rank(candidate.config, num_devices)
         if room.is_enough_for(size_bytes):
@@ -161,6 +223,29 @@ def _proposals(candidates: Sequence[_Candidate], num_devices: int, room: Capacit
         if len(proposals) == MOST_PROPOSALS:
             break
     return proposals
+
+
+def _numbers(config: Config) -> tuple[int, int]:
+    """Return the parameters of the model that a run holds in its precision, and those that it trains; no padding."""
+    shards = [shard for shard in declared_shards(declared_layers(config)).values() if not shard.quantized]
+    sizes = [math.prod(shard.shape) for shard in shards]
+    return sum(sizes), sum(size for size, shard in zip(sizes, shards, strict=True) if shard.trained)
+
+
+# Most candidates for a large model lack memory for its parameters alone: these are neither checked nor planned.
+def _least_bytes(config: Config, num_devices: int, parameters: int, trained: int) -> float:
+    """Return no more than a plan's size: weights, gradients and optimizer states, as if spread evenly."""
+    layout, training = Layout.of(config.parallel, num_devices), config.training
+    if config.optimizer.offload_optimizer:
+        return 0.0
+    parts = layout.tensor_size * layout.num_stages * layout.expert_size
+    least = BYTES[training.precision] * parameters / (num_devices if config.effective_zero_stage == 3 else parts)
+    if training.skip_train:
+        return least
+    least += FLOAT32 * len(config.optimizer.states) * trained / num_devices
+    if has_gradient_buffers(config) and layout.grad_size > 1:
+        least += BYTES[training.grad_accum_dtype] * trained / parts
+    return least
 
 
 @dataclass(frozen=True)
@@ -182,27 +267,38 @@ def _candidates(config: Config, num_devices: int, devices_per_node: int, always:
     """
     candidates = []
     axes = _axes(config, num_devices, devices_per_node)
+    heads = config.model.num_attention_heads
+    most_sharing = max(size for size in axes["tensor_model_parallel_size"] if heads % size == 0)
     for values in itertools.product(*axes.values()):
         layout = dict(zip(axes, values, strict=True))
-        tensor_size, stages = layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"]
-        # DeepSpeed's pipeline engine runs with ZeRO-1 at most
-        if num_devices % (tensor_size * stages) or (stages > 1 and layout["zero_stage"] >= 2):
-            continue
-        # nor do our own groups of experts
-        if layout["expert_model_parallel_size"] > 1 and layout["zero_stage"] >= 2:
-            continue
-        layout |= _dependent_options(config, layout)
-        candidates += [_changed(config, {**layout, **extra, **always}) for extra in _extras(layout)]
+        if _is_tried(config, layout, num_devices, most_sharing):
+            layout |= _dependent_options(config, layout)
+            candidates += [_changed(config, {**layout, **extra, **always}) for extra in _extras(layout)]
     return sorted(
         candidates,
         key=lambda candidate: (_cost(candidate.config, num_devices, devices_per_node), len(candidate.changes)),
     )
 
 
+def _is_tried(config: Config, layout: dict[str, Any], num_devices: int, most_sharing: int) -> bool:
+    """`most_sharing`: the most ranks of a node that can share each layer."""
+    stages, tensor_size = layout["pipeline_model_parallel_size"], layout["tensor_model_parallel_size"]
+    context_size = layout["context_parallel_size"]
+    if num_devices % (tensor_size * context_size * stages):
+        return False
+    # DeepSpeed's pipeline engine runs with ZeRO-1 at most, as do our own groups of experts
+    if layout["zero_stage"] >= 2 and (stages > 1 or layout["expert_model_parallel_size"] > 1):
+        return False
+    # a node's ranks share layers before rows are cut in a pipeline too
+    cuts_more = stages > 1 and context_size not in (1, config.parallel.context_parallel_size)
+    return not (cuts_more and tensor_size < most_sharing)
+
+
 def _axes(config: Config, num_devices: int, devices_per_node: int) -> dict[str, list[Any]]:
     """Return the options whose values are combined freely, each with those to try and the run's own."""
     parallel, training = config.parallel, config.training
     powers = [2**power for power in range(num_devices.bit_length())]
+    row_length = load_task(config).data.row_length
     micro_batch_sizes = [training.micro_batch_size]
     if load_task(config).data.num_microbatches(1) is not None:  # else the data decides what a microbatch holds
         micro_batch_sizes += [size for size in powers if size < training.micro_batch_size]
@@ -211,6 +307,10 @@ def _axes(config: Config, num_devices: int, devices_per_node: int) -> dict[str, 
         "tensor_model_parallel_size": [
             *(size for size in powers if size <= devices_per_node),
             parallel.tensor_model_parallel_size,
+        ],
+        "context_parallel_size": [
+            *(size for size in powers if size == 1 or row_length >= LEAST_PLACES * size),
+            parallel.context_parallel_size,
         ],
         "pipeline_model_parallel_size": [
             *(size for size in powers if size <= config.model.num_layers),
@@ -283,6 +383,9 @@ def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:
     communication = 0.05 * math.log2(layout.tensor_size)
     if layout.tensor_size > devices_per_node:  # each layer's all-reduces cross nodes
         communication += 1.0
+    # most of it travels while the attention computes, and may cross nodes; dearer than a layer's all-reduces within a
+    # node, so that its ranks share layers first, which divides weights too
+    communication += 0.06 * math.log2(layout.context_size)
     communication += 0.03 * math.log2(layout.expert_size)
     if layout.expert_size * layout.expert_tensor_size > devices_per_node:  # and so do tokens, though not all
         communication += 0.3

@@ -133,21 +133,26 @@ class FlopsOfSamples:
         return sum(count * flops for count, (flops, _, _) in zip(counts, self._stages, strict=True)) / (end - begin)
 
 
-def layer_flops(config: Config) -> list[LayerFlops]:
-    """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed."""
+def layer_flops(config: Config, places: Sequence[range] | None = None) -> list[LayerFlops]:
+    """Return what each declared layer computes, in order: what `flops_per_token` counts, and what is recomputed.
+
+    `places`: of the tokens of a row that count, such as those of a context-parallel rank; None: all.
+    """
     layers = declared_layers(config)
     is_trained = itertools.accumulate(_is_trained(layer) for layer in layers)  # this layer, or one before it
-    return [_flops(layer, config, propagates=count > 0) for layer, count in zip(layers, is_trained, strict=True)]
+    return [
+        _flops(layer, config, places, propagates=count > 0) for layer, count in zip(layers, is_trained, strict=True)
+    ]
 
 
 def _is_trained(layer: LayerDeclaration) -> bool:
     return any(shard.trained for shard in layer.shards.values())
 
 
-def _flops(layer: LayerDeclaration, config: Config, *, propagates: bool) -> LayerFlops:
+def _flops(layer: LayerDeclaration, config: Config, places: Sequence[range] | None, *, propagates: bool) -> LayerFlops:
     """`propagates`: a parameter of this layer or of one before it is trained, so that its input needs a gradient."""
     products = [shard for shard in layer.shards.values() if _multiplies(shard, layer)]
-    attention = _attention(products, config.training.seq_length)
+    attention = _attention(products, config.training.seq_length, places)
     forward = _products(products) + attention
     of_weights = _products([shard for shard in products if shard.trained])
     if not propagates:  # no layer before it needs a gradient, so the backward pass ends here
@@ -164,10 +169,10 @@ def _flops(layer: LayerDeclaration, config: Config, *, propagates: bool) -> Laye
     return LayerFlops(forward, forward + attention + recomputed + of_weights, recomputed)
 
 
-def _attention(products: Sequence[Shard], seq_length: int) -> int:
+def _attention(products: Sequence[Shard], seq_length: int, places: Sequence[range] | None) -> int:
     """FLOPs of the cores of attentions whose results these products read."""
     costs = [shard.cost for shard in products if isinstance(shard.cost, MatrixProduct)]
-    return sum(cost.reads.flops_per_token(seq_length) for cost in costs if isinstance(cost.reads, Attention))
+    return sum(cost.reads.flops_per_token(seq_length, places) for cost in costs if isinstance(cost.reads, Attention))
 
 
 def _multiplies(shard: Shard, layer: LayerDeclaration) -> bool:

@@ -11,7 +11,7 @@ from megatron.options.config import Config, num_microbatches
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import LayerMemory, deferred_bytes, layer_memory
-from megatron.plan.attention_core import attention_mask_bytes
+from megatron.plan.attention_core import attention_mask_bytes, rotary_bytes
 from megatron.plan.flops import declared_layers, of_layers, parameters_of_layer
 from megatron.plan.loss_memory import adds_to_optimizers_sum, loss_memory
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
@@ -179,13 +179,13 @@ class _Step:
         return self.schedule.kept(self.stage, self._moved, nothing) - self._never_moved
 
     def _message_bytes(self) -> int:
-        """Bytes of what is received from and sent to other stages: tensors as large as the residual stream."""
+        """Bytes that layers share, and of what is received from and sent to other stages: as large as the stream."""
         sizes = MicrobatchSizes(self.config)
         # its own schedules: outputs until their gradients come, and one gradient each way
         num_tensors = self.in_flight + 2
         if not self.config.uses_own_schedule:
             num_tensors = self._messages_of_deepspeed()
-        return attention_mask_bytes(sizes) + num_tensors * sizes.stream_bytes
+        return attention_mask_bytes(sizes) + rotary_bytes(sizes) + num_tensors * sizes.stream_bytes
 
     def _messages_of_deepspeed(self) -> int:
         """Tensors that DeepSpeed's pipeline engine holds for messages."""

@@ -28,11 +28,16 @@ class MicrobatchSizes:
 
     @cached_property
     def tokens(self) -> int:
-        return self.config.training.micro_batch_size * self.data.row_length
+        """Tokens that this rank computes, with those that share its layers: a part of each row."""
+        return self.config.training.micro_batch_size * self.data.row_length // self.context_size
 
     @property
     def tensor_size(self) -> int:
         return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def context_size(self) -> int:
+        return self.config.parallel.context_parallel_size
 
     @property
     def sequence_cut(self) -> int:

@@ -188,9 +188,12 @@ def _with_last_range(
     return result
 
 
-def stage_work(config: Config) -> list[tuple[float, float]]:
-    """Return the FLOPs of forward and backward for one token, for each stage: all its chunks and tensor ranks."""
-    flops = layer_flops(config)
+def stage_work(config: Config, places: Sequence[range] | None = None) -> list[tuple[float, float]]:
+    """Return the FLOPs of forward and backward for one token, for each stage: all its chunks and tensor ranks.
+
+    `places`: of the tokens of a row that a context-parallel rank computes; None: all.
+    """
+    flops = layer_flops(config, places)
     work = []
     for ranges in stage_ranges(config, declared_layers(config)):
         held = [layer for start, stop in ranges for layer in flops[start:stop]]

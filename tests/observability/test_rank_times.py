@@ -61,6 +61,15 @@ def test_a_rank_alone_in_its_stage_is_named_by_the_work_of_the_others() -> None:
     assert named(rank(0), rank(1, stage=1, work=(0.2, 0.4, 1.0, 0.0))) == ()
 
 
+def test_a_rank_with_more_work_than_its_peers_may_take_longer() -> None:
+    """Under a window the ranks that share rows differ: the first places of a row see fewer keys."""
+    more = (3.0, 6.0, 10.0, 0.0)
+    slower = (0.36, 0.72, 0.1, 0.0)
+    assert named(rank(0), rank(1, slower)) == (1,)
+    assert named(rank(0), rank(1, slower, work=more)) == ()
+    assert named(rank(0), rank(1, (0.6, 1.2, 0.1, 0.0), work=more)) == (1,)
+
+
 def test_a_rank_that_became_slower_than_the_others_did_is_named() -> None:
     # by its peers and the plan it is not slow enough
     slower = (0.3, 0.6, 0.16, 0.0)

@@ -16,11 +16,9 @@ from torch import Tensor
 from megatron.models.attention.blockwise import scaled_product, transposed
 from megatron.models.attention.kernels import Scores, repeat_heads
 from megatron.models.attention.ring_plan import Form, ScoreBlock
-from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
+from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES, DEVICE_SCORES
 from megatron.runtime.device import Device
 
-DEVICE_SCORES = 1 << 26
-"""Scores that a device holds of a block at once in float32: 256 MiB."""
 Parts = tuple[Tensor, Tensor, Tensor]
 
 

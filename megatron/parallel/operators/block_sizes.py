@@ -19,6 +19,9 @@ BLOCK_NUMBERS = 1 << 22
 ATTENTION_QUERIES = 64
 """Queries of a block of attention on a CPU: their scores stay in the cache from product to product."""
 
+DEVICE_SCORES = 1 << 26
+"""Scores that a device holds of a block of a ring at once in float32: 256 MiB."""
+
 
 def least_tokens(hidden_size: int) -> int:
     """Return the fewest tokens of one of several chunks."""
