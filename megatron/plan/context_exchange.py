@@ -15,7 +15,9 @@ from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES, DEVICE_SC
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.attention_core import FLOAT32, AttentionCore
 from megatron.plan.microbatch import MicrobatchSizes
-from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS, attends_blockwise
+
+HOST_SCORES = 256 * 512
+"""Scores that torch's kernel on a CPU holds at once."""
 
 
 def attention_core(declared: Attention, sizes: MicrobatchSizes) -> AttentionCore:
@@ -76,7 +78,9 @@ class RingCore(AttentionCore):
         if not self._has_products:
             gradients = (query + keys) * number_bytes
             if self.sizes.device.is_host:
-                return gradients
+                # torch's kernel copies the output's gradient, which by token is contiguous for one sample alone
+                copies = query if self.sizes.config.training.micro_batch_size > 1 else 0
+                return gradients + copies * number_bytes
             # contiguous gradient and output, and key/value gradients of all heads before those of a group are added
             return gradients + 2 * query * number_bytes + (2 * query * number_bytes if keys < 2 * query else 0)
         copied = keys * (number_bytes + FLOAT32)
@@ -89,20 +93,18 @@ class RingCore(AttentionCore):
         is_plain = model.kernels == "plain" or model.position_embedding_type == "alibi" or self.declared.is_capped
         if is_plain or self.declared.window is not None:
             return True
-        if sizes.device.is_host:
-            own_length = sizes.data.row_length // sizes.context_size
-            return own_length in BLOCKWISE_LENGTHS and attends_blockwise(sizes.config.training.precision)
-        return not (sizes.device.has_flash_attention and sizes.is_16_bit)
+        return not (sizes.device.is_host or (sizes.device.has_flash_attention and sizes.is_16_bit))
 
     @property
     def _tile_bytes(self) -> int:
         """Scores of a tile, their gradient, and both rounded."""
-        if not self._has_products:
-            return 0
         own_scores = self.scores // self.sizes.context_size
-        tile = self.sizes.tokens * self.heads * ATTENTION_QUERIES
-        if not self.sizes.device.is_host:
-            tile = max(tile, DEVICE_SCORES)
+        if not self._has_products:
+            tile = HOST_SCORES if self.sizes.device.is_host else 0
+        elif self.sizes.device.is_host:
+            tile = self.sizes.tokens * self.heads * ATTENTION_QUERIES
+        else:
+            tile = max(self.sizes.tokens * self.heads * ATTENTION_QUERIES, DEVICE_SCORES)
         number_bytes = FLOAT32
         if self.sizes.is_16_bit:
             number_bytes += self.sizes.number_bytes
