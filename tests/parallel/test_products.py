@@ -258,11 +258,11 @@ PROGRAM = """
 import torch
 from megatron.runtime import accelerator
 from megatron.runtime.device_cpu import CPU
-from megatron.models import blockwise_attention
+from megatron.models.attention import blockwise
 from megatron.parallel.operators import cpu_weights, products
 print(accelerator.processor())
 print(sorted(map(str, products.WIDENED)), cpu_weights.pack(torch.ones(16, 16, dtype=torch.bfloat16)))
-print(blockwise_attention.is_faster(torch.bfloat16), accelerator.widened_line(CPU, "bf16"))
+print(blockwise.is_faster(torch.bfloat16), accelerator.widened_line(CPU, "bf16"))
 """
 
 

@@ -47,7 +47,7 @@ class RoutedLayer(TransformerLayer):
         hidden = super()._layer(hidden, packing)
         logits = self.router(hidden)
         hidden = hidden * (1 + logits.softmax(-1).amax(-1, keepdim=True).to(hidden.dtype))
-        weights = None if packing is None else packing.weights_SB(len(hidden), self.ctx)
+        weights = None if packing is None else packing.weights_SB(self.ctx)
         with torch.no_grad():
             shares = logits.softmax(-1)
             kept = torch.ones_like(logits[..., 0]) if weights is None else weights
