@@ -384,6 +384,9 @@ class PackedData(TaskData):
         per_microbatch = self.config.training.micro_batch_size
         # as many microbatches for each rank; the last may be short or empty
         count = -(-len(rows) // (per_microbatch * num_ranks)) * num_ranks
+        if not self.varies_shapes:
+            # of one shape, which pipeline stages announce once: the last is filled up with empty rows
+            rows += [samples[:0]] * (count * per_microbatch - len(rows))
         return len(samples), [rows[cell * per_microbatch : (cell + 1) * per_microbatch] for cell in range(count)]
 
     def packed_sequences(self, lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
