@@ -39,8 +39,8 @@ def assert_equal_steps(alone: Path, shared: Path) -> None:
     assert len(found) == len(expected) > 2
     for one, two in zip(expected, found, strict=True):
         names = ["lm_loss", "grad_norm"]
-        np.testing.assert_allclose([two[name] for name in names], [one[name] for name in names], rtol=2e-6)
-        assert two.get("metrics", {}) == pytest.approx(one.get("metrics", {}), rel=2e-6, abs=1e-6)
+        np.testing.assert_allclose([two[name] for name in names], [one[name] for name in names], rtol=1e-6)
+        assert two.get("metrics", {}) == pytest.approx(one.get("metrics", {}), rel=1e-6, abs=1e-6)
 
 
 def config_of(results: Path) -> Any:

@@ -207,7 +207,7 @@ class _Tiles:
     """Queries of a block that are computed at once, with the keys that some of them see."""
 
     def __init__(self, x: Inputs, block: ScoreBlock, scores: Scores) -> None:
-        self._x, self._block, self._form = x, block, scores
+        self._x, self._block, self._scores = x, block, scores
         kv_heads, self._num_keys = x.k.shape[0] * x.k.shape[1], x.k.shape[2]
         self.k, self.v = (part.reshape(kv_heads, self._num_keys, -1) for part in (x.k, x.v))
         self.keys_T = transposed(self.k)
@@ -246,14 +246,14 @@ class _Tiles:
         """Return [B k, g queries, E], -inf where a key is hidden, in the dtype of `keys_T`; with a cap its tanh too."""
         scores = scaled_product(self.rows(self._x.q, queries).to(self.keys_T.dtype), self.keys_T[..., keys], self.scale)
         capped = None
-        if self._form.cap is not None:
-            capped = scores.div_(self._form.cap).tanh_()
-            scores = capped * self._form.cap
+        if self._scores.cap is not None:
+            capped = scores.div_(self._scores.cap).tanh_()
+            scores = capped * self._scores.cap
         batch, heads = self._x.q.shape[:2]
         by_query = scores.view(batch, heads, queries.stop - queries.start, -1)
-        if self._form.slopes is not None:
+        if self._scores.slopes is not None:
             query, key = self._places(queries, keys)
-            slopes = self._form.slopes.to(device=scores.device, dtype=scores.dtype)
+            slopes = self._scores.slopes.to(device=scores.device, dtype=scores.dtype)
             by_query += slopes[:, None, None] * (key - query)
         self._hide(by_query, queries, keys)
         return scores, capped

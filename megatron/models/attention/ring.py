@@ -97,7 +97,7 @@ class _Work:
     starts: Tensor | None
 
     def post_keys(self, step: int, k: Tensor, v: Tensor) -> Exchange | None:
-        """Start to send and receive the keys and values of a step, [2, B, k, T, d]; None: there is no such step."""
+        """Start to send and receive the keys and values of a step, [2, B, k, T, d]; None after the last step."""
         if step == len(self.plan.steps):
             return None
         to_send = self.plan.steps[step].sent
