@@ -96,7 +96,7 @@ def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iter
 def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Iterator[Row]:
     parallel, training = config.parallel, config.training
     text = layout.title
-    if parallel.sequence_parallel:
+    if parallel.sequence_parallel and layout.tensor_size > 1:
         text += ", sequence parallel"
     if not config.uses_pipeline:
         text += ", sequential engine"

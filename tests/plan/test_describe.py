@@ -116,6 +116,13 @@ def test_replicas_hold_a_share_of_a_node_and_send_it(zero: int, sums: int) -> No
     assert f"{sums * 4 * share:.2f} GiB of gradients that a rank sends to other replicas" in text
 
 
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_one_tensor_parallel_rank_has_no_sequence_parallelism(tensor_size: int) -> None:
+    run = config(parallel={"tensor_model_parallel_size": tensor_size, "sequence_parallel": True})
+    text = describe(run, nodes=1, devices_per_node=2, title="a plan", check=check)
+    assert ("sequence parallel" in text) == (tensor_size > 1)
+
+
 def test_a_plan_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.plan.describe; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
