@@ -1,6 +1,6 @@
 """Print the plan of a run on a number of devices: layout, parameters, pipeline bubble, memory of each rank.
 
-    python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8 --device-memory gaudi2
+    python tools/plan.py --config llama31_8b --num-devices 64 --tensor-model-parallel-size 8 --device h100
 
 Starts nothing, reads no data, imports neither torch nor deepspeed.
 """
@@ -12,52 +12,95 @@ import sys
 from collections.abc import Sequence
 
 from megatron.cli.command import command
-from megatron.options.config import ConfigError
+from megatron.options.config import Config, ConfigError
+from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
 from megatron.plan.describe import describe
 from megatron.runtime.commands import command_name, for_stderr
+from megatron.runtime.devices import known_chip
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
 from megatron.settings.validation import check
+
+DESCRIPTION = "Print the plan of a run on a number of devices: layout, parameters, bubble, memory of each rank."
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog=command_name("plan"),
-        usage="%(prog)s --config PRESET [--num-devices N] [--devices-per-node N]\n    [--flag VALUE ...]",
-        description=(__doc__ or "").split("\n")[0],
-        epilog="All other flags are those of megatron.train. --device and --device-memory say what the plan is for.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--num-devices", type=int, metavar="N", help="default: tensor-parallel size x pipeline stages")
-    parser.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
-    options, flags = parser.parse_known_args(arguments)
+    options, flags = plan_parser().parse_known_args(arguments)
     try:
-        config = read_command_line(flags).config  # its faults come with all others below
-        num_devices = options.num_devices
-        if num_devices is None:
-            # the fewest that the layout runs on
-            num_devices = Layout.of(config.parallel).world_size
-        if num_devices < 1 or options.devices_per_node < 1:
-            raise ConfigError(
-                [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be at least 1"]
-            )
-        if not config.data.data_path and not config.data.per_split:
-            flags += ["--data-path", "DATASET"]  # the plan does not read it
-        # again with all rules, which depend on the number of devices
-        config = load_config(flags, num_devices)
+        _print_plan(options, with_chip(flags))
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
         return 2
+    return 0
+
+
+def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
+    config = read_command_line(flags).config  # its faults come with all others below
+    num_devices = options.num_devices
+    if num_devices is None:
+        # the fewest that the layout runs on
+        num_devices = Layout.of(config.parallel).world_size
+    if num_devices < 1 or options.devices_per_node < 1:
+        raise ConfigError(
+            [f"num_devices={num_devices} and devices_per_node={options.devices_per_node} must be at least 1"]
+        )
+    # again with all rules, which depend on the number of devices
+    config = load_config(_with_data(flags, config), num_devices)
     # a run of fewer devices than a node has is on a part of one
     per_node = min(num_devices, options.devices_per_node)
     if num_devices % per_node:
-        message = f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"
-        print(message, file=sys.stderr)
-        return 2
-    title = " + ".join(presets_of(build_parser().parse_known_args(flags)[0])) or "the default config"
+        raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
-    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=f"Plan of {title}", check=check))
-    return 0
+    title = f"Plan of {title_of(flags)}"
+    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check))
+
+
+def _with_data(flags: list[str], config: Config) -> list[str]:
+    """Return the flags with a dataset, which a plan does not read."""
+    if config.data.data_path or config.data.per_split:
+        return flags
+    return [*flags, "--data-path", "DATASET"]
+
+
+def title_of(flags: Sequence[str]) -> str:
+    """Return the presets of a command line."""
+    return " + ".join(presets_of(build_parser().parse_known_args(list(flags))[0])) or "the default config"
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own flags, a group for each question."""
+    parser = argparse.ArgumentParser(
+        prog=command_name("plan"),
+        usage="%(prog)s --config PRESET [--num-devices N] [--devices-per-node N]\n    [--flag VALUE ...]",
+        description=DESCRIPTION,
+        epilog="All other flags are those of megatron.train. --device takes a chip's name too: gaudi2 stands for its "
+        "device and its memory. See docs/guides/planning.md.",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_devices(parser.add_argument_group("devices"))
+    return parser
+
+
+def _add_devices(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--num-devices", type=int, metavar="N", help="devices (default: tensor-parallel size x pipeline stages)"
+    )
+    group.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of each node (default: 8)")
+
+
+def with_chip(flags: Sequence[str]) -> list[str]:
+    """Return the flags of training with the device and the memory of the chip that `--device` names, if it does."""
+    namespace, _ = build_parser().parse_known_args(list(flags))
+    known = known_chip(namespace.device)
+    if known is None:
+        return list(flags)
+    device, chip = known
+    # the last of a flag counts
+    words = [*flags, "--device", device.name]
+    if namespace.device_memory is None:
+        words += ["--device-memory", chip.name]
+    return words
