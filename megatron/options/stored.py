@@ -130,7 +130,7 @@ POSITIONS = {
 UNSET = (None, False, 0, "none", "None", "null", "false", "False", "0", "")
 
 
-class _PresetLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """YAML's safe loader, rejecting duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -162,7 +162,7 @@ def read_preset(name: str, *, translated: bool = False) -> dict[str, Any]:
         raise ConfigError([f"config {name!r} not found; {hint} the presets are {', '.join(known)}"])
     try:
         # single: a second document in the file is an error, not data that is left out
-        tree = _PresetLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
+        tree = UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"config {path} is not valid YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
