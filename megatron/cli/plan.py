@@ -15,6 +15,8 @@ from megatron.cli.command import command
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
+from megatron.plan.campaign.campaign import plan_campaign
+from megatron.plan.campaign.question import Question
 from megatron.plan.describe import describe
 from megatron.runtime.commands import command_name, for_stderr
 from megatron.runtime.devices import known_chip
@@ -55,7 +57,17 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
     title = f"Plan of {title_of(flags)}"
-    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check))
+    times = _campaign_text(config, num_devices, per_node, options)
+    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check) + times)
+
+
+def _campaign_text(config: Config, num_devices: int, per_node: int, options: argparse.Namespace) -> str:
+    """Return the lines on the time of a whole run, its failures and its cost, where its options are given."""
+    question = Question.from_arguments(options)
+    if not question.is_given:
+        return ""
+    campaign = plan_campaign(config, num_devices=num_devices, devices_per_node=per_node, question=question)
+    return "\n" + "\n".join(campaign.lines()) + "\n"
 
 
 def _with_data(flags: list[str], config: Config) -> list[str]:
@@ -82,6 +94,7 @@ def plan_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_devices(parser.add_argument_group("devices"))
+    Question.add_options(parser.add_argument_group("time to train, failures and cost"))
     return parser
 
 
