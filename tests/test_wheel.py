@@ -22,13 +22,13 @@ import pytest
 import tomllib
 
 from megatron.options.stored import PRESETS_DIR
-from megatron.plan.rates.files import machine_names
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 EXTENSIONS = ("megatron/data/helpers", "megatron/parallel/token_operators")
+OTHERS = (".css", ".js", ".tsv")
 WHEELS = ("from the sdist", "from the checkout")
 
 
@@ -139,9 +139,8 @@ def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     presets = {f"megatron/presets/{path.name}" for path in PRESETS_DIR.glob("*.yaml")}
     assert len(presets) > 20
-    presets |= {f"megatron/plan/machines/{name}.yaml" for name in machine_names()}
-    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.tsv")}
-    expected = modules | presets | tables | {f"{extension}.pyi" for extension in EXTENSIONS}
+    others = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*") if path.suffix in OTHERS}
+    expected = modules | presets | others | {f"{extension}.pyi" for extension in EXTENSIONS}
     for wheel in builds.wheels.values():
         with zipfile.ZipFile(wheel) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}

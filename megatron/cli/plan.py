@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.cli.command import command
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
-from megatron.plan.campaign.campaign import plan_campaign
+from megatron.plan.campaign.campaign import Campaign, plan_campaign
 from megatron.plan.campaign.question import Question
 from megatron.plan.describe import describe
-from megatron.runtime.commands import command_name, for_stderr
+from megatron.plan.page.page import check_output, plan_content, write_page
+from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, for_stderr
 from megatron.runtime.devices import known_chip
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
@@ -35,11 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_plan(options, with_chip(flags))
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
-        return 2
-    return 0
+        return REFUSED
+    except OSError as error:
+        print(for_stderr(f"error: {error.filename or options.output}: {error.strerror or error}"), file=sys.stderr)
+        return FAILED
+    return DONE
 
 
 def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
+    if options.output is not None:
+        check_output(options.output)
     config = read_command_line(flags).config  # its faults come with all others below
     num_devices = options.num_devices
     if num_devices is None:
@@ -57,17 +64,22 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
     title = f"Plan of {title_of(flags)}"
-    times = _campaign_text(config, num_devices, per_node, options)
-    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check) + times)
+    campaign = _campaign(config, num_devices, per_node, options)
+    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check))
+    if campaign is not None:
+        sys.stdout.write("\n" + "\n".join(campaign.lines()) + "\n")
+    if options.output is not None:
+        content = plan_content(config, nodes=nodes, devices_per_node=per_node, title=title, campaign=campaign)
+        write_page(content, options.output)
+        print(f"\nwrote {options.output}")
 
 
-def _campaign_text(config: Config, num_devices: int, per_node: int, options: argparse.Namespace) -> str:
-    """Return the lines on the time of a whole run, its failures and its cost, where its options are given."""
+def _campaign(config: Config, num_devices: int, per_node: int, options: argparse.Namespace) -> Campaign | None:
+    """Return the time of a whole run, its failures and its cost, where its options are given."""
     question = Question.from_arguments(options)
     if not question.is_given:
-        return ""
-    campaign = plan_campaign(config, num_devices=num_devices, devices_per_node=per_node, question=question)
-    return "\n" + "\n".join(campaign.lines()) + "\n"
+        return None
+    return plan_campaign(config, num_devices=num_devices, devices_per_node=per_node, question=question)
 
 
 def _with_data(flags: list[str], config: Config) -> list[str]:
@@ -95,6 +107,9 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     _add_devices(parser.add_argument_group("devices"))
     Question.add_options(parser.add_argument_group("time to train, failures and cost"))
+    parser.add_argument_group("picture").add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the plan as a page (.html) or a picture (.png)"
+    )
     return parser
 
 

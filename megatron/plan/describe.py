@@ -58,15 +58,7 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
     num_devices = nodes * devices_per_node
     layout = Layout.of(config.parallel, num_devices)
     stages = memory_by_stage(config, layout)
-    kind = "device" if config.parallel.device == "auto" else f"{config.parallel.device} device"
-    devices = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(num_devices, 'rank')}"
-    rows = [
-        *_model_rows(config, layout, stages),
-        ("devices", devices),
-        *_layout_rows(config, layout, devices_per_node),
-        *_batch_rows(config, layout),
-        *_step_rows(config, layout, num_devices, stages),
-    ]
+    rows = plan_rows(config, layout, stages, nodes=nodes, devices_per_node=devices_per_node)
     lines = [title, "", *(f"  {name:<11}{text}" for name, text in rows), ""]
     lines.append(f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})")
     lines += ["  " + line for line in _memory_table(config, stages)]
@@ -75,6 +67,20 @@ def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, c
         lines.append(f"     host: up to {_gib(ranks * host_bytes)} GiB a node, of {_count(ranks, 'rank')}")
     lines += ["", *_fit_lines(config, stages, num_devices, devices_per_node, check)]
     return "\n".join(lines) + "\n"
+
+
+def plan_rows(
+    config: Config, layout: Layout, stages: Sequence[Stage], *, nodes: int, devices_per_node: int
+) -> Iterator[Row]:
+    """Yield the lines of a plan on model, devices, layout, batches and the work of a step."""
+    num_devices = nodes * devices_per_node
+    kind = "device" if config.parallel.device == "auto" else f"{config.parallel.device} device"
+    yield from _model_rows(config, layout, stages)
+    devices = f"{_count(nodes, 'node')} x {_count(devices_per_node, kind)} = {_count(num_devices, 'rank')}"
+    yield "devices", devices
+    yield from _layout_rows(config, layout, devices_per_node)
+    yield from _batch_rows(config, layout)
+    yield from _step_rows(config, layout, num_devices, stages)
 
 
 def _model_rows(config: Config, layout: Layout, stages: Sequence[Stage]) -> Iterator[Row]:
@@ -303,7 +309,7 @@ def _memory_table(config: Config, stages: Sequence[Stage]) -> list[str]:
     for number, (stage, share) in enumerate(zip(stages, _shares_by_stage(config, len(stages)), strict=True)):
         mark = "*" if stage is worst and is_cut else " "
         cells = _size_cells(stage, with_host=has_host)
-        rows.append([f"{number:>4}{mark}", *cells, f"{share:>4.0%}", _holds_text(layers, stage)])
+        rows.append([f"{number:>4}{mark}", *cells, f"{share:>4.0%}", holds_text(layers, stage)])
     if not is_cut:
         for row in rows:
             del row[-2]  # the only stage computes all
@@ -326,7 +332,8 @@ def _shares_by_stage(config: Config, num_stages: int) -> list[float]:
     return [sum(of_ranges[stage::num_stages]) for stage in range(num_stages)]
 
 
-def _holds_text(layers: Sequence[LayerDeclaration], stage: Stage) -> str:
+def holds_text(layers: Sequence[LayerDeclaration], stage: Stage) -> str:
+    """Return '0-9; 20-29': the layers of each chunk of a stage."""
     return "; ".join(stage_text(layers, start, stop) for start, stop in stage.ranges)
 
 

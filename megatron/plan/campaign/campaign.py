@@ -85,12 +85,13 @@ class Campaign:
     def lines(self) -> list[str]:
         """Return the text of a plan, at most 80 columns wide."""
         lines = []
-        for title, text in self._rows():
+        for title, text in self.rows():
             first, further = f"  {title:<11}", " " * 13
             lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
         return lines
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield title and text of each line; without a title it continues the one above."""
         steps = counted(self.num_steps, "step")
         yield "time", f"{steps} of {duration(self.step_s)}: {duration(self.training_s)} in the steps themselves"
         if len(self.by_phase) > 1:
