@@ -22,6 +22,7 @@ import pytest
 import tomllib
 
 from megatron.options.stored import PRESETS_DIR
+from megatron.plan.rates.files import machine_names
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +140,7 @@ def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
     presets = {f"megatron/presets/{path.name}" for path in PRESETS_DIR.glob("*.yaml")}
     assert len(presets) > 20
+    presets |= {f"megatron/plan/machines/{name}.yaml" for name in machine_names()}
     others = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*") if path.suffix in OTHERS}
     expected = modules | presets | others | {f"{extension}.pyi" for extension in EXTENSIONS}
     for wheel in builds.wheels.values():

@@ -196,6 +196,18 @@ def test_published_products_and_messages_follow_from_the_figures() -> None:
     assert rates.collective("all_gather", 8e9, Span(8, 1, sharing=16)) == pytest.approx(7e9 / 2e10, rel=1e-2)
 
 
+def test_a_group_has_only_the_links_between_its_own_devices() -> None:
+    """Of Gaudi 2's 21 ports within a node three lead to each of the other cards; NVLink's lead to a switch."""
+    ports = load_rates("gaudi2")
+    moved = 1e12
+    for size in (2, 4, 8):
+        seconds = ports.collective("all_gather", moved, Span(size, size))
+        assert seconds == pytest.approx(moved / size / (0.98 * 3 * 12.5e9), rel=1e-3)
+    assert ports.collective("send", moved, Span(2, 2)) == pytest.approx(moved / (0.98 * 37.5e9), rel=1e-3)
+    switched = load_rates("a100").collective("send", moved, Span(2, 2))
+    assert switched == pytest.approx(moved / (0.78 * 300e9), rel=1e-3)
+
+
 def test_ranks_of_a_host_have_the_rates_of_their_threads() -> None:
     tree = measured()
     tree["tables"][0]["starts"]["step"] = 0.5

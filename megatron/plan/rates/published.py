@@ -90,6 +90,9 @@ class LinkFigures:
     """Start of a collective."""
     hop_s: NonNegativeFloat
     """Each step of a tree."""
+    peer_bytes_per_s: PositiveFloat | None = None
+    """Bytes a second to each other device of the node, where links join pairs: a group has only those between its own.
+    Unset: any two devices have all of `bytes_per_s`, through a switch."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -209,7 +212,10 @@ class PublishedRates(Rates):
     def collective(self, kind: Collective, size_bytes: float, span: Span) -> float:
         if span.size == 1:
             return 0.0
-        links, bandwidth = self.file.within_node, self.file.within_node.bytes_per_s * self.file.within_node.share
+        links, peers = self.file.within_node, min(span.size, span.per_node) - 1
+        bandwidth = links.bytes_per_s * links.share
+        if links.peer_bytes_per_s is not None and peers:
+            bandwidth = min(bandwidth, links.peer_bytes_per_s * links.share * (1 if kind == "send" else peers))
         if span.crosses_nodes:
             links = self.file.across_nodes
             # a group has the network of its own devices, unless others share that of the node
