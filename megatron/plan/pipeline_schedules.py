@@ -12,8 +12,9 @@ zero-bubble     ZB-H1 of Qi et al. 2023 (arXiv:2401.10241): the gradients of wei
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -62,8 +63,33 @@ class Timed(NamedTuple):
     end: float
 
 
+class Pass(NamedTuple):
+    """A pass of a schedule, and the numbers of those that it waits for; -1: none."""
+
+    stage: int
+    action: Action
+    cost: int
+    """`cost_index` of the schedule."""
+    before: int
+    """The one before it on its stage."""
+    needed: int
+    """The one before it in the model, if that is of another chunk."""
+    travels: bool
+    """What that one returns comes from another stage."""
+
+
 COSTS: Mapping[PassKind, float] = {PassKind.FORWARD: 1, PassKind.BACKWARD: 2, PassKind.INPUT: 1, PassKind.WEIGHT: 1}
 """Costs of matrix products: each gradient takes as long as the forward pass."""
+
+
+PassCosts = Callable[[int, int, PassKind], float]
+"""Cost of a pass by stage, chunk and kind."""
+KINDS = tuple(PassKind)
+
+
+def unit_cost(stage: int, chunk: int, kind: PassKind) -> float:
+    """Return the cost of a pass where all chunks cost the same."""
+    return COSTS[kind]
 
 
 GRADIENTS = (PassKind.BACKWARD, PassKind.INPUT)
@@ -75,6 +101,10 @@ ALIVE: Mapping[PassKind, tuple[int, int]] = {
     PassKind.WEIGHT: (0, -1),
 }
 """Change of the forward passes, and of the deferred gradients, whose tensors are alive after a pass."""
+
+
+PassKey = tuple[PassKind, int, int]
+"""Kind, where INPUT stands for BACKWARD too, virtual stage and microbatch."""
 
 
 class PipelineSchedule(NamedTuple):
@@ -131,31 +161,43 @@ class PipelineSchedule(NamedTuple):
         # later stage, since to there an activation travels and from there its gradient
         return 2 * later_stages + (self.num_chunks - 1) * self.num_stages
 
-    def timeline(self) -> list[Timed]:
-        """Return every pass with its times, each stage's in order, in the unit of the costs of a chunk's passes.
+    def timeline(self, costs: PassCosts = unit_cost, message: float = 0) -> list[Timed]:
+        """Return every pass with its times, each stage's in order, in the unit of the costs of the passes.
 
-        A stage starts a pass as soon as it is free and the pass before it in the model has ended; messages take no
-        time. Raises ValueError if no stage could go on.
+        A stage starts a pass as soon as it is free and what the pass before it in the model sends is there: `message`
+        after that has ended, from another stage. Raises ValueError if no stage could go on.
         """
-        ends: dict[tuple[PassKind, int, int], float] = {}
-        free = [0.0] * self.num_stages
-        """Time at which each stage has ended what it has started."""
-        timeline: list[Timed] = []
-        left = [deque(self.order(stage)) for stage in range(self.num_stages)]
-        while any(left):
-            num_before = len(timeline)
-            for stage, actions in enumerate(left):
-                while actions:
-                    needed = self._needed(stage, actions[0])
-                    if not all(key in ends for key in needed):
-                        break
-                    action = actions.popleft()
-                    start = max([free[stage], *(ends[key] for key in needed)])
-                    free[stage] = ends[self._key(stage, action)] = start + COSTS[action.kind]
-                    timeline.append(Timed(stage, action, start, free[stage]))
-            if len(timeline) == num_before:
-                raise ValueError(f"{self} stops: every stage waits for another")
-        return timeline
+        passes = self.passes()
+        ends, cost_of = self.ends(costs, message), self._costs(costs)
+        return [
+            Timed(each.stage, each.action, end - cost_of[each.cost], end)
+            for each, end in zip(passes, ends, strict=True)
+        ]
+
+    def ends(self, costs: PassCosts = unit_cost, message: float = 0) -> list[float]:
+        """Return the end of each of `passes`, as `timeline` has it."""
+        cost_of, delay_of = self._costs(costs), (0, message)
+        # behind the last, where -1 finds it: the start of the step
+        ends = [0.0] * (len(self.passes()) + 1)
+        for number, (_, _, cost, before, needed, travels) in enumerate(self.passes()):
+            free, arrived = ends[before], ends[needed] + delay_of[travels]
+            # not max(), which takes as long as all the rest
+            ends[number] = (free if free > arrived else arrived) + cost_of[cost]
+        ends.pop()
+        return ends
+
+    def passes(self) -> tuple[Pass, ...]:
+        """Return the passes of all stages, each after those that it waits for. Raises ValueError as `timeline`."""
+        return _passes(self)
+
+    def cost_index(self, stage: int, action: Action) -> int:
+        """Return the number of the cost of a pass: all microbatches have the same."""
+        return (stage * self.num_chunks + action.chunk) * len(KINDS) + KINDS.index(action.kind)
+
+    def _costs(self, costs: PassCosts) -> list[float]:
+        """Return the cost of each `cost_index`."""
+        chunks = itertools.product(range(self.num_stages), range(self.num_chunks), KINDS)
+        return [costs(stage, chunk, kind) for stage, chunk, kind in chunks]
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Return the virtual stage of a chunk: its position in the model."""
@@ -165,13 +207,14 @@ class PipelineSchedule(NamedTuple):
     def last_virtual_stage(self) -> int:
         return self.num_stages * self.num_chunks - 1
 
-    def _key(self, stage: int, action: Action) -> tuple[PassKind, int, int]:
+    def key(self, stage: int, action: Action) -> PassKey:
+        """Return the name of a pass, whichever stage has it."""
         kind = PassKind.INPUT if action.kind is PassKind.BACKWARD else action.kind
         return kind, self.virtual_stage(stage, action.chunk), action.microbatch
 
-    def _needed(self, stage: int, action: Action) -> list[tuple[PassKind, int, int]]:
+    def needed(self, stage: int, action: Action) -> list[PassKey]:
         """Return the passes whose results a pass needs."""
-        kind, virtual_stage, microbatch = self._key(stage, action)
+        kind, virtual_stage, microbatch = self.key(stage, action)
         if kind is PassKind.FORWARD:
             return [(kind, virtual_stage - 1, microbatch)] if virtual_stage > 0 else []
         if kind is PassKind.WEIGHT:
@@ -231,6 +274,34 @@ class PipelineSchedule(NamedTuple):
             kept += more_forward * activations[chunk] + more_deferred * deferred[chunk]
             sums.append(kept)
         return max(sums)
+
+
+# typed: a subclass may have another order
+@functools.lru_cache(maxsize=64, typed=True)
+def _passes(schedule: PipelineSchedule) -> tuple[Pass, ...]:
+    numbers: dict[PassKey, int] = {}
+    last = [-1] * schedule.num_stages
+    """The pass that each stage has started last."""
+    passes: list[Pass] = []
+    left = [deque(schedule.order(stage)) for stage in range(schedule.num_stages)]
+    while any(left):
+        num_before = len(passes)
+        for stage, actions in enumerate(left):
+            while actions and all(key in numbers for key in schedule.needed(stage, actions[0])):
+                action = actions.popleft()
+                key = schedule.key(stage, action)
+                # of the same chunk it is before this one on the stage
+                sources = [each for each in schedule.needed(stage, action) if each[1] != key[1]]
+                needed, travels = -1, False
+                for source in sources:
+                    needed, travels = numbers[source], source[1] % schedule.num_stages != stage
+                numbers[key] = len(passes)
+                cost = schedule.cost_index(stage, action)
+                passes.append(Pass(stage, action, cost, last[stage], needed, travels))
+                last[stage] = numbers[key]
+        if len(passes) == num_before:
+            raise ValueError(f"{schedule} stops: every stage waits for another")
+    return tuple(passes)
 
 
 @functools.lru_cache(maxsize=16)
