@@ -37,11 +37,11 @@ class Attention:
         tokens that count, on average; None: all of the row.
         """
         counted = places or [range(seq_length)]
-        pairs = sum(self._seen(each.stop) - self._seen(each.start) for each in counted)
+        pairs = sum(self.seen(each.stop) - self.seen(each.start) for each in counted)
         seen = round(2 * pairs * seq_length / (sum(map(len, counted)) * (seq_length + 1)))
         return 4 * self.num_heads * self.head_size * seen
 
-    def _seen(self, length: int) -> int:
+    def seen(self, length: int) -> int:
         """Return the keys that the first so many tokens of a row see, all together."""
         within = length if self.window is None else min(length, self.window)
         return within * (within + 1) // 2 + (length - within) * within

@@ -63,7 +63,7 @@ class Timed(NamedTuple):
     end: float
 
 
-class Pass(NamedTuple):
+class ScheduledPass(NamedTuple):
     """A pass of a schedule, and the numbers of those that it waits for; -1: none."""
 
     stage: int
@@ -75,7 +75,7 @@ class Pass(NamedTuple):
     needed: int
     """The one before it in the model, if that is of another chunk."""
     travels: bool
-    """What that one returns comes from another stage."""
+    """Its input comes from another stage."""
 
 
 COSTS: Mapping[PassKind, float] = {PassKind.FORWARD: 1, PassKind.BACKWARD: 2, PassKind.INPUT: 1, PassKind.WEIGHT: 1}
@@ -186,7 +186,7 @@ class PipelineSchedule(NamedTuple):
         ends.pop()
         return ends
 
-    def passes(self) -> tuple[Pass, ...]:
+    def passes(self) -> tuple[ScheduledPass, ...]:
         """Return the passes of all stages, each after those that it waits for. Raises ValueError as `timeline`."""
         return _passes(self)
 
@@ -278,11 +278,11 @@ class PipelineSchedule(NamedTuple):
 
 # typed: a subclass may have another order
 @functools.lru_cache(maxsize=64, typed=True)
-def _passes(schedule: PipelineSchedule) -> tuple[Pass, ...]:
+def _passes(schedule: PipelineSchedule) -> tuple[ScheduledPass, ...]:
     numbers: dict[PassKey, int] = {}
     last = [-1] * schedule.num_stages
     """The pass that each stage has started last."""
-    passes: list[Pass] = []
+    passes: list[ScheduledPass] = []
     left = [deque(schedule.order(stage)) for stage in range(schedule.num_stages)]
     while any(left):
         num_before = len(passes)
@@ -297,7 +297,7 @@ def _passes(schedule: PipelineSchedule) -> tuple[Pass, ...]:
                     needed, travels = numbers[source], source[1] % schedule.num_stages != stage
                 numbers[key] = len(passes)
                 cost = schedule.cost_index(stage, action)
-                passes.append(Pass(stage, action, cost, last[stage], needed, travels))
+                passes.append(ScheduledPass(stage, action, cost, last[stage], needed, travels))
                 last[stage] = numbers[key]
         if len(passes) == num_before:
             raise ValueError(f"{schedule} stops: every stage waits for another")

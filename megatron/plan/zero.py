@@ -60,6 +60,14 @@ def has_gradient_buffers(config: Config) -> bool:
     return config.effective_zero_stage < 2 and not config.optimizer.offload_optimizer
 
 
+def adds_in_float32(config: Config) -> bool:
+    """Return True where products that give gradients of weights add to their float32 sums by themselves, and tables'
+    look-ups too (parallel/operators/weight_gradient.py)."""
+    training, device = config.training, planned_device(config.parallel.device)
+    is_wider = (training.precision, training.grad_accum_dtype) == ("bf16", "fp32")
+    return device.adds_16_bit_products and is_wider and has_gradient_buffers(config) and not training.torch_compile
+
+
 def zero_settings(config: Config) -> dict[str, Any]:
     """Return the values of the user's own `zero_optimization`; {} without one, or if the file cannot be read."""
     if config.training.deepspeed_config is None:
@@ -108,7 +116,7 @@ class SharedState:
 
 def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> SharedState:
     """Return what a rank that holds these layers allocates for its parameters and quantised weights."""
-    rank = _Rank(config, layout, layers)
+    rank = ZeroRank(config, layout, layers)
     if config.training.skip_train:
         state = _of_evaluation(rank)
     else:
@@ -121,7 +129,7 @@ def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclarati
 
 
 @dataclass(frozen=True)
-class _Rank:
+class ZeroRank:
     """Parameters of a rank and the buffers that DeepSpeed makes for them."""
 
     config: Config
@@ -255,14 +263,14 @@ class _Rank:
         return flat
 
 
-def _of_evaluation(rank: _Rank) -> SharedState:
+def _of_evaluation(rank: ZeroRank) -> SharedState:
     weights = rank.parameters * rank.number_bytes
     if rank.config.effective_zero_stage < 3:
         return SharedState(weights)
     return SharedState(-(-weights // rank.shard_size))
 
 
-def _of_training(rank: _Rank) -> SharedState:
+def _of_training(rank: ZeroRank) -> SharedState:
     config, stage = rank.config, rank.config.effective_zero_stage
     if stage == 0 and rank.grad_size == 1:
         # torch's own optimizer reads each gradient where autograd has left it
@@ -288,7 +296,7 @@ def _of_training(rank: _Rank) -> SharedState:
     return state
 
 
-def _buffered(rank: _Rank) -> SharedState:
+def _buffered(rank: ZeroRank) -> SharedState:
     """Gradients are added to flat buffers as soon as they exist, and reduced in place, or as copies in `sent_bytes`."""
     at_reduction = 0
     if rank.sent_bytes != rank.sum_bytes:
@@ -305,7 +313,7 @@ def _buffered(rank: _Rank) -> SharedState:
 # DeepSpeedZeroOptimizer: gradients are copied into a bucket, reduced, and kept as this rank's partition.
 
 
-def _zero_1(rank: _Rank) -> SharedState:
+def _zero_1(rank: ZeroRank) -> SharedState:
     """The bucket takes the sums over microbatches, at the end of a step."""
     flat, partition = rank.flat_bucket(rank.sum_bytes), rank.sum_bytes * rank.share
     step_gradients = rank.sum_bytes * rank.bucket_numbers
@@ -324,7 +332,7 @@ def _zero_1(rank: _Rank) -> SharedState:
     )
 
 
-def _zero_2(rank: _Rank) -> SharedState:
+def _zero_2(rank: ZeroRank) -> SharedState:
     """The bucket takes each microbatch's gradients, in the dtype of the weights."""
     flat, partition = rank.flat_bucket(rank.number_bytes), rank.sum_bytes * rank.share
     state = replace(
@@ -340,7 +348,7 @@ def _zero_2(rank: _Rank) -> SharedState:
     return replace(state, later_gradients=partition, at_reduction=max(flat, partition), at_update=at_update)
 
 
-def _zero_3(rank: _Rank) -> SharedState:
+def _zero_3(rank: ZeroRank) -> SharedState:
     """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients are one flat partition."""
     weights = -(-rank.parameters // rank.shard_size)
     if rank.shard_size > 1:
@@ -368,7 +376,7 @@ def _zero_3(rank: _Rank) -> SharedState:
     )
 
 
-def _offloaded(rank: _Rank, state: SharedState) -> SharedState:
+def _offloaded(rank: ZeroRank, state: SharedState) -> SharedState:
     """Master weights, moments and a copy of the gradients in host memory."""
     host = state.master_weights + state.optimizer_states + FLOAT32 * rank.share
     state = replace(state, master_weights=0, optimizer_states=0, at_update=0)
@@ -407,7 +415,7 @@ def _parameters(layers: Sequence[LayerDeclaration], layout: Layout, *, trained_o
 
 def bytes_between_replicas(config: Config, layout: Layout, layers: Sequence[LayerDeclaration]) -> int:
     """Return what a rank that holds these layers sends to other replicas for one sum of gradients, in a ring."""
-    rank, replicas = _Rank(config, layout, layers), layout.num_replicas
+    rank, replicas = ZeroRank(config, layout, layers), layout.num_replicas
     return 2 * (replicas - 1) * rank.share * rank.sent_bytes // replicas
 
 

@@ -1,0 +1,145 @@
+"""Times of the passes of a step: of devices of their own, and of ranks that share the cores of a host. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.plan.pipeline_schedules import PassCosts, PipelineSchedule, ScheduledPass, Timed
+
+Slowdown = Callable[[int], float]
+"""Factor by which a pass takes longer while so many ranks of its host compute."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Times of the passes of a step, of which the middle may be left out: there every p microbatches take as long."""
+
+    schedule: PipelineSchedule
+    """The one that was simulated."""
+    costs: PassCosts
+    ends: list[float]
+    """End of each of its `passes`."""
+    starts: list[float]
+    left_out: float
+    """Seconds of the microbatches that were not simulated."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends) + self.left_out
+
+    def timeline(self) -> tuple[Timed, ...]:
+        """Return the passes that were simulated."""
+        passes = self.schedule.passes()
+        times = zip(passes, self.starts, self.ends, strict=True)
+        return tuple(Timed(each.stage, each.action, start, end) for each, start, end in times)
+
+
+def simulate(
+    schedule: PipelineSchedule,
+    costs: PassCosts,
+    message: float,
+    hosts: Sequence[dict[int, int]] = (),
+    slowdown: Slowdown | None = None,
+) -> Simulated:
+    """Return the times of a schedule's passes.
+
+    `message`: seconds from the end of a pass until what it sends is on another stage. With `slowdown`, ranks share
+    cores: `hosts` has for each stage the number of its ranks on each host.
+    """
+
+    def run(shorter: PipelineSchedule) -> Simulated:
+        if slowdown is None:
+            ends = shorter.ends(costs, message)
+            starts = [
+                end - costs(each.stage, each.action.chunk, each.action.kind)
+                for each, end in zip(shorter.passes(), ends, strict=True)
+            ]
+        else:
+            starts, ends = _SharedCores(shorter, costs, message, hosts, slowdown).run()
+        return Simulated(shorter, costs, ends, starts, 0.0)
+
+    p, m = schedule.num_stages, schedule.num_microbatches
+    few = 3 * p + m % p
+    if m <= few + p:
+        return run(schedule)
+    # beyond the beginning every round of p microbatches takes as long as the one before
+    first, second = (run(schedule._replace(num_microbatches=number)) for number in (few, few + p))
+    of_round = max(second.ends) - max(first.ends)
+    rounds = (m - few - p) / p
+    return Simulated(second.schedule, costs, second.ends, second.starts, rounds * of_round)
+
+
+class _SharedCores:
+    """Stages whose ranks share cores: a pass advances by 1 / slowdown of the ranks that compute beside it.
+
+    A stage that waits for another takes no time of the cores.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        costs: PassCosts,
+        message: float,
+        hosts: Sequence[dict[int, int]],
+        slowdown: Slowdown,
+    ) -> None:
+        self._passes, self._costs, self._message = schedule.passes(), costs, message
+        self._hosts, self._slowdown = hosts, slowdown
+        self.starts = [0.0] * len(self._passes)
+        self.ends = [math.inf] * len(self._passes)
+        self._left: list[list[int]] = [[] for _ in range(schedule.num_stages)]
+        """Passes that each stage has not started, the next one last."""
+        for number in reversed(range(len(self._passes))):
+            self._left[self._passes[number].stage].append(number)
+        self._running: dict[int, tuple[int, float]] = {}
+        """The pass that a stage computes, and what is left of it."""
+        self._now = 0.0
+
+    def run(self) -> tuple[list[float], list[float]]:
+        """Return starts and ends of the passes."""
+        while any(self._left) or self._running:
+            arrivals = list(self._start())
+            slow = self._slow()
+            ends = (self._now + rest * slow[stage] for stage, (_, rest) in self._running.items())
+            self._advance(min([*arrivals, *ends]), slow)
+        return self.starts, self.ends
+
+    def _start(self) -> Iterator[float]:
+        """Start what has all that it needs; yield when the next message of each other stage comes."""
+        for stage, numbers in enumerate(self._left):
+            if stage in self._running or not numbers:
+                continue
+            arrived = self._arrival(self._passes[numbers[-1]])
+            if arrived <= self._now:
+                number = numbers.pop()
+                action = self._passes[number].action
+                self._running[stage] = number, self._costs(stage, action.chunk, action.kind)
+                self.starts[number] = self._now
+            elif arrived < math.inf:
+                yield arrived
+
+    def _arrival(self, each: ScheduledPass) -> float:
+        if each.needed < 0:
+            return 0.0
+        return self.ends[each.needed] + (self._message if each.travels else 0.0)
+
+    def _slow(self) -> dict[int, float]:
+        """Return how many times longer the pass of each stage takes now."""
+        busy: Counter[int] = Counter()
+        for stage in self._running:
+            busy.update(self._hosts[stage])
+        return {stage: max(self._slowdown(busy[host]) for host in self._hosts[stage]) for stage in self._running}
+
+    def _advance(self, until: float, slow: dict[int, float]) -> None:
+        for stage, (number, rest) in list(self._running.items()):
+            rest -= (until - self._now) / slow[stage]
+            # what rounding leaves is nothing
+            if rest * slow[stage] <= 1e-12 * max(1.0, until):
+                self.ends[number] = until
+                del self._running[stage]
+            else:
+                self._running[stage] = number, rest
+        self._now = until
