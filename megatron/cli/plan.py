@@ -20,6 +20,7 @@ from megatron.plan.campaign.campaign import Campaign, plan_campaign
 from megatron.plan.campaign.question import Question
 from megatron.plan.describe import describe
 from megatron.plan.page.page import check_output, plan_content, write_page
+from megatron.plan.timing.text import for_rates, rates_of_plan
 from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, for_stderr
 from megatron.runtime.devices import known_chip
 from megatron.settings.command_line import load_config, presets_of, read_command_line
@@ -64,8 +65,12 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
     title = f"Plan of {title_of(flags)}"
+    rates = rates_of_plan(options.rates, config)
+    if rates is not None:
+        config = for_rates(config, rates)
     campaign = _campaign(config, num_devices, per_node, options)
-    sys.stdout.write(describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check))
+    text = describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check, rates=rates)
+    sys.stdout.write(text)
     if campaign is not None:
         sys.stdout.write("\n" + "\n".join(campaign.lines()) + "\n")
     if options.output is not None:
@@ -106,6 +111,12 @@ def plan_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_devices(parser.add_argument_group("devices"))
+    parser.add_argument_group("time of a step").add_argument(
+        "--rates",
+        metavar="FILE|NAME",
+        help="rates of the devices: a file of --measure, or a machine of megatron/plan/machines (default: the one that "
+        "--device or --device-memory names)",
+    )
     Question.add_options(parser.add_argument_group("time to train, failures and cost"))
     parser.add_argument_group("picture").add_argument(
         "--output", type=Path, metavar="FILE", help="also write the plan as a page (.html) or a picture (.png)"

@@ -37,6 +37,9 @@ from megatron.plan.pipeline import (
     stage_text,
     waits_like_1f1b,
 )
+from megatron.plan.rates.rates import Rates
+from megatron.plan.timing.cluster import Cluster
+from megatron.plan.timing.text import time_lines
 from megatron.plan.zero import bytes_between_replicas, held_layers
 from megatron.runtime.device_cpu import WIDENED
 from megatron.runtime.devices import GIB, known_chips, planned_device
@@ -45,20 +48,27 @@ from megatron.tasks.registry import load_task
 _INDENT: Any = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
 
 
+_TIME_WIDTH = 66
+"""Columns of a text on the time, whose lines may name a user's file."""
+
 Row = tuple[str, str]
 """Title and text of a line; without a title it continues the one above."""
 
 
-def describe(config: Config, *, nodes: int, devices_per_node: int, title: str, check: Rules) -> str:
-    """Layout, batches, parameters, pipeline bubble, and memory by rank with what fits, at most 80 columns wide.
+def describe(
+    config: Config, *, nodes: int, devices_per_node: int, title: str, check: Rules, rates: Rates | None = None
+) -> str:
+    """Layout, batches, parameters, pipeline bubble, time, and memory by rank with what fits, at most 80 columns wide.
 
-    `check` yields the rules that proposed layouts keep.
+    `check` yields the rules that proposed layouts keep; without `rates` no time is known.
     """
     config = for_device(config)
     num_devices = nodes * devices_per_node
     layout = Layout.of(config.parallel, num_devices)
     stages = memory_by_stage(config, layout)
-    rows = plan_rows(config, layout, stages, nodes=nodes, devices_per_node=devices_per_node)
+    rows = [*plan_rows(config, layout, stages, nodes=nodes, devices_per_node=devices_per_node)]
+    if rates is not None:
+        rows += _time_rows(config, Cluster.of(nodes, devices_per_node), rates)
     lines = [title, "", *(f"  {name:<11}{text}" for name, text in rows), ""]
     lines.append(f"  memory per rank, GiB, at the peak of a step ({_schedule_text(config)})")
     lines += ["  " + line for line in _memory_table(config, stages)]
@@ -203,6 +213,12 @@ def _step_rows(config: Config, layout: Layout, num_devices: int, stages: Sequenc
         yield "", f"{_gib(num_microbatches * moved)} GiB of activations that a rank moves to the host and back"
     elif moved:
         yield "", f"{_gib(moved)} GiB of activations a microbatch that a rank moves to the host and back"
+
+
+def _time_rows(config: Config, cluster: Cluster, rates: Rates) -> Iterator[Row]:
+    lines = [part for line in time_lines(config, cluster, rates) for part in textwrap.wrap(line, _TIME_WIDTH)]
+    yield "time", lines[0]
+    yield from (("", line) for line in lines[1:])
 
 
 def _by_stage(config: Config, bytes_of: Callable[[list[LayerDeclaration]], int]) -> Iterator[int]:

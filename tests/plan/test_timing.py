@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.models.registry import FAMILIES
-from megatron.options.config import Config
+from megatron.options.config import Config, ConfigError
 from megatron.parallel.costs import MatrixProduct
 from megatron.plan.flops import declared_layers
 from megatron.plan.pipeline_schedules import PassKind, PipelineSchedule
@@ -19,6 +19,7 @@ from megatron.plan.rates.rates import Rates, Span, Starts
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.layers import layer_passes
 from megatron.plan.timing.step import StepTime, step_time
+from megatron.plan.timing.text import for_rates, time_lines
 from megatron.plan.timing.timeline import simulate
 from megatron.tasks.registry import TASKS
 from tests.plan.configs import config
@@ -324,3 +325,17 @@ def test_spans_follow_from_the_order_of_the_ranks() -> None:
     assert cluster.span_of(layout, "grad") == Span(8, 2, 4)
     assert cluster.span_of(layout, "pipeline") == Span(2, 1, 8)
     assert cluster.ranks_by_node(4, 20) == {0: 4, 1: 8, 2: 4}
+
+
+def test_a_plan_shows_the_time_and_its_largest_parts() -> None:
+    given_run = run(parallel={"tensor_model_parallel_size": 2})
+    found = rates(product=1e-9, all_reduce=1e-6)
+    time = step_time(given_run, Cluster.of(1, 2), found)
+    first, second, *rest = time_lines(given_run, Cluster.of(1, 2), found)
+    assert f"{time.seconds:.3g} s a step, {256 / time.seconds:,.0f} tokens/s" in first
+    assert second == f"tensor {time.parts.tensor / time.seconds:.0%}, compute {time.parts.compute / time.seconds:.0%}"
+    assert rest == ["by the rates of test, measured"]
+    with pytest.raises(ConfigError, match="but the run is for cuda"):
+        for_rates(given_run, rates("cpu"))
+    auto = dataclasses.replace(given_run, parallel=dataclasses.replace(given_run.parallel, device="auto"))
+    assert for_rates(auto, rates("cpu")).parallel.device == "cpu"

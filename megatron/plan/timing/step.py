@@ -18,7 +18,7 @@ from megatron.plan.flops import flops_per_token, layer_flops
 from megatron.plan.microbatch import MicrobatchSizes
 from megatron.plan.pipeline import schedule_of
 from megatron.plan.pipeline_schedules import PassKind, PipelineSchedule, Timed
-from megatron.plan.rates.rates import Rates
+from megatron.plan.rates.rates import Precision, Rates
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.operations import AxisExchange, Machine
 from megatron.plan.timing.stages import StageTime, StageTimes, cost_of, cost_without_gradients
@@ -116,7 +116,7 @@ class StepTime:
     """FLOPs of the model, as `flops_per_token` counts them."""
     num_devices: int
     num_microbatches: int
-    precision: str
+    precision: Precision
     assumption: str = ""
     """Assumption on data that decides the sizes of a step; empty: nothing."""
     simulated: Simulated = field(repr=False, default_factory=lambda: _nothing())
