@@ -137,8 +137,8 @@ class Machine:
         if span.size == 1:
             return 0.0
         taken = _exchange_seconds(self.rates, exchange.kind, exchange.size_bytes, span)
-        # it was measured while all ranks of the group were busy, which count again where they share cores
-        return taken / self.rates.slowdown(span.per_node)
+        # it was measured while all these ranks of a node were busy, which count again where they share cores
+        return taken / self.rates.slowdown(min(span.per_node * span.sharing, self.ranks_per_node))
 
     def _shown(self, hidden: Hidden) -> float:
         """Return what hidden exchanges add to the time of what is behind them."""

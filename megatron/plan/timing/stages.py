@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron.options.config import Config
@@ -39,7 +41,7 @@ class LayerTime:
     sent_bytes: dict[Axis, float]
     """Bytes that a rank sends in forward and backward pass."""
 
-    @property
+    @cached_property
     def backward(self) -> float:
         return sum(sum(parts.values()) for parts in (self.recomputed, self.input, self.weight))
 
@@ -108,9 +110,9 @@ class StageTimes:
                 times = [self._time(index) for index in range(start, stop)]
                 ends = self._num_ends(number, chunk, len(ranges), len(of_stage))
                 stage.chunks.append(self._chunk(times, ends))
-                for time in times:
+                for time, count in _counted(times):
                     for axis, size in time.sent_bytes.items():
-                        stage.sent_bytes[axis] = stage.sent_bytes.get(axis, 0.0) + size
+                        stage.sent_bytes[axis] = stage.sent_bytes.get(axis, 0.0) + count * size
             stages.append(stage)
         return stages
 
@@ -151,19 +153,19 @@ class StageTimes:
     def _chunk(self, times: Sequence[LayerTime], ends: int) -> ChunkTime:
         starts = self._machine.rates.starts
         forward, backward = starts.layer_forward * len(times), starts.layer_backward * len(times)
-        of_messages = ends * starts.message
+        of_messages, counted = ends * starts.message, _counted(times)
         # half of what a microbatch takes is in its forward pass; its messages come and go with either
         half = starts.microbatch / 2
         parts = dict.fromkeys((*PARTS, "recompute", "start", "messages"), 0.0)
         seconds = {}
         for name in ("forward", "recomputed", "input", "weight", "without_gradients"):
-            by_part = [getattr(time, name) for time in times]
-            seconds[name] = sum(sum(each.values()) for each in by_part)
+            by_part = [(getattr(time, name), count) for time, count in counted]
+            seconds[name] = sum(count * sum(each.values()) for each, count in by_part)
             if name == "without_gradients":
                 continue
             for part in PARTS:
                 # what is recomputed counts apart, with its exchanges
-                parts["recompute" if name == "recomputed" else part] += sum(each[part] for each in by_part)
+                parts["recompute" if name == "recomputed" else part] += sum(n * each[part] for each, n in by_part)
         parts["start"] = forward + backward + 2 * half
         parts["messages"] = 2 * of_messages
         return ChunkTime(
@@ -174,6 +176,12 @@ class StageTimes:
             without_gradients=seconds["without_gradients"] + forward + half + of_messages,
             layers=tuple(time.backward + starts.layer_backward for time in times),
         )
+
+
+def _counted(times: Sequence[LayerTime]) -> list[tuple[LayerTime, int]]:
+    """Return each time once, with its number: most layers have one of a few."""
+    counts = Counter(map(id, times))
+    return [(time, counts[id(time)]) for time in {id(time): time for time in times}.values()]
 
 
 def _sums(machine: Machine, items: Iterable[Item]) -> dict[Axis, float]:

@@ -7,8 +7,9 @@ compilation, its data read in time, and experts used alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from megatron.options.config import Config
 from megatron.parallel.layout import Layout
@@ -17,7 +18,7 @@ from megatron.plan.expert_memory import exchange_bytes
 from megatron.plan.flops import flops_per_token, layer_flops
 from megatron.plan.microbatch import MicrobatchSizes
 from megatron.plan.pipeline import schedule_of
-from megatron.plan.pipeline_schedules import PassKind, PipelineSchedule, Timed
+from megatron.plan.pipeline_schedules import PipelineSchedule, Timed
 from megatron.plan.rates.rates import Precision, Rates
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.operations import AxisExchange, Machine
@@ -102,24 +103,42 @@ class PassSeconds:
         return self.input + self.weight
 
 
+class Details(NamedTuple):
+    """Contents of a step, computed when it is read: a search of layouts reads little of it."""
+
+    parts: Callable[[], StepParts]
+    sent_bytes: Callable[[], SentBytes]
+    flops: Callable[[], float]
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Predicted time of a step."""
 
     seconds: float
-    parts: StepParts
     stages: tuple[tuple[PassSeconds, ...], ...]
     """Passes of each stage by chunk."""
-    sent_bytes: SentBytes
     tokens: int
-    flops: float
-    """FLOPs of the model, as `flops_per_token` counts them."""
     num_devices: int
     num_microbatches: int
     precision: Precision
     assumption: str = ""
     """Assumption on data that decides the sizes of a step; empty: nothing."""
+    details: Details = field(repr=False, default_factory=lambda: Details(StepParts, SentBytes, float))
     simulated: Simulated = field(repr=False, default_factory=lambda: _nothing())
+
+    @functools.cached_property
+    def parts(self) -> StepParts:
+        return self.details.parts()
+
+    @functools.cached_property
+    def sent_bytes(self) -> SentBytes:
+        return self.details.sent_bytes()
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOPs of the model, as `flops_per_token` counts them."""
+        return self.details.flops()
 
     @functools.cached_property
     def timeline(self) -> tuple[Timed, ...]:
@@ -142,7 +161,7 @@ class StepTime:
 
 def _nothing() -> Simulated:
     schedule = PipelineSchedule("1f1b", 1, 1)
-    return Simulated(schedule, lambda *_: 0.0, [0.0], [0.0], 0.0)
+    return Simulated(schedule, lambda *_: 0.0, [0.0, 0.0])
 
 
 def step_time(config: Config, cluster: Cluster, rates: Rates, *, num_microbatches: int | None = None) -> StepTime:
@@ -194,32 +213,25 @@ class _Step:
         simulated = self._simulate(schedule, messages=True)
         reductions = [update.reduction() for update in self._updates]
         ends = [self._shown_reduction(number, each, simulated) for number, each in enumerate(reductions)]
-        last = [self._last_end(number, simulated) + ends[number] for number in range(len(self._stages))]
+        last = [simulated.stage_end(number) + ends[number] for number in range(len(self._stages))]
         tied = self._busy * max(update.tied() for update in self._updates)
         # the norm joins all ranks before any updates
-        passes_and_sums = max(last) + tied
+        passes = max(last) + tied
         update = self._busy * max(update.update() for update in self._updates)
         start = self._busy * self._machine.rates.starts.step
         before = self._before()
-        seconds = before + passes_and_sums + update + start
+        seconds = before + passes + update + start
         critical = max(range(len(self._stages)), key=self._work)
-        parts = self._parts(critical, simulated)
-        step_parts = {
-            **parts,
-            "reduction": ends[critical] + tied,
-            "update": update,
-            "before": before,
-            "start": parts["start"] + start,
-        }
-        # what the stage neither computes nor sends: it waits for others
-        step_parts["wait"] = seconds - sum(step_parts.values())
+
+        def parts() -> StepParts:
+            others = {"reduction": ends[critical] + tied, "update": update, "before": before}
+            return self._parts(critical, simulated, seconds, start, others)
+
         return StepTime(
             seconds=seconds,
-            parts=StepParts(**step_parts),
             stages=tuple(self._pass_seconds(stage) for stage in self._stages),
-            sent_bytes=self._sent_bytes(),
             tokens=self._tokens(),
-            flops=self._flops(),
+            details=Details(parts, self._sent_bytes, self._flops),
             num_devices=self._cluster.num_devices,
             num_microbatches=self._num_microbatches,
             precision=self._config.training.precision,
@@ -249,11 +261,6 @@ class _Step:
 
     # Gradients' sums
 
-    def _last_end(self, number: int, simulated: Simulated) -> float:
-        passes = simulated.schedule.passes()
-        ends = (end for each, end in zip(passes, simulated.ends, strict=True) if each.stage == number)
-        return max(ends) + simulated.left_out
-
     def _shown_reduction(self, number: int, reduction: Reduction, simulated: Simulated) -> float:
         """Return the seconds that the sums of gradients take after a stage's last pass."""
         each = self._busy * reduction.each_microbatch * self._num_microbatches
@@ -277,7 +284,7 @@ class _Step:
         gradients: list[tuple[float, float, int]] = []
         """Begin and end of the backward pass of each layer, and its numbers."""
         stage, update = self._stages[number], self._updates[number]
-        last = self._last_gradients(number, simulated)
+        last = {chunk: simulated.last(number, chunk) for chunk in range(len(stage.chunks))}
         for chunk, (begin, end) in sorted(last.items(), reverse=True):
             times, done = stage.chunks[chunk].layers, 0.0
             whole = sum(times) or 1.0
@@ -296,31 +303,28 @@ class _Step:
         ready += [end] * (num_buckets - len(ready))
         return ready, end
 
-    def _last_gradients(self, number: int, simulated: Simulated) -> dict[int, tuple[float, float]]:
-        """Return start and end of the pass that completes the gradients of each chunk of a stage."""
-        last: dict[int, tuple[float, float]] = {}
-        times = zip(simulated.schedule.passes(), simulated.starts, simulated.ends, strict=True)
-        for each, start, end in times:
-            if each.stage == number and each.action.kind in (PassKind.BACKWARD, PassKind.WEIGHT):
-                last[each.action.chunk] = (start, end)
-        return last
-
     # Parts
 
-    def _parts(self, critical: int, simulated: Simulated) -> dict[str, float]:
-        """Return the seconds of the passes of the critical stage by part."""
+    def _parts(
+        self, critical: int, simulated: Simulated, seconds: float, start: float, others: dict[str, float]
+    ) -> StepParts:
+        """Return the parts of a step; those of the passes are of the critical stage."""
         chunks, m = self._stages[critical].chunks, self._num_microbatches
         parts = {name: m * sum(chunk.parts[name] for chunk in chunks) for name in chunks[0].parts}
         alone = sum(parts.values())
         times = zip(simulated.schedule.passes(), simulated.starts, simulated.ends, strict=True)
-        taken = sum(end - start for each, start, end in times if each.stage == critical)
+        taken = sum(end - begin for each, begin, end in times if each.stage == critical)
         as_simulated = simulated.schedule.num_microbatches * self._work(critical)
         parts["sharing"] = alone * (taken / as_simulated - 1) if as_simulated else 0.0
         if self._layout.num_stages > 1:
-            schedule = schedule_of(self._config, self._num_microbatches)
+            schedule = schedule_of(self._config, m)
             without = self._simulate(schedule, messages=False).seconds
             parts["messages"] += max(0.0, simulated.seconds - without)
-        return parts
+        parts |= others
+        parts["start"] += start
+        # what the stage neither computes nor sends: it waits for others
+        parts["wait"] = seconds - sum(parts.values())
+        return StepParts(**parts)
 
     @staticmethod
     def _pass_seconds(stage: StageTime) -> tuple[PassSeconds, ...]:
@@ -368,8 +372,3 @@ class _Step:
             return 0
         last = num_stages * chunks - 1
         return sum((place < last) + (place > 0) for place in virtual)
-
-
-def largest_parts(time: StepTime, count: int = 3) -> Sequence[tuple[str, float]]:
-    """Return the largest parts of a step with their shares."""
-    return [(name, seconds / time.seconds) for name, seconds in time.parts.largest()[:count]]

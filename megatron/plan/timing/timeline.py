@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +24,30 @@ class Simulated:
     costs: PassCosts
     ends: list[float]
     """End of each of its `passes`."""
-    starts: list[float]
-    left_out: float
+    left_out: float = 0.0
     """Seconds of the microbatches that were not simulated."""
+    own_starts: list[float] | None = None
+    """Start of each of its passes, where they take longer than they cost."""
+
+    @functools.cached_property
+    def starts(self) -> list[float]:
+        if self.own_starts is not None:
+            return self.own_starts
+        passes = zip(self.schedule.passes(), self.ends, strict=True)
+        return [end - self.costs(each.stage, each.action.chunk, each.action.kind) for each, end in passes]
+
+    def last(self, stage: int, chunk: int) -> tuple[float, float]:
+        """Return start and end of the last pass of a chunk: it completes the gradients."""
+        number = _last_passes(self.schedule)[stage, chunk]
+        if self.own_starts is not None:
+            return self.own_starts[number], self.ends[number]
+        kind = self.schedule.passes()[number].action.kind
+        return self.ends[number] - self.costs(stage, chunk, kind), self.ends[number]
+
+    def stage_end(self, stage: int) -> float:
+        """Return the end of the last pass of a stage, of all microbatches."""
+        chunks = range(self.schedule.num_chunks)
+        return max(self.last(stage, chunk)[1] for chunk in chunks) + self.left_out
 
     @property
     def seconds(self) -> float:
@@ -52,14 +75,9 @@ def simulate(
 
     def run(shorter: PipelineSchedule) -> Simulated:
         if slowdown is None:
-            ends = shorter.ends(costs, message)
-            starts = [
-                end - costs(each.stage, each.action.chunk, each.action.kind)
-                for each, end in zip(shorter.passes(), ends, strict=True)
-            ]
-        else:
-            starts, ends = _SharedCores(shorter, costs, message, hosts, slowdown).run()
-        return Simulated(shorter, costs, ends, starts, 0.0)
+            return Simulated(shorter, costs, shorter.ends(costs, message))
+        starts, ends = _SharedCores(shorter, costs, message, hosts, slowdown).run()
+        return Simulated(shorter, costs, ends, own_starts=starts)
 
     p, m = schedule.num_stages, schedule.num_microbatches
     few = 3 * p + m % p
@@ -69,7 +87,13 @@ def simulate(
     first, second = (run(schedule._replace(num_microbatches=number)) for number in (few, few + p))
     of_round = max(second.ends) - max(first.ends)
     rounds = (m - few - p) / p
-    return Simulated(second.schedule, costs, second.ends, second.starts, rounds * of_round)
+    return dataclasses.replace(second, left_out=rounds * of_round)
+
+
+@functools.lru_cache(maxsize=64)
+def _last_passes(schedule: PipelineSchedule) -> dict[tuple[int, int], int]:
+    """Return the number of the last pass of each stage and chunk."""
+    return {(each.stage, each.action.chunk): number for number, each in enumerate(schedule.passes())}
 
 
 class _SharedCores:
