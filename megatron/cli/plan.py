@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
+from megatron.cli.planning.times import add_compare, planned_times, times_text
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
-from megatron.plan.campaign.campaign import Campaign, plan_campaign
 from megatron.plan.campaign.question import Question
 from megatron.plan.describe import describe
 from megatron.plan.page.page import check_output, plan_content, write_page
+from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.text import for_rates, rates_of_plan
 from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, for_stderr
 from megatron.runtime.devices import known_chip
@@ -68,23 +69,13 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
     rates = rates_of_plan(options.rates, config)
     if rates is not None:
         config = for_rates(config, rates)
-    campaign = _campaign(config, num_devices, per_node, options)
+    times = planned_times(config, Cluster.of(nodes, per_node), rates, options)
     text = describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check, rates=rates)
-    sys.stdout.write(text)
-    if campaign is not None:
-        sys.stdout.write("\n" + "\n".join(campaign.lines()) + "\n")
+    sys.stdout.write(text + times_text(times))
     if options.output is not None:
-        content = plan_content(config, nodes=nodes, devices_per_node=per_node, title=title, campaign=campaign)
+        content = plan_content(config, nodes=nodes, devices_per_node=per_node, title=title, times=times)
         write_page(content, options.output)
         print(f"\nwrote {options.output}")
-
-
-def _campaign(config: Config, num_devices: int, per_node: int, options: argparse.Namespace) -> Campaign | None:
-    """Return the time of a whole run, its failures and its cost, where its options are given."""
-    question = Question.from_arguments(options)
-    if not question.is_given:
-        return None
-    return plan_campaign(config, num_devices=num_devices, devices_per_node=per_node, question=question)
 
 
 def _with_data(flags: list[str], config: Config) -> list[str]:
@@ -111,12 +102,14 @@ def plan_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_devices(parser.add_argument_group("devices"))
-    parser.add_argument_group("time of a step").add_argument(
+    time_of_step = parser.add_argument_group("time of a step")
+    time_of_step.add_argument(
         "--rates",
         metavar="FILE|NAME",
         help="rates of the devices: a file of --measure, or a machine of megatron/plan/machines (default: the one that "
         "--device or --device-memory names)",
     )
+    add_compare(time_of_step)
     Question.add_options(parser.add_argument_group("time to train, failures and cost"))
     parser.add_argument_group("picture").add_argument(
         "--output", type=Path, metavar="FILE", help="also write the plan as a page (.html) or a picture (.png)"

@@ -20,6 +20,7 @@ from megatron.observability.instruction_trace import (
     simulated_idle_shares,
 )
 from megatron.observability.profiling import Profile
+from megatron.plan.page.recorded import RecordedRun
 from megatron.plan.pipeline import bubble_fraction
 from tests.observability.test_timers import Stream
 from tests.ranks import RankPools
@@ -84,6 +85,11 @@ def test_idle_time_of_a_run_in_instructions_is_the_formula(
     assert all(0 < share < 1 for share in idle_shares(trace))
     assert said[1:] == [[]] * (num_stages - 1)
     assert re.search(rf"idle by stage: .*; by the order of the passes.*: {expected:.1%}", said[0][0])
+    # as the page of a plan draws the last step
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "iteration": 1, "iteration_time_s": 0.5}\n')
+    drawn = Counter((bar.row, bar.kind) for bar in RecordedRun(tmp_path).timeline().bars)
+    kinds = ("forward", "backward", "weight")[:num_passes]
+    assert all(drawn[stage, kind] == num_chunks * num_microbatches for stage in range(num_stages) for kind in kinds)
     passes = {"ForwardPass", "BackwardPass", *(["WeightPass"] if schedule == "zero-bubble" else [])}
     for rank in range(num_stages):
         found = [one["args"] for one in spans(trace, rank)]

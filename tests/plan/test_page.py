@@ -23,7 +23,6 @@ from megatron.plan.fit import capacity
 from megatron.plan.memory import StageMemory, memory_by_stage
 from megatron.plan.page import page as writing
 from megatron.plan.page.content import (
-    KIND_OF_PASS,
     Bar,
     Compared,
     Fact,
@@ -37,6 +36,7 @@ from megatron.plan.page.content import (
 )
 from megatron.plan.page.document import page_text
 from megatron.plan.page.page import check_output, plan_content, write_page
+from megatron.plan.page.steps import KIND_OF_PASS
 from megatron.plan.page.timeline import MOST_BARS, windows
 from megatron.plan.pipeline_schedules import PipelineSchedule
 from megatron.runtime.devices import GIB
@@ -81,7 +81,7 @@ def content(text: str = "a name", schedule: PipelineSchedule | None = None) -> P
         timelines=[dataclasses.replace(drawn, title=text, rows=[text] * len(drawn.rows))],
         layouts=layouts(3, text),
         refused={text: 3},
-        compared=[Compared(text, 1.0, 1.1), Compared("data", 0.0, None)],
+        compared=[Compared(text, 1.0, 1.1), Compared("data", 0.0, 1.0)],
         measured_in=text,
     )
 

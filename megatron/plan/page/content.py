@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.plan.pipeline_schedules import PassKind
 from megatron.runtime.devices import GIB
 
 
@@ -80,15 +79,9 @@ KINDS = {
     "message": "message",
     "reduction": "reduction of gradients",
     "update": "update",
-    "other": "data and start",
+    "other": "data and host",
 }
 """Kinds of bars, with the words of the legend."""
-KIND_OF_PASS = {
-    PassKind.FORWARD: "forward",
-    PassKind.BACKWARD: "backward",
-    PassKind.INPUT: "backward",
-    PassKind.WEIGHT: "weight",
-}
 
 
 @dataclass(frozen=True)
@@ -99,6 +92,7 @@ class Timeline:
     rows: Sequence[str]
     bars: Sequence[Bar]
     seconds: float
+    note: str = ""
 
 
 class LayoutRow(NamedTuple):
@@ -120,11 +114,11 @@ class LayoutRow(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A part of a step, in seconds as predicted and as measured; None: not measured apart."""
+    """A part of a step, in seconds as predicted and as measured."""
 
     name: str
     predicted: float
-    measured: float | None
+    measured: float
 
 
 @dataclass(frozen=True)

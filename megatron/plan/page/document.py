@@ -90,7 +90,14 @@ def _memory_section(memory: MemoryByStage) -> Element:
         if has_host:
             sizes.append(stage.host_bytes)
         cells = [_number(gib_text(size), size) for size in sizes]
-        rows.append([element("th", stage.name, scope="row"), *cells, element("td", stage.peak), _long(stage.holds)])
+        rows.append(
+            [
+                element("th", stage.name, scope="row"),
+                *cells,
+                element("td", stage.peak),
+                element("td", stage.holds, class_="holds"),
+            ]
+        )
     table = _table("Memory of each rank by pipeline stage, GiB", heads, rows)
     return _section("Memory of a rank by pipeline stage", notes, legend(shown), memory_chart(memory), table)
 
@@ -112,21 +119,17 @@ def _parts_section(content: PageContent) -> Element:
     rows = [
         [element("th", name, scope="row"), _number(seconds_text(each), each), _number(f"{each / whole:.1%}", each)]
         for name, each in content.parts.items()
+        if each > 0
     ]
-    table = _table("Seconds of a step by part", ["part", "time", "share"], rows)
+    table = _table("Time of a step by part", ["part", "time", "share"], rows)
     return _section("Where the time of a step goes", legend(spent), parts_chart(content.parts, kinds), table)
 
 
 def _compared_section(compared: Sequence[Compared], folder: str) -> Element:
     rows = []
     for part in compared:
-        cells = [_number(seconds_text(part.predicted), part.predicted)]
-        if part.measured is None:
-            cells += [element("td", "not measured apart"), element("td", "")]
-        else:
-            cells.append(_number(seconds_text(part.measured), part.measured))
-            cells.append(_ratio(part.measured, part.predicted))
-        rows.append([element("th", part.name, scope="row"), *cells])
+        cells = [_number(seconds_text(each), each) for each in (part.predicted, part.measured)]
+        rows.append([element("th", part.name, scope="row"), *cells, _ratio(part.measured, part.predicted)])
     heads = ["part", "predicted", "measured", "measured / predicted"]
     table = _table("Predicted beside measured", heads, rows)
     return _section("Predicted beside measured", element("p", f"The run in {folder}."), table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron.options.config import Config, ConfigError
@@ -14,32 +14,84 @@ from megatron.plan.describe import holds_text, plan_rows
 from megatron.plan.fit import RESERVE, Capacity, capacity, fit_text, for_device, needed_bytes
 from megatron.plan.flops import declared_layers
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
-from megatron.plan.page.content import Fact, Figure, MemoryByStage, PageContent, StageRow, gib_text
+from megatron.plan.page.content import Fact, Figure, MemoryByStage, PageContent, StageRow, gib_text, seconds_text
 from megatron.plan.page.document import page_text
 from megatron.plan.page.picture import draw_picture
+from megatron.plan.page.recorded import RecordedRun
+from megatron.plan.page.steps import parts_of, predicted_timeline
+from megatron.plan.rates.rates import Rates
+from megatron.plan.timing.step import StepTime
 from megatron.runtime.devices import planned_device
 from megatron.runtime.files import replacing
 
 ENDINGS = (".html", ".png")
 
 
+@dataclass(frozen=True)
+class PlannedTimes:
+    """Predicted times of a plan, as far as they were wanted."""
+
+    rates: Rates | None = None
+    step: StepTime | None = None
+    hindrance: str = ""
+    """Fault of the rates, for which no step is predicted."""
+    campaign: Campaign | None = None
+    run: RecordedRun | None = None
+    """A run to compare with."""
+
+
 def plan_content(
-    config: Config, *, nodes: int, devices_per_node: int, title: str, campaign: Campaign | None = None
+    config: Config, *, nodes: int, devices_per_node: int, title: str, times: PlannedTimes | None = None
 ) -> PageContent:
-    """Return the page of one layout; `campaign`: the time of the whole run, if it is planned."""
-    config = for_device(config)
+    """Return the page of one layout. Raises ConfigError where the run to compare with is another one."""
+    config, times = for_device(config), times or PlannedTimes()
     layout = Layout.of(config.parallel, nodes * devices_per_node)
     stages, room = memory_by_stage(config, layout), capacity(config, devices_per_node)
-    rows = plan_rows(config, layout, stages, nodes=nodes, devices_per_node=devices_per_node)
-    facts, figures = list(_facts(rows)), [_memory_figure(config, stages, room)]
-    if campaign is not None:
-        facts += _facts(campaign.rows())
-        figures += _campaign_figures(campaign)
-    return PageContent(
-        title=title,
-        facts=facts,
-        figures=figures,
-        memory=_memory(config, stages, room),
+    facts = list(_facts(plan_rows(config, layout, stages, nodes=nodes, devices_per_node=devices_per_node)))
+    figures = [_memory_figure(config, stages, room)]
+    if times.hindrance:
+        facts.append(Fact("step", f"not predicted: {times.hindrance}"))
+    if times.rates is not None:
+        facts += _rates_facts(times.rates)
+    content = PageContent(title, facts, figures, _memory(config, stages, room))
+    if times.step is not None:
+        content = _with_step(content, times.step, times)
+    if times.campaign is not None:
+        added = [*_facts(times.campaign.rows())], [*_campaign_figures(times.campaign)]
+        content = replace(content, facts=[*content.facts, *added[0]], figures=[*content.figures, *added[1]])
+    return content
+
+
+def _rates_facts(rates: Rates) -> Iterator[Fact]:
+    kind = "measured" if rates.is_measured else "published, not measured"
+    yield Fact("rates", f"{rates.title}: {kind}")
+    yield from (Fact("", line) for line in rates.source.splitlines())
+
+
+def _with_step(content: PageContent, step: StepTime, times: PlannedTimes) -> PageContent:
+    """Return the content with the predicted step, and with the measured one."""
+    note = "predicted"
+    if step.assumption:
+        note = f"predicted, if {step.assumption}"
+    figures = [
+        Figure("time of a step", seconds_text(step.seconds), note),
+        Figure("tokens a second", f"{step.tokens_per_second:,.0f}", f"{step.tokens:,} tokens a step"),
+    ]
+    if times.rates is not None and step.precision in times.rates.peak_flops:
+        peak = times.rates.peak_flops[step.precision]
+        figures.append(Figure("MFU", f"{step.mfu(peak):.1%}", f"of {peak / 1e12:,.0f} TFLOP/s a device"))
+    timelines, compared, folder = [predicted_timeline(step)], [], ""
+    if times.run is not None:
+        compared, folder = times.run.compared(step), str(times.run.folder)
+        if times.run.has_trace:
+            timelines.append(times.run.timeline())
+    return replace(
+        content,
+        figures=[*figures, *content.figures],
+        parts=parts_of(step),
+        timelines=timelines,
+        compared=compared,
+        measured_in=folder,
     )
 
 

@@ -16,7 +16,9 @@ BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"
 ORANGE, RED, PURPLE, GREY, BROWN, INK = "#e69f00", "#d55e00", "#cc79a7", "#8a929c", "#8d6e4f", "#30363d"
 # those of the style sheet
 MEMORY_COLORS = (BLUE, SKY, GREEN, YELLOW, ORANGE, RED, PURPLE)
-PART_COLORS = (BLUE, SKY, ORANGE, YELLOW, RED, PURPLE, GREY, GREEN, INK, BROWN)
+PART_COLORS = (BLUE, SKY, ORANGE, YELLOW, RED, ORANGE, YELLOW, PURPLE, GREY, GREY, GREEN, INK, BLUE, BROWN)
+HATCHED = (5, 6, 9, 12)
+"""Parts that have the colour of another."""
 KIND_COLORS = {
     "forward": SKY,
     "backward": BLUE,
@@ -99,11 +101,11 @@ def _draw_memory(axis: Any, memory: MemoryByStage) -> None:
 
 def _draw_parts(axis: Any, content: PageContent) -> None:
     before = 0.0
-    for (name, seconds), color in zip(content.parts.items(), PART_COLORS, strict=False):
+    for number, (name, seconds) in enumerate(content.parts.items()):
         if seconds > 0:
-            axis.barh(
-                [0], [seconds], left=[before], color=color, label=_label(f"{name} {seconds_text(seconds)}"), **EDGE
-            )
+            label = _label(f"{name} {seconds_text(seconds)}")
+            hatch = "//" if number in HATCHED else None
+            axis.barh([0], [seconds], left=[before], color=PART_COLORS[number], hatch=hatch, label=label, **EDGE)
             before += seconds
     _name_rows(axis, "Where the time of a step goes, seconds", [""])
     axis.set_xlim(0, before)
@@ -122,7 +124,7 @@ def _draw_timeline(axis: Any, timeline: Timeline) -> None:
     for kind, text in KINDS.items():
         if kind in shown:
             axis.barh([0], [0], color=KIND_COLORS[kind], label=text)
-    title = f"{timeline.title}: a step of {seconds_text(timeline.seconds)}"
+    title = f"{timeline.title}: {timeline.note or seconds_text(timeline.seconds)}"
     if len(drawn) > 1:
         title += ", its beginning, a part of the middle, and its end"
     _name_rows(axis, title, timeline.rows)

@@ -65,7 +65,7 @@ def timeline_chart(timeline: Timeline) -> Element:
     height = _row_height(len(timeline.rows))
     drawn = windows(timeline)
     lanes = element("svg", height=height * len(timeline.rows) + AXIS, class_="lanes", role="img")
-    lanes.set("aria-label", f"{timeline.title}: {len(timeline.rows)} stages, {seconds_text(timeline.seconds)}")
+    lanes.set("aria-label", f"{timeline.title}: a timeline of {len(timeline.rows)} stages")
     for window in drawn:
         lanes.extend(_background(window, len(timeline.rows), height))
     for bar in timeline.bars:
@@ -92,6 +92,8 @@ def _row_height(num_rows: int) -> int:
 
 def _caption(timeline: Timeline, drawn: Sequence[Window]) -> Iterator[Element | str]:
     yield element("strong", timeline.title)
+    if timeline.note:
+        yield f" {timeline.note}"
     if len(drawn) > 1:
         length = seconds_text(drawn[0].end - drawn[0].start)
         yield f" The first, a middle and the last {length} of {seconds_text(timeline.seconds)}."
