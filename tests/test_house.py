@@ -39,6 +39,7 @@ FLOORS = {
     "train": 9,
     "generate": 9,
     "evaluate": 9,
+    "measuring": 9,
     "launch": 10,
     "api": 11,
     "cli": 11,

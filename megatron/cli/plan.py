@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
+from megatron.cli.measuring import add_measure_flags, check_measure_flags, measure
 from megatron.cli.planning.times import add_compare, planned_times, times_text
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     options, flags = plan_parser().parse_known_args(arguments)
     try:
+        if options.measure is not None:
+            return measure(options, flags)
+        check_measure_flags(options)
         _print_plan(options, with_chip(flags))
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
@@ -110,6 +114,7 @@ def plan_parser() -> argparse.ArgumentParser:
         "--device or --device-memory names)",
     )
     add_compare(time_of_step)
+    add_measure_flags(parser.add_argument_group("rates of a machine"))
     Question.add_options(parser.add_argument_group("time to train, failures and cost"))
     parser.add_argument_group("picture").add_argument(
         "--output", type=Path, metavar="FILE", help="also write the plan as a page (.html) or a picture (.png)"
