@@ -20,9 +20,24 @@ from megatron.parallel.shards import LayerDeclaration, Shard, declared_shards
 T = TypeVar("T")
 
 
+# read at every turn of a plan, and by a search for thousands of layouts of one model
 def declared_layers(config: Config) -> list[LayerDeclaration]:
     """Return the layers of the model, in order, as its family declares them."""
-    return family_of(config).layers(config)
+    family = family_of(config)
+    # what a family declares follows from these alone
+    sizes = (config.parallel.tensor_model_parallel_size, config.training.seq_length, config.training.skip_train)
+    key = (id(family), config.model, config.lora, *sizes)
+    known = _DECLARED.get(key)
+    if known is None:
+        if len(_DECLARED) == MOST_DECLARED:
+            _DECLARED.clear()
+        # with the family, so that no other one can have its id
+        known = _DECLARED[key] = (family, family.layers(config))
+    return list(known[1])
+
+
+MOST_DECLARED = 64
+_DECLARED: dict[tuple[Any, ...], tuple[Any, list[LayerDeclaration]]] = {}
 
 
 def of_layers(layers: Sequence[LayerDeclaration], function: Callable[[LayerDeclaration], T]) -> list[T]:

@@ -42,12 +42,26 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
         return [0, len(layers)]
     if listed is not None:
         return _listed_bounds(listed, layers)
+    own = declared_layers(config)
+    if len(own) == len(layers) and all(map(operator.is_, own, layers)):
+        return list(_own_bounds(config))
+    return list(_bounds_by_method(config, layers))
+
+
+# read at every turn of a plan
+@functools.lru_cache(maxsize=256)
+def _own_bounds(config: Config) -> tuple[int, ...]:
+    return _bounds_by_method(config, declared_layers(config))
+
+
+def _bounds_by_method(config: Config, layers: Sequence[LayerDeclaration]) -> tuple[int, ...]:
+    num_ranges = config.parallel.num_pipeline_ranges
     required = _required_layers(config, layers)
     if sum(required) < num_ranges:  # refused by the rules, which need sizes all the same
-        return [min(index, len(layers)) for index in range(num_ranges + 1)]
+        return tuple(min(index, len(layers)) for index in range(num_ranges + 1))
     layout = Layout.of(config.parallel)
     schedule = schedule_of(config, 2 * config.parallel.pipeline_model_parallel_size)
-    bounds = _balanced(
+    return _balanced(
         weights=tuple(_weights(config, layers)),
         state=tuple(of_layers(layers, lambda layer: STATE_BYTES * parameters_of_layer(layer, layout))),
         kept=tuple(of_layers(layers, lambda layer: layer_memory(layer, config).kept)),
@@ -55,7 +69,6 @@ def stage_bounds(config: Config, layers: Sequence[LayerDeclaration]) -> list[int
         required=required,
         alive=_alive(schedule),
     )
-    return list(bounds)
 
 
 def _weights(config: Config, layers: Sequence[LayerDeclaration]) -> list[int]:

@@ -6,6 +6,7 @@ Sizes in bytes, of one rank, where the name does not say numbers.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ FLOAT32 = BYTES["fp32"]
 
 
 # DeepSpeed allocates the whole bucket, 2 GB in float32 by its default, for a model of any size.
+@functools.lru_cache(maxsize=256)
 def reduce_bucket_size(config: Config) -> int:
     """Return the number of gradients that are reduced at once, no more than a rank has.
 
