@@ -149,6 +149,11 @@ class Saver:
         if failed:
             raise SaveError("; ".join(str(outcome.error) for outcome in failed))
 
+    @property
+    def is_writing(self) -> bool:
+        """A thread of this rank carries out a save."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finished(self) -> list[SaveResult]:
         """Return the saves that ended since the previous call, in order. Does not wait."""
         outcomes = []

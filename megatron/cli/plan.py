@@ -70,7 +70,8 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
     title = f"Plan of {title_of(flags)}"
-    rates = rates_of_plan(options.rates, config)
+    # a run's own config may name them
+    rates = rates_of_plan(options.rates or config.logging.rates, config)
     if rates is not None:
         config = for_rates(config, rates)
     times = planned_times(config, Cluster.of(nodes, per_node), rates, options)

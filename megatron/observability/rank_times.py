@@ -276,12 +276,13 @@ class Straggler:
         """Count a step that the clock has measured; `num_positions`: of the data that this rank has read for it."""
         self._positions.append(num_positions)
 
-    def read(self) -> StragglerStats | None:
+    def read(self, clocked: Sequence[Mapping[str, float]]) -> StragglerStats | None:
         """Return the statistics over all ranks' last steps on rank 0; None elsewhere, and before the second step.
 
-        Collective over the host's network. The device must have ended the last step.
+        `clocked`: phases of each step since the last call, as the clock has read them. Collective over the host's
+        network.
         """
-        for step in self._ctx.state.clock.read():
+        for step in clocked:
             if self._left_out:
                 self._left_out -= 1
                 continue

@@ -34,6 +34,7 @@ from megatron.options.config import Config
 from megatron.options.progress import Progress
 from megatron.options.stored import to_yaml
 from megatron.parallel.context import ParallelContext
+from megatron.plan.campaign.failures import duration
 from megatron.resilience import job
 from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
@@ -273,7 +274,13 @@ class Summary:
         speed = f"{totals.tokens_per_second:,.0f} tokens/s, {totals.tflops_per_device:.4g} TFLOP/s/device"
         if totals.mfu is not None:
             speed += f", MFU {totals.mfu:.1%}"
-        return [("throughput", speed)]
+        return [("throughput", speed), *self._prediction_lines()]
+
+    def _prediction_lines(self) -> list[tuple[str, str]]:
+        seconds, ratio = self._totals.predicted_s, self._totals.over_predicted
+        if seconds is None or ratio is None:
+            return []
+        return [("prediction", f"{duration(seconds)} a step, at last; steps took {ratio:.2f} x the predicted time")]
 
     def _memory(self) -> str:
         peak_gb, total_gb = self._totals.peak_memory_gb, self._totals.total_memory_gb

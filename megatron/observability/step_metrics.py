@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ class RunTotals:
         self._tflop = 0.0
         self.tokens = 0.0
         """Tokens trained on in that time."""
+        self._over_predicted: list[float] = []
+        self.predicted_s: float | None = None
+        """Last predicted time of a step."""
         self.last: dict[str, LossAt] = {}
         """Last loss by kind of row: train, valid, test."""
         self.lowest: dict[str, LossAt] = {}
@@ -57,6 +61,9 @@ class RunTotals:
         seconds = (row.get("iteration_time_s") or 0.0) * row.get("steps", 0)
         if seconds <= 0:
             return
+        if row.get("predicted_time_s"):
+            self.predicted_s = row["predicted_time_s"]
+            self._over_predicted.append(row["iteration_time_s"] / row["predicted_time_s"])
         self.training_s += seconds
         speed, own = row.get("tokens_per_second") or 0.0, row.get("tokens_per_second_per_device")
         self.tokens += speed * seconds
@@ -82,6 +89,13 @@ class RunTotals:
         if peak_gb is not None and peak_gb > (self.peak_memory_gb or 0.0):
             # together: devices of several starts may differ in size
             self.peak_memory_gb, self.total_memory_gb = peak_gb, total_gb
+
+    @property
+    def over_predicted(self) -> float | None:
+        """Median of the rows' times divided by the predicted ones."""
+        # the first one has what allocates and compiles
+        ratios = self._over_predicted[1:] or self._over_predicted
+        return statistics.median(ratios) if ratios else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -127,6 +141,10 @@ class StepMetrics:
     nan_iterations: int
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Result of `accelerator.memory_stats`."""
+    predicted_s: float | None = None
+    """Mean predicted time of these steps; None: nothing is predicted."""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Mean seconds of a step on rank 0 by part (`PartSeconds`), where its time is predicted."""
     straggler: StragglerStats | None = None
     """Times over the ranks, where log_straggler is on."""
     compiled_graphs: int | None = None
@@ -169,8 +187,11 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
         row["experts"] = step.experts.to_json()
     row["iteration_time_s"] = row.pop("elapsed_s")
     memory, straggler = row.pop("memory"), row.pop("straggler")
-    # keys that only some devices and tasks have
-    for name in ("compiled_graphs", "metrics"):
+    row["predicted_time_s"] = row.pop("predicted_s")
+    if step.predicted_s is not None:
+        row["time_over_predicted"] = step.elapsed_s / step.predicted_s
+    # keys that only some devices, tasks and machines have
+    for name in ("compiled_graphs", "metrics", "predicted_time_s", "parts"):
         if row[name] in (None, {}):
             del row[name]
     row |= {**vars(speed), **memory}
@@ -189,6 +210,7 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "loss-scale/loss-scale": step.loss_scale,
         "grad-norm/grad-norm": step.grad_norm,
         "iteration-time/iteration-time": step.elapsed_s,
+        "iteration-time/over predicted": None if step.predicted_s is None else step.elapsed_s / step.predicted_s,
         "throughput/samples_per_sec": speed.samples_per_second,
         "throughput/tokens_per_sec": speed.tokens_per_second,
         "throughput/tokens_per_device_per_sec": speed.tokens_per_second_per_device,

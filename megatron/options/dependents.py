@@ -92,7 +92,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (checkpoint.load or checkpoint.save, "load or save", "give the folder to resume from", RESUMING),
         (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
         (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
-        (not config.training.skip_train, "a training", "leave out skip_train", ("offload_activations",)),
+        (not config.training.skip_train, "a training", "leave out skip_train", ("offload_activations", "rates")),
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.effective_zero_stage > 0, "ZeRO's shards", "set zero_stage to 1, 2 or 3", REPLICAS),

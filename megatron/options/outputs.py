@@ -114,6 +114,10 @@ class LoggingConfig:
     log_format: Literal["auto", "full", "compact"] = "auto"
     """Format of stdout. `full`: Megatron's log lines. `compact`: a short row for each of them. `auto`: `compact` on a
     terminal, else `full`. `train.log` in results_dir always holds the full lines."""
+    rates: str | None = None
+    """Machine whose rates predict the time of a step in the log: a100, h100, h200, gaudi2 or gaudi3, by published
+    figures, or a .yaml file of measured ones. Unset: that of the devices, where it is one of these; otherwise nothing
+    is predicted."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for the MFU. Unset: taken from a table of known devices."""
     profile: bool = False
@@ -174,3 +178,8 @@ class LoggingConfig:
     moe_collapse_share: PositiveFloat = 0.9
     """num_experts: warn once where one expert of a layer has had more than this share of the tokens in each log line of
     100 steps."""
+
+    def traces(self, iteration: int) -> bool:
+        """Return whether a trace is written of the step of this iteration."""
+        is_inside = self.profile_step_start <= iteration <= self.profile_step_end
+        return (self.profile or self.profile_instructions) and is_inside

@@ -132,12 +132,14 @@ class StepClock:
 
     def __init__(self) -> None:
         self._clock: PhaseClock | None = None
-        self._is_on = False
+        self._is_on = self._is_in_pass = False
+        self._divides_passes = True
         self._steps: list[list[tuple[str, Any, Any]]] = []
 
-    def start(self, device: torch.device) -> None:
-        """Measure the steps from now on."""
+    def start(self, device: torch.device, *, divides_passes: bool = True) -> None:
+        """Measure the steps from now on; `divides_passes`: the waits within a forward or backward pass too."""
         self._clock = PhaseClock(ticks_of(device))
+        self._divides_passes = divides_passes
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -154,9 +156,21 @@ class StepClock:
             self._is_on = False
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        if not self._is_on or self._clock is None:
+        if not self._is_on or self._is_in_pass or self._clock is None:
             return contextlib.nullcontext()
+        if name in (FORWARD, BACKWARD) and not self._divides_passes:
+            return self._whole_pass(self._clock.phase(name))
         return self._clock.phase(name)
+
+    @contextlib.contextmanager
+    def _whole_pass(self, phase: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Run a pass as one phase, whatever is in it."""
+        self._is_in_pass = True
+        try:
+            with phase:
+                yield
+        finally:
+            self._is_in_pass = False
 
     def read(self) -> list[dict[str, float]]:
         """Return the seconds of each phase, step by step, since the previous call.

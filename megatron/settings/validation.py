@@ -22,6 +22,7 @@ from megatron.options.optimizer import OptimizerConfig
 from megatron.options.plugins import import_attribute
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
+from megatron.plan.rates.files import rates_faults
 from megatron.settings import rules
 from megatron.tasks.registry import TASKS, load_task
 
@@ -335,6 +336,8 @@ def _check_exports(config: Config) -> Iterator[str]:
 
 def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     logging = config.logging
+    if logging.rates is not None:
+        yield from rates_faults(logging.rates, config.parallel.device)
     start, end = logging.profile_step_start, logging.profile_step_end
     for name in ("profile", "profile_instructions"):
         if getattr(logging, name) and logging.results_dir is None:

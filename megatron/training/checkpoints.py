@@ -120,6 +120,11 @@ class Checkpoints:
         """Allocate the host memory of an asynchronous save now, so that a lack of it fails at once."""
         self._saver.reserve(engine.state.fragments(with_optimizer=not engine.config.checkpoint.no_save_optim))
 
+    @property
+    def is_saving(self) -> bool:
+        """This rank writes a checkpoint in the background."""
+        return self._saver.is_writing
+
     def save(
         self,
         engine: Engine,

@@ -85,7 +85,7 @@ class Loop:
             consumed_samples=self.progress.consumed_samples,
             num_workers=config.data.num_workers if self.engine.reads_data else 0,  # inner stages read nothing
         )
-        self._step_log = StepLog(self.engine, self.progress, self.log, self.watchdog)
+        self._step_log = StepLog(self.engine, self.progress, self.log, self.watchdog, self._is_saving)
         self._saved_at = self.progress.iteration
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
         self.engine.join_stop_decision(self.shutdown.sees_reason)
@@ -121,6 +121,10 @@ class Loop:
         if error is None and self.checkpoints is not None:
             return self.checkpoints.fault
         return error
+
+    def _is_saving(self) -> bool:
+        """Return whether a save goes on in the background."""
+        return self.checkpoints is not None and self.checkpoints.is_saving
 
     def _read(self, key: Any) -> Microbatch:
         """Read a microbatch, in a thread of its own."""
@@ -256,11 +260,10 @@ class Loop:
         self._events.step_done(result, lr, size, num_microbatches)
         self.watchdog.phase("log", step)
         if result is not None:
-            self._step_log.add(result)
+            self._step_log.add(result, size, num_microbatches)
             if self._guard.after_step(result, begin):
                 self._batches.seek(progress.consumed_samples)
-                self._step_log.restart()
-                self._step_log.loads.restart()
+                self._step_log.roll_back()
                 self._saved_at = progress.iteration
                 return True
         self._step_log.write_if_due(result, lr, size)

@@ -47,6 +47,17 @@ def test_waits_for_others_are_no_own_time(ticks: Ticks) -> None:
     assert clock.read() == []
 
 
+def test_passes_may_count_whole_while_waits_between_them_are_apart(ticks: Ticks) -> None:
+    clock = StepClock()
+    clock.start(torch.device("cpu"), divides_passes=False)
+    with clock.step():
+        pass_of(clock, ticks, FORWARD, 1.0, 5.0)
+        with clock.phase(WAIT):
+            ticks.now_s += 3.0
+        pass_of(clock, ticks, BACKWARD, 2.0, 7.0)
+    assert clock.read() == [{FORWARD: 6.0, WAIT: 3.0, BACKWARD: 9.0}]
+
+
 def test_evaluations_and_steps_that_fail_do_not_count(ticks: Ticks) -> None:
     clock = StepClock()
     pass_of(clock, ticks, FORWARD, 1.0, 1.0)  # not started

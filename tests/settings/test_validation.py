@@ -584,6 +584,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "lower it, or raise",
     ),
     "short watch": ("--watchdog-timeout-s 0.5", 1, "watchdog_timeout_s=0.5 leaves no time", "use 1 or more"),
+    "no such rates": ("--rates b200", 1, "rates 'b200' not found", "the machines are"),
+    "rates of another device": (
+        "--rates gaudi2 --device cuda",
+        1,
+        "those of hpu, but the run is for cuda",
+        "give rates",
+    ),
     "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
     "compiled straggler": (
         "--log-straggler --torch-compile --tensor-model-parallel-size 2 --context-parallel-size 2",

@@ -100,3 +100,11 @@ def train(
         fault = runs.train(f"--log-straggler --results-dir {folder} {arguments}")
     assert not fault, fault
     return [*runs.rows(Path(folder)), {"kind": "watchdog", "known": known[-1]}] if os.environ["RANK"] == "0" else []
+
+
+def train_predicted(folder: str, arguments: str, rank: int, phase: str, seconds: float, from_step: int) -> None:
+    """A run in which this rank is slowed down from a step on."""
+    own = slowed(phase, seconds, from_step) if int(os.environ["RANK"]) == rank else contextlib.nullcontext()
+    with own:
+        fault = runs.train(f"--results-dir {folder} {arguments}")
+    assert not fault, fault

@@ -15,6 +15,7 @@ from megatron.options.stored import UniqueKeyLoader
 from megatron.plan.rates.measured import MeasuredFile, MeasuredRates, file_faults
 from megatron.plan.rates.published import PublishedFile, PublishedRates, published_faults
 from megatron.plan.rates.rates import Rates
+from megatron.runtime.devices import is_device
 
 VERSION = 1
 MOST_SHOWN = 60
@@ -37,6 +38,17 @@ def load_rates(name_or_path: str) -> Rates:
     hint = suggestion(nearest(name_or_path.lower(), machine_names()), "use a .yaml file of your own, or a machine;")
     known = ", ".join(machine_names()) or "none"
     raise ConfigError([f"rates {name_or_path!r} not found; {hint} the machines are {known}"])
+
+
+def rates_faults(name_or_path: str, device: str) -> list[str]:
+    """Return why the rates cannot predict a run on this device; `auto` may turn out to be any."""
+    try:
+        rates = load_rates(name_or_path)
+        if is_device(device):
+            rates.check_device(device)
+    except ConfigError as error:
+        return list(error.faults)
+    return []
 
 
 def read_rates(path: Path) -> Rates:

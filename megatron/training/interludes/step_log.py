@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from megatron.observability.expert_loads import LoadWatch
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import Straggler, StragglerStats
+from megatron.observability.slow_steps import mean_parts, watch_steps
 from megatron.observability.step_metrics import StepMetrics
 from megatron.options.progress import Progress
 from megatron.parallel.shards import named_parameters
@@ -24,7 +26,15 @@ log = logging.getLogger(__name__)
 class StepLog:
     """Sums over the steps between two log lines. Metrics stay on the device until they are read: no step waits."""
 
-    def __init__(self, engine: Engine, progress: Progress, log: MetricsLog, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        progress: Progress,
+        log: MetricsLog,
+        watchdog: Watchdog,
+        is_saving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_saving`: returns whether a save goes on in the background, which slows steps."""
         self._engine, self._progress, self._log, self._watchdog = engine, progress, log, watchdog
         self._every = engine.config.logging.log_interval
         self._fallbacks: set[str] = set()
@@ -33,6 +43,9 @@ class StepLog:
         if engine.config.logging.log_straggler:
             num_trained = sum(p.numel() for _, p in named_parameters(engine.module) if p.requires_grad)
             self._straggler = Straggler(engine.ctx, engine.config, num_trained)
+        self._slow_steps = watch_steps(engine.config, engine.ctx, log.message)
+        if self._slow_steps is not None:
+            self._slow_steps.is_busy = lambda iteration: is_saving() or engine.config.logging.traces(iteration)
         self.restart()
 
     def restart(self) -> None:
@@ -41,18 +54,34 @@ class StepLog:
         self._metrics: Tensor | None = None
         """Sums and weights of the metrics on this rank over the finite steps."""
         self._began_s = time.perf_counter()
+        if self._slow_steps is not None:
+            self._slow_steps.restart()
+
+    def roll_back(self) -> None:
+        """Forget the steps since the last log line, which a rollback has undone."""
+        self.restart()
+        self.loads.restart()
+        if self._slow_steps is not None:
+            self._slow_steps.drop()
+            self._engine.ctx.state.clock.read()
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not training."""
         self._began_s += seconds
+        if self._slow_steps is not None:
+            self._slow_steps.pause(seconds)
 
     def count_positions(self, number: int) -> None:
         """Count the places of the data that this rank has read for a step."""
         if self._straggler is not None:
             self._straggler.count_step(number)
 
-    def add(self, result: StepResult) -> None:
+    def add(self, result: StepResult, size: int, num_microbatches: int) -> None:
+        """Add a step that has ended, of so many samples, the last ones of the progress."""
         self._steps += 1
+        if self._slow_steps is not None:
+            begin = self._progress.consumed_samples - size
+            self._slow_steps.add(self._progress.iteration, size, begin, num_microbatches)
         if not result.skipped:
             self.loads.add(result.loads)
         if not math.isfinite(result.loss):
@@ -79,6 +108,10 @@ class StepLog:
             loss = self._loss / num_finite
         if result is not None and result.grad_norm is not None:
             grad_norm = float(result.grad_norm)
+        clocked, predicted_s, parts, lines = engine.ctx.state.clock.read(), None, dict[str, float](), list[str]()
+        if self._slow_steps is not None:
+            predicted_s, parts = self._slow_steps.predicted_s, mean_parts(clocked)
+            lines = self._slow_steps.close(clocked)
         self._log.log_step(
             StepMetrics(
                 iteration=progress.iteration,
@@ -89,7 +122,9 @@ class StepLog:
                 learning_rate=lr,
                 global_batch_size=size,
                 lm_loss=loss,
-                straggler=self._slow_ranks(),
+                straggler=self._slow_ranks(clocked),
+                predicted_s=predicted_s,
+                parts=parts,
                 metrics=engine.read_metrics(self._metrics),
                 loss_scale=engine.loss_scale,
                 grad_norm=grad_norm,
@@ -100,14 +135,16 @@ class StepLog:
                 experts=self.loads.read(),
             )
         )
+        for line in lines:
+            self._log.message(line)
         self._name_fallbacks()
         timers = engine.timers.read(self._steps, engine.ctx)
         self._log.log_timers(progress.iteration, progress.consumed_samples, timers)
 
-    def _slow_ranks(self) -> StragglerStats | None:
+    def _slow_ranks(self, clocked: Sequence[Mapping[str, float]]) -> StragglerStats | None:
         if self._straggler is None:
             return None
-        times = self._straggler.read()
+        times = self._straggler.read(clocked)
         if times is not None:
             note = times.stragglers and f"until step {self._progress.iteration}: {times.stragglers}"
             self._watchdog.note_stragglers(note)
