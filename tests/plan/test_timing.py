@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from megatron.models.registry import FAMILIES
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.costs import MatrixProduct
+from megatron.parallel.layout import Layout
+from megatron.plan.expert_memory import exchange_bytes
 from megatron.plan.flops import declared_layers
+from megatron.plan.microbatch import MicrobatchSizes
 from megatron.plan.pipeline_schedules import PassKind, PipelineSchedule
 from megatron.plan.rates.rates import Rates, Span, Starts
 from megatron.plan.timing.cluster import Cluster
@@ -225,6 +228,63 @@ def test_sums_of_gradients_hide_behind_the_last_backward_pass() -> None:
     assert slow.parts.reduction == pytest.approx(total)
 
 
+def test_messages_take_time_between_stages() -> None:
+    """Of one microbatch: there and back, while all stages but one wait."""
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_partition_method": "2,2"}
+    one = run(parallel=parallel, training={"global_batch_size": 1})
+    time = timed(one, 2, product=1.0, send=1e3)
+    message = 32 * 64 * 4 * 1e3
+    without = timed(one, 2, product=1.0)
+    assert time.seconds - without.seconds == pytest.approx(2 * message)
+    assert time.parts.messages == pytest.approx(2 * message)
+    assert time.sent_bytes.pipeline == 32 * 64 * 4
+
+
+def test_experts_exchange_their_choices() -> None:
+    """There and back, forward and backward; a router decides for all of them alike."""
+    moe = {"num_experts": 4, "moe_router_topk": 2, "architecture": "mixtral"}
+    parallel = {"expert_model_parallel_size": 2}
+    given_run = run(moe, parallel=parallel)
+    time = timed(given_run, 2, all_to_all=1.0)
+    choices, layers, microbatches = 2 * 32, 4, 4
+    counts = 4 * 8
+    assert time.parts.expert == pytest.approx(microbatches * layers * (4 * choices * 64 * 4 + counts))
+    # as the plan says of it
+    sizes = MicrobatchSizes(given_run)
+    assert time.sent_bytes.expert == microbatches * exchange_bytes(declared_layers(given_run), sizes)
+    # each token passes through two of four experts, and each rank has half of them
+    active = 2 * 3 * 64 * 96 * layers
+    whole = timed(run(moe), 1, forward=1.0).seconds / (2 * 8 * 32)
+    assert whole == pytest.approx(layers * 4 * 64 * 64 + active + 64 * 1000 + layers * 4 * 64)
+
+
+def test_a_ring_is_hidden_behind_its_attention_and_heads_are_not() -> None:
+    for exchange, is_hidden in (("ring", True), ("all-to-all", False)):
+        parallel = {"context_parallel_size": 2, "context_parallel_exchange": exchange}
+        time = timed(run(parallel=parallel), 2, attention=1e3, send=1.0, all_to_all=1.0)
+        assert (time.parts.context == 0) == is_hidden
+        # both have half of the pairs of a row each
+        assert time.parts.compute == pytest.approx(timed(run(), 1, attention=1e3).seconds / 2)
+        sent = timed(run(parallel=parallel), 2, send=1.0, all_to_all=1.0)
+        assert sent.parts.context > 0
+
+
+def test_replicas_sum_a_shard_each() -> None:
+    zero = {"optimizer": {"zero_stage": 1}, "parallel": {"num_replicas": 2}}
+    wide = {"hidden_size": 512, "ffn_hidden_size": 512, "num_layers": 2}
+    time = timed(run(wide, **zero), 4)
+    trained = 2 * (7 * 512 * 512 + 2 * 512) + 2 * 1000 * 512 + 512
+    # two ranks a replica: half of the gradients to the owner, all weights from it; then 2 (r - 1) / r of a half
+    assert time.sent_bytes.replicas == pytest.approx(4 * trained / 2, rel=1e-3)
+    assert time.sent_bytes.gradients == pytest.approx(2 * 4 * trained / 2, rel=1e-3)
+
+
+def test_a_window_and_a_cap_change_what_attention_costs() -> None:
+    window = run({"attention_window": 8})
+    seen = (8 * 9 / 2 + (32 - 8) * 8) / (32 * 33 / 2)
+    assert timed(window, 1, attention=1.0).seconds == pytest.approx(seen * timed(run(), 1, attention=1.0).seconds)
+
+
 LAYOUTS = st.sampled_from(
     [
         {},
@@ -304,9 +364,6 @@ def test_a_cost_without_a_time_is_an_error_by_name() -> None:
     name = next(name for name, shard in layer.shards.items() if isinstance(shard.cost, MatrixProduct))
     unknown: Any = Convolution()
     shards = {**layer.shards, name: dataclasses.replace(layer.shards[name], cost=unknown)}
-    from megatron.parallel.layout import Layout
-    from megatron.plan.microbatch import MicrobatchSizes
-
     with pytest.raises(TypeError, match=rf"layers.0.{name}: no time is known of Convolution"):
         layer_passes(
             dataclasses.replace(layer, shards=shards), MicrobatchSizes(given_run), Layout(), propagates=True,
@@ -315,8 +372,6 @@ def test_a_cost_without_a_time_is_an_error_by_name() -> None:
 
 
 def test_spans_follow_from_the_order_of_the_ranks() -> None:
-    from megatron.parallel.layout import Layout
-
     layout = Layout(tensor_size=4, context_size=2, num_batch_ranks=4, num_stages=2)
     cluster = Cluster.of(8, 8)
     assert cluster.span_of(layout, "tensor") == Span(4, 4, 2)

@@ -99,6 +99,10 @@ class _TransformerLayer:
         for direction, work in directions:
             attended = CoreAttention(self._precision, direction, rows, length, heads, kv_heads, size, kind, share)
             work.add(attended)
+            if declared.is_capped and sizes.device.is_host:
+                # passes over the scores that a CPU's kernels have not; elsewhere they are within the kernel
+                scores = rows * heads * length * (length + 1) / 2 * share
+                work.add(Pointwise("gelu", direction, self._precision, scores))
             if exchanged is not None:
                 self._exchange(declared, exchanged, attended, work, is_backward=direction == "backward")
         self.passes.forward.extend(forward)
@@ -211,8 +215,6 @@ def core_kind(declared: Attention, sizes: MicrobatchSizes) -> tuple[str, float]:
     """Return the kind of kernel that attends, and the share of the scores of the causal half that tokens see."""
     model, length = sizes.config.model, sizes.data.row_length
     seen = 2 * declared.seen(length) / (length * (length + 1))
-    if declared.is_capped:
-        return "capped", seen
     if model.attention_dropout > 0:
         return "dropout", seen
     if declared.window is not None and declared.window < length:

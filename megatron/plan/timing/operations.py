@@ -106,6 +106,12 @@ class Work:
     def extend(self, other: Work) -> None:
         self.items += other.items
 
+    def scale(self, kind: str, share: float) -> None:
+        """Count this share of the operations on each number of a kind."""
+        for index, (operation, count) in enumerate(self.items):
+            if isinstance(operation, Pointwise) and operation.kind == kind:
+                self.items[index] = operation, count * share
+
     def computed(self) -> tuple[Operation, ...]:
         """Return the operations that compute: behind them something may move."""
         return tuple(each for each, _ in self.items if isinstance(each, LinearProduct | CoreAttention | Pointwise))

@@ -89,13 +89,17 @@ class StageTime:
 class StageTimes:
     """Times of all stages of a run, each kind of layer computed once."""
 
-    def __init__(self, config: Config, layout: Layout, machine: Machine) -> None:
+    def __init__(self, config: Config, layout: Layout, machine: Machine, num_microbatches: int) -> None:
         self._config, self._layout, self._machine = config, layout, machine
         self._sizes = MicrobatchSizes(config)
         self._objective = load_task(config).objective
         self._layers = declared_layers(config)
         self._known: dict[tuple[Any, ...], LayerTime] = {}
         self._gathers = _Gathers(config, layout)
+        self._summed_share = 1.0
+        if not keeps_sums(config, layout):
+            # the first gradient of a step is the sum itself
+            self._summed_share = 1 - 1 / num_microbatches
         # no layer before the first trained one needs a gradient
         trained = (any(shard.trained for shard in layer.shards.values()) for layer in self._layers)
         self._propagates = [count > 0 for count in itertools.accumulate(trained)]
@@ -135,6 +139,8 @@ class StageTimes:
             plain = forward_only(layer, self._sizes, self._layout, self._objective)
         self._gathers.add(layer, passes, plain)
         self._offload(layer, passes)
+        for work in (passes.input, passes.weight):
+            work.scale("accumulate", self._summed_share)
         by_part = self._machine.by_part
         trained = (passes.forward, passes.recomputed, passes.input, passes.weight)
         items = itertools.chain(*(work.items for work in trained))
@@ -223,6 +229,11 @@ class _Gathers:
     def _numbers(self, layer: LayerDeclaration) -> int:
         held = (held_numel(shard, self._layout) for shard in held_shards(layer, self._layout) if not shard.quantized)
         return sum(numbers for numbers in held if numbers > PERSISTENT_PARAMETER)
+
+
+def keeps_sums(config: Config, layout: Layout) -> bool:
+    """Return True where gradients are added to sums beside them; else autograd keeps the first of a step as it is."""
+    return config.effective_zero_stage > 0 or max(layout.grad_size, layout.expert_grad_size) > 1
 
 
 CostOf = Callable[[int, int, PassKind], float]

@@ -185,7 +185,7 @@ class _Step:
         self._task = load_task(config)
         self._assumption = ""
         self._num_microbatches = num_microbatches or self._microbatches()
-        self._stages = StageTimes(config, self._layout, self._machine).stages()
+        self._stages = StageTimes(config, self._layout, self._machine, self._num_microbatches).stages()
         self._updates = [
             StageUpdate(config, self._layout, [layer for chunk in stage.layers for layer in chunk], self._machine)
             for stage in self._stages
