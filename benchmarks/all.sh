@@ -13,6 +13,7 @@
 #   PEER                  interpreter of an environment with megatron-core (docs/internals/benchmarks.md)
 #   TUNING                interpreter of an environment with TRL and InstructLab (docs/internals/benchmarks.md)
 #   PREFERENCE            interpreter of an environment with TRL and PEFT (docs/internals/benchmarks.md)
+#   RATES                 file of rates of this machine, by megatron-plan --measure FILE --num-devices 4
 #   CHATS                 folder of processed chats for sft_throughput, and CHATS_VOCAB their vocabulary size
 #   MEGATRON_TEST_DATA    folder of the corpora and tokenizers of the tests
 set -uo pipefail
@@ -86,6 +87,7 @@ run families - 1
 run experts - 1
 run context_parallel - 1
 run plan_memory - 1
+run plan_time RATES 1 --rates "${RATES:-}"
 run preprocess PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100
 run preprocess:bloom PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100 --tokenizer bloom
 run preprocess:sentencepiece PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100 --tokenizer sentencepiece
