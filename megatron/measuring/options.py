@@ -43,7 +43,7 @@ ON_HOST = Sizes(
     bytes=(2**8, 2**12, 2**15, 2**18, 2**20, 2**23),
     hidden=(64, 256, 640),
     steps=14,
-    rounds=7,
+    rounds=6,
     pool_numbers=2**23,
     disk_bytes=2**27,
 )

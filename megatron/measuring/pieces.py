@@ -81,9 +81,7 @@ class Pieces:
         sizes = self.sizes
         for kind, length in itertools.product(("causal", "alibi", "window", "dropout"), sizes.row_tokens):
             groups = (1, 4) if kind == "causal" else (1,)
-            head_sizes = sizes.head_size if kind == "causal" else sizes.head_size[-1:]
-            heads = sizes.heads if kind == "causal" else sizes.heads[-1:]
-            for n, d, group, direction in itertools.product(heads, head_sizes, groups, HALF):
+            for n, d, group, direction in itertools.product(sizes.heads, sizes.head_size, groups, HALF):
                 key = ("attention", self.precision, kind, n, length, d, group, direction)
                 arguments = (kind, n, length, d, max(1, n // group), direction)
                 yield Case(key, lambda arguments=arguments: self._attention(*arguments))  # type: ignore[misc]

@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before the imports, which take a second
     end_process_at_interrupt()
 
 import datetime
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,8 @@ from megatron.runtime.devices import find_device
 from megatron.runtime.first_steps import importing
 from megatron.runtime.network import STORE_SOCKET
 
+BEGAN = "MEGATRON_MEASURE_BEGAN"
+Alone = Callable[[], dict[str, Any]]
 PLACED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE_SOCKET, AGENT_SOCKET)
 
 
@@ -39,20 +43,28 @@ def main(arguments: Sequence[str]) -> None:
     # a launcher ends its ranks so; a file or a process that is left would outlive the measurement
     signal.signal(signal.SIGTERM, _interrupt)
     options = read_options(arguments)
+    # the process that measures a single rank goes on counting
+    os.environ.setdefault(BEGAN, str(time.time()))
     world_size, per_node = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     with importing():
         from megatron.runtime import accelerator
 
         device = accelerator.choose_device(options.device)
     if options.alone is not None:
-        found = _measure_alone(options, device, _thread_counts(int(os.environ["MEGATRON_RANKS"])))
-        Path(options.alone).write_text(json.dumps(found), encoding="utf-8")
+        own = _measure_alone(options, device, _thread_counts(int(os.environ["MEGATRON_RANKS"])))
+        Path(options.alone).write_text(json.dumps(own), encoding="utf-8")
         return
-    found = {}
-    if os.environ.get("RANK", "0") == "0":
-        found = _alone(options, device, per_node, world_size)
+    found: dict[str, Any] = {}
+    alone = functools.partial(_alone, options, device, per_node, world_size)
+    # ranks of a CPU wait for the first in a collective: where they wait to join, torch lets them try ever less often.
+    # Elsewhere the first opens its device only when the process that measures alone has left it
+    if not find_device(device).is_host and os.environ.get("RANK", "0") == "0":
+        found = alone()
+        alone = functools.partial(dict, found)
     if world_size > 1:
-        found |= _measure_together(options, device, found, per_node)
+        found = _measure_together(options, device, alone, per_node)
+    elif not found:
+        found = alone()
     if os.environ.get("RANK", "0") == "0":
         _write(options, device, found, world_size, per_node)
 
@@ -115,7 +127,7 @@ def _measure_alone(options: MeasureOptions, device: str, threads: Sequence[int])
             dist.destroy_process_group()
 
 
-def _measure_together(options: MeasureOptions, device: str, alone: dict[str, Any], per_node: int) -> dict[str, Any]:
+def _measure_together(options: MeasureOptions, device: str, alone: Alone, per_node: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron.measuring.together import measure_together
@@ -151,9 +163,9 @@ def _write(options: MeasureOptions, device: str, found: dict[str, Any], world_si
 
 
 def _say(text: str) -> None:
-    """Print a line of progress on the first rank."""
+    """Print a line of progress on the first rank, with the seconds since its start."""
     if os.environ.get("RANK", "0") == "0":
-        print_error(text)
+        print_error(f"{time.time() - float(os.environ[BEGAN]):5.0f} s  {text}")
 
 
 def preload() -> None:

@@ -24,25 +24,28 @@ from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.step import step_time
 from megatron.runtime.devices import find_device
 
+Alone = Callable[[], dict[str, Any]]
 Say = Callable[[str], None]
 MOST_STAGES = 4
 """Stages of the pipeline at most; a longer one would need deeper models."""
 TRIED_S = 1e-3
 
 
-def measure_together(alone: Mapping[str, Any], device: str, sizes: Sizes, per_node: int, say: Say) -> dict[str, Any]:
-    """Return what these ranks measure together, to add to what the first has measured `alone`. Collective."""
+def measure_together(alone: Alone, device: str, sizes: Sizes, per_node: int, say: Say) -> dict[str, Any]:
+    """Return what the first of these ranks measures `alone`, and then all together. Collective."""
     record = find_device(device)
     ctx = ParallelContext.build(ParallelConfig(), device)
+    found = alone() if ctx.rank == 0 else {}
+    dist.barrier(group=ctx.control_group)
     exchanges = ExchangeRates(ctx, sizes, per_node)
     say(f"exchanges of {ctx.world_size} ranks")
-    found: dict[str, Any] = {"collectives": exchanges.measure(say)}
+    found["collectives"] = exchanges.measure(say)
     if record.is_host and per_node > 1:
         say("ranks that compute at once")
         found["slowdown"] = exchanges.slowdown(per_node)
     # the ranks of several machines have no folder for its data
     if per_node == ctx.world_size:
-        _add_message_start({**alone, **found}, ctx, device, sizes, say)
+        _add_message_start(found, ctx, device, sizes, say)
     dist.barrier(group=ctx.control_group)
     return found
 

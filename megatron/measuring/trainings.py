@@ -53,7 +53,9 @@ class Training:
         batch = f"--seq-length {LENGTH} --micro-batch-size 1 --global-batch-size {self.microbatches}"
         rest = f"--train-iters {steps} --split 1,0,0 --log-interval 1 --timing-log-level 1 --device {device}"
         rest += f" --optimizer {self.optimizer} --pipeline-model-parallel-size {self.stages}"
-        words = f"--architecture llama {sizes} {heads} {batch} {rest}".split()
+        # without dropout, as most models are trained
+        model = f"--architecture llama --hidden-dropout 0 --attention-dropout 0 {sizes} {heads}"
+        words = f"{model} {batch} {rest}".split()
         if self.precision != "fp32":
             words.append(f"--{self.precision}")
         return [*words, "--data-path", str(data), "--results-dir", str(results)]
