@@ -182,6 +182,22 @@ def test_the_command_prints_and_draws_the_comparison(tmp_path: Path, capsys: pyt
     assert "Measured, step 2" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
+def test_time_to_train_and_cost_are_those_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "bloom_13b", "--device", "gaudi2", "--num-devices", "64", "--tensor-model-parallel-size", "8"]
+    words += ["--device-mtbf-hours", "50000", "--disk-gb-per-second", "20", "--device-hour-price", "3"]
+    assert main([*words, "--output", str(tmp_path / "plan.html")]) == 0
+    text = capsys.readouterr().out
+    page = Page((tmp_path / "plan.html").read_text(encoding="utf-8"))
+    figures = {each.all("dt")[0].text: each.all("strong")[0].text for each in page.root.all("dl")[0].all("div")}
+    assert f"expected   {figures['time to train']} with " in text
+    assert f"cost       {figures['cost']} at 3 an hour" in text
+    # each line of the text is on the page
+    (table,) = page.root.all("table", "facts")
+    shown = " ".join(cell.text for cell in table.all("td"))
+    (failures,) = [line for line in text.splitlines() if line.startswith("  failures ")]
+    assert failures.removeprefix("  failures ").strip() in shown
+
+
 def test_a_comparison_needs_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", predicted(1, 4))
     assert main(["--config", "tiny_llama", "--compare", str(tmp_path / "run")]) == 2

@@ -117,6 +117,9 @@ def _campaign_figures(campaign: Campaign) -> Iterator[Figure]:
     if campaign.planned is not None:
         seconds, note = campaign.planned.total_s, f"expected, {campaign.planned.effective:.1%} of it effective"
     yield Figure("time to train", duration(seconds), note)
+    if campaign.question.device_hour_price is not None:
+        price = f"at {campaign.question.device_hour_price:,.6g} an hour of a device"
+        yield Figure("cost", f"{campaign.cost(seconds):,.0f}", price)
 
 
 def _memory(config: Config, stages: Sequence[Stage], room: Capacity | None) -> MemoryByStage:

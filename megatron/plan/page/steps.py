@@ -31,13 +31,16 @@ KIND_OF_PASS = {
     PassKind.INPUT: "backward",
     PassKind.WEIGHT: "weight",
 }
+ROUNDING = 1e-9
 LEAST_MESSAGE = 1e-3
 """Share of a step from which messages are drawn: shorter ones would not be seen."""
 
 
 def parts_of(time: StepTime) -> dict[str, float]:
-    """Return the seconds of the parts of a step by their words."""
-    return {words: getattr(time.parts, name) for name, words in PARTS.items()}
+    """Return the seconds of the parts of a step by their words; 0 for what is not one."""
+    parts = {words: getattr(time.parts, name) for name, words in PARTS.items()}
+    # differences of sums are not quite zero
+    return {words: 0.0 if seconds < ROUNDING * time.seconds else seconds for words, seconds in parts.items()}
 
 
 def predicted_timeline(time: StepTime) -> Timeline:
