@@ -31,15 +31,14 @@ def add_measure_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--measure-folder", metavar="DIR", help="folder whose disk --measure times (default: the current folder)"
     )
-    group.add_argument("--hostsfile", metavar="FILE", help="--measure: a line `<host> slots=<n>` for each node")
 
 
 def check_measure_flags(options: argparse.Namespace) -> None:
     """Raise ConfigError for flags of a measurement where there is none."""
-    given = [name for name in ("measure_folder", "hostsfile") if getattr(options, name) is not None]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError([f"{names} without --measure FILE has no effect; give that, or leave it out"])
+    if options.measure_folder is not None:
+        raise ConfigError(["--measure-folder without --measure FILE has no effect; give that, or leave it out"])
+    if options.hostsfile is not None and not options.search:
+        raise ConfigError(["--hostsfile without --measure FILE or --search has no effect; give one, or leave it out"])
 
 
 @dataclass(frozen=True)

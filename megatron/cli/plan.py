@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron.cli.command import command
 from megatron.cli.measuring import add_measure_flags, check_measure_flags, measure
+from megatron.cli.planning.search import add_search, check_search, search_text
 from megatron.cli.planning.times import add_compare, planned_times, times_text
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
@@ -40,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.measure is not None:
             return measure(options, flags)
         check_measure_flags(options)
-        _print_plan(options, with_chip(flags))
+        check_search(options)
+        if options.search:
+            sys.stdout.write(search_text(options, with_chip(flags)))
+        else:
+            _print_plan(options, with_chip(flags))
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
         return REFUSED
@@ -107,6 +112,7 @@ def plan_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_devices(parser.add_argument_group("devices"))
+    add_search(parser.add_argument_group("search of the fastest layout"))
     time_of_step = parser.add_argument_group("time of a step")
     time_of_step.add_argument(
         "--rates",
@@ -128,6 +134,9 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
         "--num-devices", type=int, metavar="N", help="devices (default: tensor-parallel size x pipeline stages)"
     )
     group.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of each node (default: 8)")
+    group.add_argument(
+        "--hostsfile", metavar="FILE", help="nodes of --search and --measure: a line `<host> slots=<n>` for each"
+    )
 
 
 def with_chip(flags: Sequence[str]) -> list[str]:
@@ -137,8 +146,14 @@ def with_chip(flags: Sequence[str]) -> list[str]:
     if known is None:
         return list(flags)
     device, chip = known
-    # the last of a flag counts
-    words = [*flags, "--device", device.name]
+    own = [namespace.device, f"--device={namespace.device}"]
+    words = [word for before, word in zip(["", *flags], flags, strict=False) if not _names_chip(before, word, *own)]
+    words += ["--device", device.name]
     if namespace.device_memory is None:
         words += ["--device-memory", chip.name]
     return words
+
+
+def _names_chip(before: str, word: str, name: str, together: str) -> bool:
+    """Return whether a word of a command line is part of `--device NAME`."""
+    return word in ("--device", together) or (before == "--device" and word == name)
