@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megatron.plan.search.search import search
 from megatron.plan.timing.cluster import Cluster
 from megatron.settings.command_line import read_command_line
 from megatron.settings.validation import check
+from tests.plan.pages import Page
 
 RUN = "--config tiny_llama --global-batch-size 32 --train-iters 100 --device h100".split()
 SMALL = ["--recompute-granularity", "none", "--no-offload-activations", "--zero-stage", "1"]
@@ -110,3 +112,30 @@ def _same_config(found: Found, flags: list[str], preset: str) -> None:
     assert (request.nodes, request.devices_per_node) == (2, 8)
     assert request.data_parallel_size == found.layout.num_batch_ranks
     assert layout_of(read_command_line(request.train_flags).config) == layout_of(found.config)
+
+
+def test_the_layouts_are_drawn_as_they_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    text = printed(capsys, "--num-devices", "4", "--output", str(file))
+    assert text.endswith(f"wrote {file}\n")
+    rows = Page(file.read_text(encoding="utf-8")).table("Layouts, the fastest first")
+    lines = [line.split() for line in text.splitlines() if re.match(r" +\d+ .*%", line)]
+    assert len(rows) == len(lines) > 1
+    for row, line in zip(rows, lines, strict=True):
+        number, seconds, _, tokens, mfu, bubble, *_ = line
+        assert row[0].text == number
+        assert row[3].text == tokens
+        assert float(row[2].attributes["data-value"]) == pytest.approx(float(seconds) * 1e-3, rel=0.01)
+        assert (row[4].text, row[6].text) == (mfu, bubble)
+    # each with its command: that of the first is printed
+    (command,) = rows[0][-1].all("code")
+    assert command.text in re.sub(r"\s*\\\n\s*", " ", text)
+
+
+def test_questions_on_one_layout_are_none_of_the_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--search", *RUN, "--num-devices", "4", "--compare", str(tmp_path), "--save-seconds", "3"]) == 2
+    fault = capsys.readouterr().err
+    for name in ("--compare", "--save-seconds"):
+        assert f"{name} is for the plan of one layout; leave out --search, or it" in fault
+    assert main(["--search", *RUN, "--num-devices", "4", "--output", str(tmp_path / "plan.pdf")]) == 2
+    assert "must end in .html" in capsys.readouterr().err

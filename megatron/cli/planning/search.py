@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +13,10 @@ from megatron.cli.planning.start_command import StartCommand, command_lines
 from megatron.launch.plan import parse_hostsfile
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import flag
+from megatron.plan.campaign.question import OPTIONS
 from megatron.plan.fit import Capacity, capacity, for_device, needed_bytes
+from megatron.plan.page.content import LayoutRow, PageContent
+from megatron.plan.page.page import PlannedTimes, check_output, plan_content, write_page
 from megatron.plan.rates.rates import Rates
 from megatron.plan.search.found import Found, SearchResult
 from megatron.plan.search.search import clusters_of, search
@@ -41,15 +46,29 @@ def add_search(group: argparse._ArgumentGroup) -> None:
 
 
 def check_search(options: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of the search without it."""
+    """Raise ConfigError for flags of the search without it, and for those that it does not read."""
     given = [name for name in NODES if getattr(options, name)]
     if given and not options.search:
         raise ConfigError([f"{flag(name)} is for --search; add that, or leave it out" for name in given])
+    of_one_layout = [name for name in ("compare", *OPTIONS) if getattr(options, name) is not None]
+    if of_one_layout and options.search:
+        faults = [f"{flag(name)} is for the plan of one layout; leave out --search, or it" for name in of_one_layout]
+        raise ConfigError(faults)
 
 
 def search_text(options: argparse.Namespace, flags: Sequence[str]) -> str:
-    """Return the fastest layouts of a run. Raises ConfigError for what cannot be searched."""
-    return "\n".join(_Question(options, flags).lines()) + "\n"
+    """Return the fastest layouts of a run, and draw them where `--output` says.
+
+    Raises ConfigError for what cannot be searched.
+    """
+    if options.output is not None:
+        check_output(options.output)
+    question = _Question(options, flags)
+    lines = list(question.lines())
+    if options.output is not None:
+        write_page(question.page(), options.output)
+        lines += ["", f"wrote {options.output}"]
+    return "\n".join(lines) + "\n"
 
 
 class _Question:
@@ -67,6 +86,7 @@ class _Question:
         given = vars(build_parser().parse_known_args(self.flags)[0])
         self.fixed = frozenset(name for name in NEUTRAL if given.get(name) is not None)
         self.presets = presets_of(build_parser().parse_known_args(self.flags)[0])
+        self.result = SearchResult()
 
     def _with_rates(self, config: Config) -> tuple[Config, Rates]:
         rates = rates_of_plan(self.options.rates, config)
@@ -95,7 +115,7 @@ class _Question:
         left = sorted(self.sizes, reverse=True)[down:]
         if not left:
             raise ConfigError([f"--nodes-down {down} leaves none of {counted(len(self.sizes), 'node')}; lower it"])
-        result = self._search(clusters_of(left, may_leave=down > 0), 10)
+        result = self.result = self._search(clusters_of(left, may_leave=down > 0), 10)
         if not result.found:
             raise ConfigError([self._why_nothing(result, left)])
         yield from self._head(left)
@@ -133,14 +153,45 @@ class _Question:
         figures = f"{seconds_text(time.seconds):>8} {time.tokens_per_second:>12,.0f} {mfu:>6} {bubble:>6.1%}"
         head = f"  {number:>2} {figures} {time.sent_bytes.total / GIB:>8.1f}  "
         indent = " " * 6
-        text = _layout_text(found)
-        if found.cluster.num_devices < sum(self.sizes):
-            text = f"{len(found.cluster.node_sizes)} x {found.cluster.node_sizes[0]} devices: {text}"
-        yield from _wrapped(text, head, " " * len(head))
+        yield from _wrapped(self._title(found), head, " " * len(head))
         # as the plan's memory table has it: a rank of each stage
         sizes = " ".join(f"{needed_bytes(found.config, stage) / GIB:.1f}" for stage in found.stages)
         room = self._room(found.cluster.node_sizes[0]).size_bytes / GIB
         yield from _wrapped(f"{sizes} of {room:.1f} GiB by stage; {found.limit}", indent, indent)
+
+    def _title(self, found: Found) -> str:
+        """Return the layout, with the devices that it is on where others are left over."""
+        if found.cluster.num_devices == sum(self.sizes):
+            return _layout_text(found)
+        return f"{len(found.cluster.node_sizes)} x {found.cluster.node_sizes[0]} devices: {_layout_text(found)}"
+
+    def page(self) -> PageContent:
+        """Return the page of the fastest layout, with the list of all."""
+        best = self.result.found[0]
+        content = plan_content(
+            best.config,
+            nodes=len(best.cluster.node_sizes),
+            devices_per_node=best.cluster.node_sizes[0],
+            title=f"Fastest layout of {' + '.join(self.presets) or 'the default config'}",
+            times=PlannedTimes(rates=self.rates, step=best.time),
+        )
+        rows = [self._row(found) for found in self.result.found]
+        return dataclasses.replace(content, layouts=rows, refused=self.result.refused + self.result.unknown)
+
+    def _row(self, found: Found) -> LayoutRow:
+        time, start = found.time, StartCommand(found, self.flags, self.presets, self.options.hostsfile)
+        peak = self.rates.peak_flops.get(time.precision)
+        return LayoutRow(
+            title=self._title(found),
+            seconds=time.seconds,
+            tokens_per_second=time.tokens_per_second,
+            mfu=None if peak is None else time.mfu(peak),
+            memory_bytes=found.largest_bytes,
+            wait=time.parts.wait / time.seconds,
+            sent_bytes=time.sent_bytes.total,
+            limit=found.limit,
+            command=shlex.join(start.launch_words()),
+        )
 
     def _compared(self, best: Found) -> Iterator[str]:
         # the same question on all nodes, of which one answer is enough

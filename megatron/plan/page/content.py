@@ -99,8 +99,6 @@ class LayoutRow(NamedTuple):
     """A row of a search."""
 
     title: str
-    changes: str
-    """Flags that differ from the run's."""
     seconds: float
     tokens_per_second: float
     mfu: float | None

@@ -50,6 +50,9 @@ def _header(content: PageContent) -> Element:
 
 
 def _sections(content: PageContent) -> Iterator[Element | None]:
+    # what a search is for; the other sections are on its first layout
+    if content.layouts:
+        yield _layouts_section(content)
     yield _run_section(content)
     yield _memory_section(content.memory)
     if content.parts:
@@ -58,8 +61,6 @@ def _sections(content: PageContent) -> Iterator[Element | None]:
         yield _section("One step", *map(timeline_chart, content.timelines))
     if content.compared:
         yield _compared_section(content.compared, content.measured_in)
-    if content.layouts:
-        yield _layouts_section(content)
 
 
 def _section(title: str, *children: Element) -> Element:
@@ -144,7 +145,7 @@ def _ratio(measured: float, predicted: float) -> Element:
 def _layouts_section(content: PageContent) -> Element:
     heads = ["rank", "layout", "time of a step", "tokens/s", "MFU", "memory, GiB", "wait", "sent, GiB", "limit"]
     rows = [_layout_row(number, layout) for number, layout in enumerate(content.layouts, start=1)]
-    table = _table("Layouts, the fastest first", [*heads, "changes", "command"], rows, is_sortable=True)
+    table = _table("Layouts, the fastest first", [*heads, "command"], rows, is_sortable=True)
     children = [element("p", "Memory: of the fullest stage. Sent: by a rank in a step."), table]
     if content.refused:
         reasons = [element("li", f"{count:,}: {reason}") for reason, count in content.refused.items()]
@@ -156,7 +157,7 @@ def _layout_row(number: int, layout: LayoutRow) -> list[Element]:
     mfu = _number("", -1) if layout.mfu is None else _number(f"{layout.mfu:.1%}", layout.mfu)
     return [
         _number(str(number), number),
-        element("th", layout.title, scope="row"),
+        element("th", layout.title, scope="row", class_="long"),
         _number(seconds_text(layout.seconds), layout.seconds),
         _number(f"{layout.tokens_per_second:,.0f}", layout.tokens_per_second),
         mfu,
@@ -164,8 +165,7 @@ def _layout_row(number: int, layout: LayoutRow) -> list[Element]:
         _number(f"{layout.wait:.1%}", layout.wait),
         _number(gib_text(layout.sent_bytes), layout.sent_bytes),
         _long(layout.limit),
-        _long(layout.changes),
-        element("td", element("code", layout.command), class_="long"),
+        element("td", element("details", element("summary", "show"), element("code", layout.command))),
     ]
 
 
