@@ -17,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.options.config import ConfigError
+from megatron.parallel.layout import Layout
 from megatron.plan.rates.files import load_rates, machine_names, rates_of
 from megatron.plan.rates.rates import POINTWISE, Rates, Span
+from megatron.plan.timing.cluster import Cluster
+from megatron.plan.timing.operations import AxisExchange, Hidden, LinearProduct, Machine
 
 TOKENS, OUTPUTS, INPUTS = (16, 64, 256), (32, 128), (32, 128, 512)
 NODE = Span(4, 4)
@@ -206,6 +209,24 @@ def test_a_group_has_only_the_links_between_its_own_devices() -> None:
     assert ports.collective("send", moved, Span(2, 2)) == pytest.approx(moved / (0.98 * 37.5e9), rel=1e-3)
     switched = load_rates("a100").collective("send", moved, Span(2, 2))
     assert switched == pytest.approx(moved / (0.78 * 300e9), rel=1e-3)
+
+
+def test_an_exchange_takes_some_of_a_devices_cores_while_it_is_hidden() -> None:
+    """NCCL's kernels run on the SMs; Gaudi's ports beside its engines."""
+    spans = (Span(8, 8), Span(8, 1))
+    assert [load_rates("h100").share_of_exchanges(span) for span in spans] == [0.15, 0.02]
+    assert [load_rates("gaudi2").share_of_exchanges(span) for span in spans] == [0, 0]
+    assert rates_of(measured(), "m").share_of_exchanges(NODE) == 0
+    layout = Layout(tensor_size=8)
+    machine = Machine(load_rates("h100"), Cluster.of(1, 8), layout, is_host=False)
+    exchange, product = AxisExchange("all_gather", 2**28, "tensor"), LinearProduct("bf16", "input", 8192, 13312, 16384)
+    taken, computed = machine.seconds(exchange), machine.seconds(product)
+    assert taken < computed
+    assert machine.seconds(Hidden((exchange,), (product,))) == pytest.approx(0.15 * taken)
+    # behind a short product it shows
+    short = LinearProduct("bf16", "input", 64, 128, 128)
+    shown = taken - machine.seconds(short)
+    assert machine.seconds(Hidden((exchange,), (short,))) == pytest.approx(shown)
 
 
 def test_ranks_of_a_host_have_the_rates_of_their_threads() -> None:

@@ -19,6 +19,7 @@ from megatron.plan.rates.exchanges import sent_share, steps_of
 from megatron.plan.rates.rates import POINTWISE, Collective, Direction, Precision, Rates, Role, Span, Starts
 
 Share = Annotated[Number, Field(gt=0, le=1)]
+Part = Annotated[Number, Field(ge=0, lt=1)]
 
 NUMBER_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MOVED: Mapping[str, tuple[float, float]] = {
@@ -93,6 +94,8 @@ class LinkFigures:
     peer_bytes_per_s: PositiveFloat | None = None
     """Bytes a second to each other device of the node, where links join pairs: a group has only those between its own.
     Unset: any two devices have all of `bytes_per_s`, through a switch."""
+    device_share: Part = 0.0
+    """Share of the device's cores that a collective takes from what is computed meanwhile."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -224,6 +227,9 @@ class PublishedRates(Rates):
             bandwidth = min(bandwidth, out)
         moving = size_bytes * sent_share(kind, span.size) / bandwidth
         return links.start_s + links.hop_s * steps_of(span.size) + moving
+
+    def share_of_exchanges(self, span: Span) -> float:
+        return (self.file.across_nodes if span.crosses_nodes else self.file.within_node).device_share
 
     def update(self, optimizer: str, precision: str, numbers: float) -> float:
         if optimizer not in UPDATE_BYTES:

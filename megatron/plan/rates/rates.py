@@ -136,6 +136,10 @@ class Rates(ABC):
     def host_copy(self, size_bytes: float) -> float:
         """Return the seconds of a copy from the device to the host's memory, or back."""
 
+    def share_of_exchanges(self, span: Span) -> float:
+        """Return the share of the device's cores that a collective takes from what is computed meanwhile."""
+        return 0.0
+
     def slowdown(self, busy_ranks: int) -> float:
         """Return how many times longer a pass takes while so many ranks of a host compute at once."""
         return 1.0

@@ -150,8 +150,14 @@ class Machine:
         """Return what hidden exchanges add to the time of what is behind them."""
         moving = sum(self.seconds(each) for each in hidden.moving)
         behind = sum(self.seconds(each) for each in hidden.behind)
-        longer, shorter = max(moving, behind), min(moving, behind)
+        exchanges = [each for each in hidden.moving if isinstance(each, AxisExchange)]
+        taken = sum(self.seconds(each) * self.share_of_exchanges(each.axis) for each in exchanges)
+        longer, shorter = max(moving, behind + taken), min(moving, behind)
         return longer + shorter * (self.share_of_cores - 1) - behind
+
+    def share_of_exchanges(self, axis: Axis) -> float:
+        """Return the share of a device's cores that an exchange over an axis takes from what is computed meanwhile."""
+        return self.rates.share_of_exchanges(self.span(axis))
 
     @functools.cached_property
     def share_of_cores(self) -> float:

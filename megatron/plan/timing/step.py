@@ -277,7 +277,8 @@ class _Step:
         shown = max(0.0, done + last - end)
         hidden = sum(buckets) + last - shown
         # what runs beside the passes takes its share of their cores
-        return each + shown + hidden * (self._machine.share_of_cores - 1)
+        taken = self._machine.share_of_cores - 1 + self._machine.share_of_exchanges("grad")
+        return each + shown + hidden * taken
 
     def _ready(self, number: int, num_buckets: int, simulated: Simulated) -> tuple[list[float], float]:
         """Return when each bucket is complete, and when the stage's last pass ends."""
