@@ -87,13 +87,13 @@ class _TransformerLayer:
         exchanged = exchange_of(sizes.config, sizes.device, declared.window) if sizes.context_size > 1 else None
         heads, kv_heads = float(core.heads), float(core.key_channels // declared.head_size)
         rows = float(sizes.config.training.micro_batch_size)
+        kind, share = core_kind(declared, sizes)
         if exchanged == "ring":
             # of the pairs of whole rows each rank has an equal share
-            rows /= sizes.context_size
+            share /= sizes.context_size
         elif exchanged is not None:
             heads /= sizes.context_size
             kv_heads = max(1.0, kv_heads / sizes.context_size)
-        kind, share = core_kind(declared, sizes)
         length, size = sizes.data.row_length, declared.head_size
         directions: list[tuple[Direction, Work]] = [("forward", forward), ("backward", self.passes.input)]
         for direction, work in directions:
