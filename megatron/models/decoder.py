@@ -93,7 +93,7 @@ class DecoderBlock:
         shards: dict[str, Shard] = {}
         start = 0.0 if self.norm == "rms_norm_1p" else 1.0
         for name, size in (("q_norm", q_size), ("k_norm", kv_size)):
-            cost = Norm(size, is_rms=True)
+            cost = Norm(size, is_rms=True, adds_one=self.norm == "rms_norm_1p")
             if self.head_norm == "head":
                 shards[f"{name}.weight"] = Shard((model.head_size,), value=start, used_on="heads", cost=cost)
             elif self.head_norm == "whole":
@@ -149,7 +149,10 @@ class DecoderBlock:
                 branches["mlp"] = _reading_as_attention(mlp)
         for name, branch in branches.items():
             if self.norms_inputs and not model.shared_norm:
-                shards |= below(f"{name}_norm", self.norm_shards(model))
+                norm = self.norm_shards(model)
+                if self.is_parallel and name == "mlp":
+                    norm = _of_the_same_input(norm)
+                shards |= below(f"{name}_norm", norm)
             shards |= below(name, branch)
             if self.norms_outputs:
                 shards |= below(f"{name}_output_norm", self.norm_shards(model))
@@ -196,9 +199,19 @@ def _reading_as_attention(branch: Mapping[str, Shard]) -> dict[str, Shard]:
     }
 
 
+def _of_the_same_input(norm: Mapping[str, Shard]) -> dict[str, Shard]:
+    """A norm of what the norm before it reads."""
+    return {
+        name: dataclasses.replace(shard, cost=dataclasses.replace(shard.cost, shares_input=True))
+        if isinstance(shard.cost, Norm)
+        else shard
+        for name, shard in norm.items()
+    }
+
+
 def norm_shards(model: ModelConfig, kind: NormKind) -> dict[str, Shard]:
     """A norm over the residual stream."""
-    cost = Norm(model.hidden_size, is_rms=kind != "layer_norm")
+    cost = Norm(model.hidden_size, is_rms=kind != "layer_norm", adds_one=kind == "rms_norm_1p")
     start = 0.0 if kind == "rms_norm_1p" else 1.0
     shards = {"weight": Shard((model.hidden_size,), value=start, used_on="stream", cost=cost)}
     if kind == "layer_norm":

@@ -17,6 +17,10 @@ class Norm:
 
     channels: int
     is_rms: bool
+    adds_one: bool = False
+    """It multiplies by 1 + weight, added up in float32, and is given its input in that."""
+    shares_input: bool = False
+    """The norm before it has the same input."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
 from megatron.plan.context_exchange import attention_core
 from megatron.plan.expert_memory import ExpertsMemory
 from megatron.plan.flops import held_numel, held_shards
-from megatron.plan.microbatch import MicrobatchSizes
+from megatron.plan.microbatch import BYTES, MicrobatchSizes
+
+FLOAT32 = BYTES["fp32"]
 
 
 class GradientMoment(NamedTuple):
@@ -234,7 +236,10 @@ class _TransformerLayer:
         """All that is kept where nothing is recomputed."""
         sizes, layer = self._sizes, self._layer
         norms = sizes.own_tokens * sum(_norm_token_bytes(norm, sizes) for norm in _norms(layer))
-        norms += sum(_head_norm(norm, sizes) for norm in _norms(layer, used_on="heads"))
+        norms += sum(_head_norm(shard, sizes) for shard in _head_norms(layer))
+        if any(not _copies_heads(shard, sizes) for shard in _head_norms(layer)):
+            # their inputs are parts of the fused projection, which repeated heads leave to them
+            norms += sum(core.projection_bytes for core in self._cores if not core.keeps_projection)
         beside = layer.dropouts * _dropout_mask(sizes) + _of_methods(layer, sizes)
         return norms + self._normed + self._inside_mlp + self._of_cores + beside
 
@@ -359,11 +364,15 @@ def _dropout_mask(sizes: MicrobatchSizes) -> int:
     return sizes.own_tokens * sizes.config.model.hidden_size * sizes.mask_number_bytes
 
 
-def _norms(layer: LayerDeclaration, used_on: str = "stream") -> list[Norm]:
-    """Return the layer's norms over the residual stream, or over heads."""
+def _norms(layer: LayerDeclaration) -> list[Norm]:
+    """Return the layer's norms over the residual stream."""
+    return [shard.cost for shard in layer.shards.values() if isinstance(shard.cost, Norm) and shard.used_on == "stream"]
+
+
+def _head_norms(layer: LayerDeclaration) -> list[Shard]:
+    """Return the weights of the layer's norms over heads."""
     # a norm over all heads together is cut as they are, and has no other use
-    used = [shard.cost for shard in layer.shards.values() if (shard.used_on or "heads") == used_on]
-    return [cost for cost in used if isinstance(cost, Norm)]
+    return [shard for shard in layer.shards.values() if isinstance(shard.cost, Norm) and shard.used_on != "stream"]
 
 
 def _is_unfused(norm: Norm, sizes: MicrobatchSizes) -> bool:
@@ -378,28 +387,54 @@ def _is_plain(norm: Norm, sizes: MicrobatchSizes) -> bool:
 
 def _norm_token_bytes(norm: Norm, sizes: MicrobatchSizes) -> int:
     """Kept of a norm over the stream for each token beside its output: its input, and its statistics."""
+    kept = 0
+    if _copies_input(norm, sizes):
+        kept = FLOAT32 * norm.channels
+    elif not norm.shares_input:
+        kept = sizes.number_bytes * norm.channels
     if _is_plain(norm, sizes):
-        return 4 * norm.channels + 4 * norm.channels + 4  # input, normalised input, and one root of the mean
-    return sizes.number_bytes * norm.channels
+        kept += FLOAT32 * norm.channels + FLOAT32  # normalised input, and one root of the mean
+    return kept
 
 
-def _head_norm(norm: Norm, sizes: MicrobatchSizes) -> int:
+def _copies_input(norm: Norm, sizes: MicrobatchSizes) -> bool:
+    """The norm keeps a copy of its 16-bit input in float32."""
+    return sizes.is_16_bit and (norm.adds_one or _is_plain(norm, sizes))
+
+
+def _head_norm(shard: Shard, sizes: MicrobatchSizes) -> int:
     """Kept of a norm over heads of q or k."""
     # its input is a part of the fused projection, which v keeps whole; the core keeps the output in place of that,
     # unless it rotates it
+    norm = _norm_of(shard)
     channels = norm.channels // sizes.tensor_size
     channel_bytes = 0
     if sizes.config.model.position_embedding_type != "rope":
         channel_bytes += sizes.number_bytes
-    if _is_plain(norm, sizes):
-        # the normalised input in float32, and of 16 bits the input too
-        channel_bytes += 8 if sizes.is_16_bit else 4
+    if _copies_heads(shard, sizes):
+        channel_bytes += FLOAT32
+    if _is_plain(norm, sizes) or _is_split(shard, sizes):
+        channel_bytes += FLOAT32  # the normalised input
     return sizes.tokens * channels * channel_bytes
+
+
+def _copies_heads(shard: Shard, sizes: MicrobatchSizes) -> bool:
+    """The norm over heads keeps a copy of its 16-bit input in float32."""
+    return _copies_input(_norm_of(shard), sizes) or (sizes.is_16_bit and _is_split(shard, sizes))
+
+
+def _is_split(shard: Shard, sizes: MicrobatchSizes) -> bool:
+    """Ranks share the heads of one norm (SplitRMSNorm), which is computed operator by operator."""
+    return shard.dim == 0 and sizes.tensor_size > 1
+
+
+def _norm_of(shard: Shard) -> Norm:
+    assert isinstance(shard.cost, Norm)
+    return shard.cost
 
 
 def _kept_input(layer: LayerDeclaration, sizes: MicrobatchSizes) -> int:
     """The layer's input among what its first norm keeps, if that keeps the tensor itself."""
-    first = _norms(layer)[:1]
-    if sizes.is_16_bit and any(_is_plain(norm, sizes) for norm in first):
-        return 0  # it keeps a float32 copy
+    if any(_copies_input(norm, sizes) for norm in _norms(layer)[:1]):
+        return 0
     return sizes.stream_bytes

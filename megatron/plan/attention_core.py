@@ -41,6 +41,10 @@ class AttentionCore:
     @property
     def key_channels(self) -> int:
         """Channels of k, or of v."""
+        return self._projected_key_channels
+
+    @property
+    def _projected_key_channels(self) -> int:
         # with fewer key/value heads than ranks, each rank gathers one whole head of both
         own = self.declared.num_kv_heads * self.declared.head_size // self.sizes.tensor_size
         return max(own, self.declared.head_size)
@@ -92,7 +96,7 @@ class AttentionCore:
         if device.has_flash_attention and not sizes.is_16_bit and batch > 1:
             kept += self.output_bytes  # no flash kernel: the output comes by sample, and is copied by position
         if not self.stores_scores:
-            return kept
+            return kept + self._converted_mask_bytes
         if device.is_host:
             return self._unfused_on_host_bytes
         # probabilities, and with dropout its mask of truth values and the product of both
@@ -100,6 +104,32 @@ class AttentionCore:
         if sizes.config.model.attention_dropout > 0:
             score_bytes += 1 + sizes.number_bytes
         return kept + self.scores * score_bytes
+
+    @property
+    def _converted_mask_bytes(self) -> int:
+        """Bytes of a window's mask, which is boolean: torch's kernel on a CPU makes numbers of it for each layer."""
+        sizes, window, length = self.sizes, self.declared.window, self.sizes.data.row_length
+        has_bias = sizes.config.model.position_embedding_type == "alibi"  # in which the window is hidden
+        if not sizes.device.is_host or sizes.data.packs_documents or has_bias:
+            return 0
+        if window is None or window >= length:
+            return 0
+        return length**2 * (FLOAT32 if sizes.widens_products else sizes.number_bytes)
+
+    @property
+    def projection_bytes(self) -> int:
+        """Bytes of the fused projection [q; k; v]."""
+        channels = self.query_channels + 2 * self._projected_key_channels
+        return self.sizes.tokens * channels * self.sizes.number_bytes
+
+    @property
+    def keeps_projection(self) -> bool:
+        """Its v is a view of the fused projection, all of which that keeps."""
+        is_grouped = self.key_channels < self.query_channels
+        if self.stores_scores and self.sizes.device.is_host:
+            return not is_grouped and (self.declared.is_capped or not self.sizes.is_16_bit)
+        is_rotated = self.sizes.config.model.position_embedding_type == "rope"
+        return not (is_grouped and is_rotated and _repeats_heads(self.sizes.config))
 
     @property
     def _input_channels(self) -> int:
@@ -118,15 +148,25 @@ class AttentionCore:
 
     @property
     def _unfused_on_host_bytes(self) -> int:
-        """Bytes kept by torch's plain attention on the CPU, which computes in float32."""
-        sizes, query, key = self.sizes, self.query_channels, self.key_channels
-        score_bytes = 3 * FLOAT32  # probabilities, dropout mask, and their product
-        scaled_bytes = 2 * FLOAT32 * query  # q and k, each times the root of the scale
-        if sizes.is_16_bit:
-            value_bytes = FLOAT32 * query  # v is a copy in float32
-        else:
-            value_bytes = FLOAT32 * (query + 2 * key)  # v is a view, which keeps the whole fused projection
-        return self.scores * score_bytes + sizes.tokens * (scaled_bytes + value_bytes) + self.output_bytes
+        """Bytes kept by plain operators on the CPU, which compute in float32: torch's, and `attend_capped`."""
+        sizes, has_dropout = self.sizes, self.sizes.config.model.attention_dropout > 0
+        score_bytes = FLOAT32  # probabilities
+        if has_dropout:
+            score_bytes += FLOAT32  # its mask
+        if self.declared.is_capped:
+            score_bytes += FLOAT32  # before the cap is multiplied
+        if self.declared.is_capped and sizes.is_16_bit:
+            score_bytes += sizes.number_bytes  # probabilities rounded for the product with v
+        elif has_dropout:
+            score_bytes += FLOAT32  # probabilities times the mask
+        kept = self.scores * score_bytes + self.output_bytes
+        # q and k: torch multiplies each by the root of the scale, and both repeat k for each query head
+        kept += sizes.tokens * 2 * FLOAT32 * self.query_channels
+        if self.keeps_projection:
+            return kept + self.projection_bytes
+        # v is repeated for each query head, and torch converts it
+        value_bytes = sizes.number_bytes if self.declared.is_capped else FLOAT32
+        return kept + sizes.tokens * value_bytes * self.query_channels
 
     @property
     def backward_bytes(self) -> int:
@@ -169,6 +209,8 @@ def rotary_bytes(sizes: MicrobatchSizes) -> int:
     if model.position_embedding_type != "rope":
         return 0
     whole = sizes.data.row_length * model.rotary_size * FLOAT32
+    if model.rotary_base_local is not None:  # of layers with a window, and of those without
+        whole *= len({model.window_of(number) is None for number in range(model.num_layers)})
     if sizes.context_size == 1:
         return whole
     return whole + whole // sizes.context_size

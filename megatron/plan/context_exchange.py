@@ -40,6 +40,10 @@ class RingCore(AttentionCore):
     def stores_scores(self) -> bool:
         return False
 
+    @property
+    def keeps_projection(self) -> bool:
+        return True
+
     def kept_bytes(self, *, is_read: bool) -> int:
         # q, k and v; v is a view of the fused projection, all of which it keeps, as are q and k unless they are rotated
         channels = self.query_channels + 2 * self.key_channels
@@ -119,6 +123,10 @@ class HeadsCore(AttentionCore):
         """Channels of k, or of v, with repeated heads: as if this rank had all heads for its own tokens."""
         heads = super().key_channels // self.declared.head_size
         return math.lcm(heads, self.sizes.context_size) * self.declared.head_size
+
+    @property
+    def keeps_projection(self) -> bool:
+        return False
 
     @property
     def _input_channels(self) -> int:

@@ -196,6 +196,8 @@ class _Step:
             num_tensors += self.in_flight + 1  # sent, and the gradient received for it
         elif self.config.uses_pipeline and self.schedule.num_microbatches > 1:
             num_tensors += 1  # the previous microbatch's output
+            if self.stage > 0:
+                num_tensors += 2  # what was received for it, and its gradient: the engine holds its loss and graph
         return num_tensors
 
     @property
