@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +28,8 @@ import psutil
 from megatron.launch.agents import agent, helper_processes, ownership, restart_policy
 from megatron.launch.agents.agent_command import AgentOptions
 from megatron.launch.child_processes import end_quietly_without_agent, end_with_parent
-from megatron.resilience.shutdown import Signals
+from megatron.resilience.shutdown import SIGNALS, Signals
+from megatron.runtime.commands import FAILED
 from megatron.runtime.messages import SECRET
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -104,6 +106,8 @@ def run(trial: dict[str, Any], node: int, folder: str) -> NoReturn:
         say("returned")
         return status
 
+    # what comes before the first statement of `owned` waits for it: its default effect is that of no owner
+    signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, ownership.END_AT_ONCE])
     say("starts")
     ownership.owned(work)
 
@@ -133,6 +137,20 @@ def disturb(trial: dict[str, Any], owners: list[int]) -> bool:
     return found
 
 
+def be_node(trial: dict[str, Any], node: int, folder: str, output: int) -> NoReturn:
+    """Run in a forked process. It never returns to its parent's code, which would remove the parent's folders."""
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.closerange(3, 64)
+        run(trial, node, folder)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(FAILED)
+
+
 def attempt(trial: dict[str, Any]) -> dict[str, Any]:
     """Make a run, disturb it so many seconds after its output has the words `after`, and return what came of it."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as signs:
@@ -143,11 +161,7 @@ def attempt(trial: dict[str, Any]) -> dict[str, Any]:
         for node in range(trial["options"].get("nodes", 1)):
             owners.append(os.fork())
             if owners[-1] == 0:
-                os.setsid()
-                os.dup2(writer, 1)
-                os.dup2(writer, 2)
-                os.closerange(3, 64)
-                run(trial, node, folder)
+                be_node(trial, node, folder, writer)
         os.close(writer)
         output, at_s, was_disturbed, was_stopped = b"", None, False, False
         end_s, left_s = time.monotonic() + LIMIT_S, None
@@ -212,21 +226,35 @@ def serve() -> None:
 
 
 class Trials:
-    """Client of such a process."""
+    """Client of such a process. One that ends fails its trial, and another takes its place."""
 
     def __enter__(self) -> Trials:
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.endings"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             cwd=ROOT,
             preexec_fn=end_with_parent(),
         )
-        return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.communicate()
+        self._end()
+
+    def _end(self) -> str:
+        """End the process, and return its status and its words."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        status = self._process.wait()
+        self._errors.seek(0)
+        with self._errors:
+            return f"status {status}: {self._errors.read()}"
 
     def __call__(
         self,
@@ -244,9 +272,15 @@ class Trials:
         trial |= {"options": options, "slow_end": slow_end, "lost_servers": lost_servers}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(trial) + "\n")
-        self._process.stdin.flush()
-        return SimpleNamespace(**json.loads(self._process.stdout.readline()))
+        with contextlib.suppress(BrokenPipeError):  # then it does not answer
+            self._process.stdin.write(json.dumps(trial) + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            words = self._end()
+            self._start()
+            raise RuntimeError(f"{trial}: its process ended without an answer, {words}")
+        return SimpleNamespace(**json.loads(answer))
 
 
 if IN_SERVER in os.environ and __name__ != "__main__":  # preloaded by the fork server, as launch/preload.py is
