@@ -6,20 +6,18 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.models.rules import row_multiple
-from megatron.options.config import Config, num_microbatches, sections
+from megatron.options.config import Config, num_microbatches
 from megatron.options.flags import flag
 from megatron.parallel.layout import Layout
-from megatron.parallel.shards import declared_shards
-from megatron.plan.flops import declared_layers
 from megatron.plan.memory import Stage, memory_by_stage
-from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import schedule_bubble
-from megatron.plan.zero import FLOAT32, has_gradient_buffers
+from megatron.plan.search.bounds import ModelSize, least_bytes
+from megatron.plan.search.space import Changes, Rules, changed
 from megatron.runtime.devices import GIB, device_memory_bytes, known_chip, parse_memory_gib, planned_device
 from megatron.tasks.registry import load_task
 
@@ -37,11 +35,6 @@ PARTS = ("core_attn", "layernorm", "mlp_act")
 MOST_PROPOSALS = 4
 MOST_DEVICES = 64
 """Times the devices of the run, up to which larger numbers are tried."""
-
-Changes = tuple[tuple[str, Any], ...]
-"""Options that differ from those of the run, with their values."""
-Rules = Callable[[Config, int], Sequence[str]]
-"""Returns the faults of a config on a number of ranks: megatron/settings/validation.py, check."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +203,10 @@ def propose(config: Config, num_devices: int, devices_per_node: int, room: Capac
 
 def _proposals(candidates: Sequence[_Candidate], num_devices: int, room: Capacity, check: Rules) -> list[Proposal]:
     proposals: list[Proposal] = []
-    numbers = _numbers(candidates[0].config)
+    size = ModelSize.of(candidates[0].config)
     for candidate in candidates:
         is_more_than_needed = any(proposal.names <= candidate.names for proposal in proposals)
-        if is_more_than_needed or not room.is_enough_for(_least_bytes(candidate.config, num_devices, *numbers)):
+        if is_more_than_needed or not room.is_enough_for(least_bytes(candidate.config, num_devices, size)):
             continue
         if check(candidate.config, num_devices):
             continue
@@ -223,29 +216,6 @@ def _proposals(candidates: Sequence[_Candidate], num_devices: int, room: Capacit
         if len(proposals) == MOST_PROPOSALS:
             break
     return proposals
-
-
-def _numbers(config: Config) -> tuple[int, int]:
-    """Return the parameters of the model that a run holds in its precision, and those that it trains; no padding."""
-    shards = [shard for shard in declared_shards(declared_layers(config)).values() if not shard.quantized]
-    sizes = [math.prod(shard.shape) for shard in shards]
-    return sum(sizes), sum(size for size, shard in zip(sizes, shards, strict=True) if shard.trained)
-
-
-# Most candidates for a large model lack memory for its parameters alone: these are neither checked nor planned.
-def _least_bytes(config: Config, num_devices: int, parameters: int, trained: int) -> float:
-    """Return no more than a plan's size: weights, gradients and optimizer states, as if spread evenly."""
-    layout, training = Layout.of(config.parallel, num_devices), config.training
-    if config.optimizer.offload_optimizer:
-        return 0.0
-    parts = layout.tensor_size * layout.num_stages * layout.expert_size
-    least = BYTES[training.precision] * parameters / (num_devices if config.effective_zero_stage == 3 else parts)
-    if training.skip_train:
-        return least
-    least += FLOAT32 * len(config.optimizer.states) * trained / num_devices
-    if has_gradient_buffers(config) and layout.grad_size > 1:
-        least += BYTES[training.grad_accum_dtype] * trained / parts
-    return least
 
 
 @dataclass(frozen=True)
@@ -273,7 +243,7 @@ def _candidates(config: Config, num_devices: int, devices_per_node: int, always:
         layout = dict(zip(axes, values, strict=True))
         if _is_tried(config, layout, num_devices, most_sharing):
             layout |= _dependent_options(config, layout)
-            candidates += [_changed(config, {**layout, **extra, **always}) for extra in _extras(layout)]
+            candidates += [_Candidate(*changed(config, {**layout, **extra, **always})) for extra in _extras(layout)]
     return sorted(
         candidates,
         key=lambda candidate: (_cost(candidate.config, num_devices, devices_per_node), len(candidate.changes)),
@@ -355,19 +325,6 @@ def _extras(layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"sequence_parallel": True}
     if layout["zero_stage"] >= 2:
         yield {"offload_optimizer": True}
-
-
-def _changed(config: Config, values: dict[str, Any]) -> _Candidate:
-    """Return the config with these values, and those that differ from its own."""
-    changes: list[tuple[str, Any]] = []
-    for section, cls in sections().items():
-        own = getattr(config, section)
-        names = sorted({field.name for field in dataclasses.fields(cls)} & set(values))
-        differing = {name: values[name] for name in names if getattr(own, name) != values[name]}
-        if differing:
-            config = dataclasses.replace(config, **{section: dataclasses.replace(own, **differing)})
-            changes += differing.items()
-    return _Candidate(config, tuple(changes))
 
 
 def _cost(config: Config, num_devices: int, devices_per_node: int) -> float:

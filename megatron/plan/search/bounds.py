@@ -101,6 +101,8 @@ class PassWork(NamedTuple):
     """Those of all stages together."""
     lightest_layer: float
     """The transformer layer that takes least."""
+    head: float = 0.0
+    """The output projection with the loss, all of which is on the last stage."""
 
 
 class Bounds:
@@ -146,7 +148,7 @@ class Bounds:
         largest = size * self._num_microbatches(values)
         work = self._work({**values, "micro_batch_size": largest})
         share = size / largest
-        return self._step(values, PassWork(work.all_layers * share, work.lightest_layer * share))
+        return self._step(values, PassWork(*(seconds * share for seconds in work)))
 
     def _beside(self, values: Values) -> float:
         """Return the seconds of sums and updates that no pass hides, on the stage where they take least."""
@@ -190,9 +192,15 @@ class Bounds:
             waits /= 3
         lighter = stages / (4 * num_layers)
         equal = work.all_layers / stages * (m + waits) * (1 - lighter)
-        # one stage at least has as many layers as the mean, rounded up
-        largest = max(work.all_layers / stages, -(-num_layers // stages) * work.lightest_layer)
-        return max(equal, m * largest)
+        return max(equal, m * work.all_layers / stages, m * self._largest_stage(work, stages))
+
+    def _largest_stage(self, work: PassWork, stages: int) -> float:
+        """Return the least time of the stage that takes longest: stages have whole layers, the last one the head."""
+        num_layers = self.config.model.num_layers
+        return min(
+            max(-(-(num_layers - last) // (stages - 1)) * work.lightest_layer, last * work.lightest_layer + work.head)
+            for last in range(-(-num_layers // stages) + 1)
+        )
 
     def _num_microbatches(self, values: Values) -> int:
         ranks = self.cluster.num_devices // math.prod(
@@ -218,8 +226,9 @@ class Bounds:
         times = StageTimes(config, layout, machine, num_microbatches=1)
         ((chunk,),) = (stage.chunks for stage in times.stages())
         numbered = [index for index, layer in enumerate(declared_layers(config)) if layer.number is not None]
-        lightest = min(sum(times._time(index).forward.values()) + times._time(index).backward for index in numbered)
-        return PassWork(chunk.forward + chunk.backward, lightest)
+        each = [times.layer_time(index) for index in (*numbered, -1)]
+        taken = [sum(time.forward.values()) + time.backward for time in each]
+        return PassWork(chunk.forward + chunk.backward, min(taken[:-1]), taken[-1])
 
     def _fewest_ranks(self, values: Values) -> int:
         """Return the fewest ranks of a stage that exchange as all of its ranks do."""

@@ -111,7 +111,7 @@ class StageTimes:
         for number, of_stage in enumerate(ranges):
             stage = StageTime([self._layers[start:stop] for start, stop in of_stage])
             for chunk, (start, stop) in enumerate(of_stage):
-                times = [self._time(index) for index in range(start, stop)]
+                times = [self.layer_time(index) for index in range(start, stop)]
                 ends = self._num_ends(number, chunk, len(ranges), len(of_stage))
                 stage.chunks.append(self._chunk(times, ends))
                 for time, count in _counted(times):
@@ -125,7 +125,8 @@ class StageTimes:
         virtual, last = chunk * num_stages + stage, num_stages * num_chunks - 1
         return (virtual > 0) + (virtual < last)
 
-    def _time(self, index: int) -> LayerTime:
+    def layer_time(self, index: int) -> LayerTime:
+        """Return the time of a layer of the declared list."""
         layer, propagates = self._layers[index], self._propagates[index]
         key = (id(layer.shards), id(layer.methods) if layer.methods else 0, layer.dropouts, layer.projects, propagates)
         if key not in self._known:
