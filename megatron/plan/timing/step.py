@@ -186,18 +186,28 @@ class _Step:
         self._assumption = ""
         self._num_microbatches = num_microbatches or self._microbatches()
         self._stages = StageTimes(config, self._layout, self._machine, self._num_microbatches).stages()
-        self._updates = [
-            StageUpdate(config, self._layout, [layer for chunk in stage.layers for layer in chunk], self._machine)
-            for stage in self._stages
-        ]
+        self._updates = self._updates_of_stages()
         slowdown = self._machine.rates.slowdown
         self._busy = slowdown(self._machine.ranks_per_node)
         """Factor by which everything takes longer that all ranks do at once."""
         self._slowdown: Slowdown | None = slowdown if device.is_host else None
-        ranks = self._layout.world_size // self._layout.num_stages
-        self._hosts = [
-            cluster.ranks_by_node(stage * ranks, (stage + 1) * ranks) for stage in range(self._layout.num_stages)
-        ]
+        ranks, stages = self._layout.world_size // self._layout.num_stages, range(self._layout.num_stages)
+        self._hosts: list[dict[int, int]] = []
+        """Ranks of each stage by node, where these share cores."""
+        if device.is_host:
+            self._hosts = [cluster.ranks_by_node(stage * ranks, (stage + 1) * ranks) for stage in stages]
+
+    def _updates_of_stages(self) -> list[StageUpdate]:
+        """Return the update of each stage: one for those of equal layers, which most are."""
+        known: dict[tuple[int, ...], StageUpdate] = {}
+        updates = []
+        for stage in self._stages:
+            layers = [layer for chunk in stage.layers for layer in chunk]
+            key = tuple(id(layer.shards) for layer in layers)
+            if key not in known:
+                known[key] = StageUpdate(self._config, self._layout, layers, self._machine)
+            updates.append(known[key])
+        return updates
 
     def _microbatches(self) -> int:
         data, layout, training = self._task.data, self._layout, self._config.training
@@ -211,13 +221,14 @@ class _Step:
     def time(self) -> StepTime:
         schedule = schedule_of(self._config, self._num_microbatches)
         simulated = self._simulate(schedule, messages=True)
-        reductions = [update.reduction() for update in self._updates]
-        ends = [self._shown_reduction(number, each, simulated) for number, each in enumerate(reductions)]
+        ends = [
+            self._shown_reduction(number, update.reduction, simulated) for number, update in enumerate(self._updates)
+        ]
         last = [simulated.stage_end(number) + ends[number] for number in range(len(self._stages))]
-        tied = self._busy * max(update.tied() for update in self._updates)
+        tied = self._busy * max(update.tied for update in self._updates)
         # the norm joins all ranks before any updates
         passes = max(last) + tied
-        update = self._busy * max(update.update() for update in self._updates)
+        update = self._busy * max(update.update for update in self._updates)
         start = self._busy * self._machine.rates.starts.step
         before = self._before()
         seconds = before + passes + update + start

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.options.config import Config
 from megatron.parallel.layout import Layout
@@ -41,6 +42,7 @@ class StageUpdate:
         self._config, self._layout, self._machine = config, layout, machine
         self._rank = ZeroRank(config, layout, held_layers(layers))
         self._stage = config.effective_zero_stage
+        self._numbers: dict[int, int] = {}
 
     # Gradients
 
@@ -51,10 +53,14 @@ class StageUpdate:
 
     def reduced_numbers(self, layer: LayerDeclaration) -> int:
         """Return the numbers of a layer whose gradients ranks sum."""
-        held = held_shards(layer, self._layout)
-        summed = (shard for shard in held if shard.trained and self._layout.grad_place(shard)[1] > 1)
-        return sum(held_numel(shard, self._layout) for shard in summed)
+        key = id(layer.shards)
+        if key not in self._numbers:
+            held = held_shards(layer, self._layout)
+            summed = (shard for shard in held if shard.trained and self._layout.grad_place(shard)[1] > 1)
+            self._numbers[key] = sum(held_numel(shard, self._layout) for shard in summed)
+        return self._numbers[key]
 
+    @cached_property
     def reduction(self) -> Reduction:
         rank = self._rank
         if rank.grad_size == 1 or not rank.reduced:
@@ -127,8 +133,9 @@ class StageUpdate:
 
     # Tied weights, update
 
+    @cached_property
     def tied(self) -> float:
-        """Return the seconds of the sum of a tied weight's gradient over the first and the last stage."""
+        """Seconds of the sum of a tied weight's gradient over the first and the last stage."""
         rank = self._rank
         tied = [layer for layer in self._rank.layers if layer.project is not None]
         if not tied or self._layout.num_stages == 1:
@@ -144,8 +151,9 @@ class StageUpdate:
         # of all that the pipeline's neighbours have this is the same way
         return self._machine.seconds(AxisExchange("all_reduce", numbers * rank.sum_bytes, "pipeline"))
 
+    @cached_property
     def update(self) -> float:
-        """Return the seconds of norm, clipping and update, and of the gathering of the updated weights."""
+        """Seconds of norm, clipping and update, and of the gathering of the updated weights."""
         rank, machine, config = self._rank, self._machine, self._config
         seconds = machine.seconds(AxisExchange("all_reduce", LOSS_BYTES, "world"))
         numbers = rank.share if self._stage else rank.trained
