@@ -172,8 +172,8 @@ class Bounds:
             update = StageUpdate(
                 config, layout, [layers[i] for start, stop in ranges for i in range(start, stop)], machine
             )
-            of_step.append(update.update())
-            of_microbatch.append(update.reduction().each_microbatch)
+            of_step.append(update.update)
+            of_microbatch.append(update.reduction.each_microbatch)
         return min(of_step), min(of_microbatch)
 
     def _step(self, values: Values, work: PassWork) -> float:
