@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.cli.command import command
 from megatron.cli.measuring import add_measure_flags, check_measure_flags, measure
 from megatron.cli.planning.search import add_search, check_search, search_text
-from megatron.cli.planning.times import add_compare, planned_times, times_text
+from megatron.cli.planning.times import add_compare, planned_times, times_text, with_run
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.search:
             sys.stdout.write(search_text(options, with_chip(flags)))
         else:
-            _print_plan(options, with_chip(flags))
+            _print_plan(options, with_chip(with_run(options, flags)))
     except ConfigError as error:
         print(for_stderr(str(error)), file=sys.stderr)
         return REFUSED

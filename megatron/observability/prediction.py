@@ -4,61 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 
 from megatron.options.config import Config, ConfigError, length_stages
 from megatron.plan.campaign.length import Phase, config_of
 from megatron.plan.rates.files import load_rates, machine_names
 from megatron.plan.rates.rates import Rates
 from megatron.plan.timing.cluster import Cluster
-from megatron.plan.timing.step import StepParts, StepTime, step_time
+from megatron.plan.timing.measured_parts import sums_of
+from megatron.plan.timing.step import StepTime, step_time
 from megatron.runtime.accelerator import named_peak_tflops
 from megatron.runtime.device import Device
 
-WITHIN_PASSES = ("tensor", "context", "expert")
-"""Exchanges within a pass."""
-OTHERS = ("messages", "reduction")
-"""Exchanges beside the passes."""
-GATHER = "gather"
-"""Exchange of weights by ZeRO-3, which DeepSpeed starts and waits for within a pass, and nothing measures apart."""
-WAIT = "wait"
 SAME_PEAK = 0.12
 """Largest difference of two peaks of one chip: sources differ by a tenth, variants by more."""
-
-
-@dataclass(frozen=True)
-class PartSeconds:
-    """Seconds of a step on a rank, by parts that a run can measure."""
-
-    compute: float
-    """Own passes and update."""
-    exchange: float
-    """Exchanges with other ranks, and waits for them, as far as the clock sees them within passes."""
-    data: float
-    """Wait for the data."""
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.exchange + self.data
-
-
-def sums_of(parts: StepParts) -> dict[str, float]:
-    """Return the seconds of computation, exchange, and waits for other stages."""
-    by_name = {each.name: getattr(parts, each.name) for each in fields(parts)}
-    exchange = sum(by_name.pop(name) for name in (*WITHIN_PASSES, *OTHERS, GATHER))
-    wait = by_name.pop(WAIT)
-    return {"compute": sum(by_name.values()), "exchange": exchange, "wait": wait}
-
-
-def measurable(parts: StepParts, *, divides_passes: bool) -> PartSeconds:
-    """Return the predicted parts as a run measures them: `divides_passes`, or with exchanges within a pass in it."""
-    sums = sums_of(parts)
-    moved = getattr(parts, GATHER)
-    if not divides_passes:
-        moved += sum(getattr(parts, name) for name in WITHIN_PASSES)
-    # data that is read in time is not waited for
-    return PartSeconds(sums["compute"] + moved, sums["exchange"] - moved + sums["wait"], 0.0)
 
 
 def detected_machine(device: Device, chip_name: str | None) -> str | None:
@@ -126,6 +85,17 @@ class Prediction:
         return text
 
 
-def unpredicted_line(error: ConfigError) -> str:
-    """Return the line of the log that says why nothing is predicted."""
-    return f"WARNING: the time of a step is not predicted: {'; '.join(error.faults)}"
+def predict(
+    config: Config, ranks_by_node: Sequence[int], machine: str, say: Callable[[str], None]
+) -> Prediction | None:
+    """Return the prediction of a run by the rates of a machine, and say it; None: they lack something, which is said.
+
+    A run that trains must not end for want of a prediction; rates that cannot be read at all are refused before it.
+    """
+    try:
+        prediction = Prediction(config, ranks_by_node, load_rates(machine))
+    except ConfigError as error:
+        say(f"WARNING: the time of a step is not predicted: {'; '.join(error.faults)}")
+        return None
+    say(prediction.line())
+    return prediction

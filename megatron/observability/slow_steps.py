@@ -15,18 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.observability.prediction import (
-    PartSeconds,
-    Prediction,
-    detected_machine,
-    measurable,
-    unpredicted_line,
-)
+from megatron.observability.prediction import Prediction, detected_machine, predict
 from megatron.observability.rank_times import gather_numbers
-from megatron.options.config import ConfigError
 from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, WAIT
 from megatron.plan.campaign.failures import duration
-from megatron.plan.rates.files import load_rates
+from megatron.plan.timing.measured_parts import PASSES, PartSeconds, measurable
 from megatron.runtime import accelerator
 from megatron.runtime.devices import device_of
 
@@ -160,6 +153,16 @@ class SlowSteps:
             lines = self._compare_baseline()
         return lines
 
+    def mean_parts(self, clocked: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return the mean parts of steps by their phases, for the row of metrics.jsonl; {} without a step."""
+        if not clocked:
+            return {}
+        parts = [vars(parts_of(phases)) for phases in clocked]
+        means = {name: statistics.mean(each[name] for each in parts) for name in parts[0]}
+        if not self._divides_passes:
+            means = {PASSES: means.pop("compute"), **means}
+        return means
+
     def _decide(self, steps: Sequence[_Step]) -> int:
         """Return rank 0's decision, which all ranks follow."""
         if self._prediction is None or not self._prediction.is_steady or not steps:
@@ -266,14 +269,6 @@ def parts_of(phases: Mapping[str, float]) -> PartSeconds:
     return PartSeconds(compute, phases.get(WAIT, 0.0), phases.get(DATA, 0.0))
 
 
-def mean_parts(clocked: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean parts of steps by their phases, for the row of metrics.jsonl; {} without a step."""
-    if not clocked:
-        return {}
-    parts = [vars(parts_of(phases)) for phases in clocked]
-    return {name: statistics.mean(each[name] for each in parts) for name in parts[0]}
-
-
 def watch_steps(config: Config, ctx: ParallelContext, say: Callable[[str], None]) -> SlowSteps | None:
     """Predict the steps of a run, say so, and return what compares them; None: nothing is predicted. Collective."""
     machine = config.logging.rates
@@ -285,11 +280,7 @@ def watch_steps(config: Config, ctx: ParallelContext, say: Callable[[str], None]
     hosts = ctx.gather_objects(socket.gethostname())
     prediction = None
     if ctx.rank == 0 and machine is not None:
-        try:
-            prediction = Prediction(config, list(Counter(hosts).values()), load_rates(machine))
-            say(prediction.line())
-        except ConfigError as error:
-            say(unpredicted_line(error))
+        prediction = predict(config, list(Counter(hosts).values()), machine, say)
     if not ctx.broadcast(prediction is not None):
         return None
     divides = divides_passes(config, ctx)

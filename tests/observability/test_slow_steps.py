@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.observability import slow_steps
-from megatron.observability.prediction import PartSeconds, Prediction, detected_machine, measurable, sums_of
+from megatron.observability.prediction import Prediction, detected_machine
 from megatron.observability.slow_steps import APART, WARM_UP, WINDOW, SlowSteps
 from megatron.options.config import ConfigError
 from megatron.parallel.phase_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, WAIT
 from megatron.plan.rates.files import load_rates
+from megatron.plan.timing.measured_parts import PartSeconds, measurable, sums_of
 from megatron.plan.timing.step import StepParts
 from megatron.runtime.devices import find_device
 from tests.plan.configs import LLAMA_8B, config

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from megatron.cli.plan import main
+from megatron.observability.console import TIMER_SUFFIX
 from megatron.options.config import Config, ConfigError
+from megatron.options.stored import to_yaml
+from megatron.plan.page import recorded
 from megatron.plan.page.content import Timeline, seconds_text
 from megatron.plan.page.document import page_text
 from megatron.plan.page.page import PlannedTimes, plan_content, write_page
@@ -234,3 +237,48 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"kind": "valid", "iteration": 1}\n')
     with pytest.raises(ConfigError, match="has no training step"):
         RecordedRun(folder)
+
+
+def test_parts_and_timers_of_a_run_are_beside_the_predicted_ones(tmp_path: Path) -> None:
+    step = predicted(2, 4)
+    write_run(tmp_path / "run", step)
+    (tmp_path / "run" / "profile_instructions.json.gz").unlink()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows: list[dict[str, Any]] = []
+    for number in range(9):
+        # the first rows compile
+        factor = 9.0 if number < 3 else 2.0
+        parts = {"passes": factor * 0.3, "exchange": factor * 0.1, "data": 0.0}
+        rows.append({"kind": "train", "iteration": number, "iteration_time_s": factor * 0.4, "parts": parts})
+        timers = {
+            name + TIMER_SUFFIX: {"min": 0.1, "max": factor} for name in ("forward-compute", "optimizer", "evaluate")
+        }
+        rows.append({"kind": "timers", "iteration": number, **timers})
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compared = {part.name: part for part in RecordedRun(tmp_path / "run").compared(step)}
+    assert compared["a step"].measured == 0.8
+    passes = compared["passes and update, rank 0"]
+    exchange = compared["exchanges and waits, rank 0"]
+    assert (passes.measured, exchange.measured) == (0.6, 0.2)
+    assert passes.predicted + exchange.predicted == pytest.approx(step.seconds)
+    forward = compared["timer forward-compute"]
+    assert forward.measured == 2.0
+    assert forward.predicted == 4 * max(sum(chunk.forward for chunk in stage) for stage in step.stages)
+    assert compared["timer optimizer"].predicted == step.parts.update
+    assert "timer evaluate" not in compared
+    assert recorded.TIMER_SUFFIX == TIMER_SUFFIX
+
+
+def test_a_run_is_planned_by_its_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, predicted(2, 4))
+    (folder / "config.yaml").write_text(to_yaml(run(2, 4)))
+    words = ["--compare", str(folder), "--train-iters", "9"]
+    assert main(words) == 2
+    assert "run.json cannot be read" in capsys.readouterr().err
+    (folder / "run.json").write_text('{"starts": [{"world_size": 4, "hosts": {"a": [0, 1], "b": [2, 3]}}]}')
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "2 nodes x 2 hpu devices = 4 ranks" in text
+    assert "PP 2 x TP 1 x DP 2" in text
+    assert "beside the run in" in text

@@ -11,10 +11,12 @@ from megatron.plan.campaign.campaign import Campaign, plan_campaign
 from megatron.plan.campaign.question import Question
 from megatron.plan.page.content import seconds_text
 from megatron.plan.page.page import PlannedTimes
-from megatron.plan.page.recorded import RecordedRun
+from megatron.plan.page.recorded import CONFIG_FILE, RecordedRun, recorded_devices
 from megatron.plan.rates.rates import Rates, RatesError
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.step import StepTime, step_time
+from megatron.settings.command_line import presets_of
+from megatron.settings.parser import build_parser
 
 
 def add_compare(group: argparse._ArgumentGroup) -> None:
@@ -22,9 +24,19 @@ def add_compare(group: argparse._ArgumentGroup) -> None:
         "--compare",
         type=Path,
         metavar="DIR",
-        help="results folder of a run of this layout, whose steps are shown beside the predicted one, and its passes "
-        "with --profile-instructions",
+        help="results folder of a run, whose steps are shown beside the predicted one, by parts where it was predicted "
+        "or timed, and by passes with --profile-instructions; without a preset its own config is planned",
     )
+
+
+def with_run(options: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Return the flags of a plan beside a run: without a preset those of the run itself, on as many devices."""
+    file = None if options.compare is None else options.compare / CONFIG_FILE
+    if file is None or not file.is_file() or presets_of(build_parser().parse_known_args(flags)[0]):
+        return flags
+    if options.num_devices is None:
+        options.num_devices, options.devices_per_node = recorded_devices(options.compare)
+    return ["--config", str(file), *flags]
 
 
 def planned_times(config: Config, cluster: Cluster, rates: Rates | None, options: argparse.Namespace) -> PlannedTimes:

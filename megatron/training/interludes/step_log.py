@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.observability.expert_loads import LoadWatch
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import Straggler, StragglerStats
-from megatron.observability.slow_steps import mean_parts, watch_steps
+from megatron.observability.slow_steps import watch_steps
 from megatron.observability.step_metrics import StepMetrics
 from megatron.options.progress import Progress
 from megatron.parallel.shards import named_parameters
@@ -110,7 +110,7 @@ class StepLog:
             grad_norm = float(result.grad_norm)
         clocked, predicted_s, parts, lines = engine.ctx.state.clock.read(), None, dict[str, float](), list[str]()
         if self._slow_steps is not None:
-            predicted_s, parts = self._slow_steps.predicted_s, mean_parts(clocked)
+            predicted_s, parts = self._slow_steps.predicted_s, self._slow_steps.mean_parts(clocked)
             lines = self._slow_steps.close(clocked)
         self._log.log_step(
             StepMetrics(
