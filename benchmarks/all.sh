@@ -88,6 +88,7 @@ run experts - 1
 run context_parallel - 1
 run plan_memory - 1
 run plan_time RATES 1 --rates "${RATES:-}"
+run plan_search RATES 1 --rates "${RATES:-}"
 run published_runs - 1
 run preprocess PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100
 run preprocess:bloom PEER,MEGATRON_TEST_DATA 2 --peer-python "${PEER:-}" --peer-megabytes 100 --tokenizer bloom
