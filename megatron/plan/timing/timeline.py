@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megatron.plan.pipeline_schedules import PassCosts, PipelineSchedule, ScheduledPass, Timed
 
+COMPARED = 32
+"""Microbatches over which the time of one in the middle of a step is found, and a little more."""
 Slowdown = Callable[[int], float]
 """Factor by which a pass takes longer while so many ranks of its host compute."""
 
@@ -80,14 +82,13 @@ def simulate(
         return Simulated(shorter, costs, ends, own_starts=starts)
 
     p, m = schedule.num_stages, schedule.num_microbatches
-    few = 3 * p + m % p
-    if m <= few + p:
+    few, rounds = 3 * p + m % p, -(-COMPARED // p)
+    if m <= few + rounds * p:
         return run(schedule)
-    # beyond the beginning every round of p microbatches takes as long as the one before
-    first, second = (run(schedule._replace(num_microbatches=number)) for number in (few, few + p))
-    of_round = max(second.ends) - max(first.ends)
-    rounds = (m - few - p) / p
-    return dataclasses.replace(second, left_out=rounds * of_round)
+    # beyond the beginning rounds of p microbatches take as long as those before, though not each one alone
+    first, second = (run(schedule._replace(num_microbatches=number)) for number in (few, few + rounds * p))
+    of_rounds = max(second.ends) - max(first.ends)
+    return dataclasses.replace(second, left_out=(m - few - rounds * p) / (rounds * p) * of_rounds)
 
 
 @functools.lru_cache(maxsize=64)
