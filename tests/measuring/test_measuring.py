@@ -164,7 +164,10 @@ def test_all_nodes_of_a_hostsfile_are_launched(tmp_path: Path) -> None:
         (("--measure", "r.yaml", "--config", "bloom_13b"), "not --config bloom_13b; leave it out"),
         (("--measure", "r.yaml", "--measure-folder", "none"), "--measure-folder none is not a folder"),
         (("--measure", "r.yaml", "--hostsfile", "none"), "hostsfile none cannot be read"),
-        (("--config", "tiny_llama", "--hostsfile", "f"), "--hostsfile without --measure FILE has no effect"),
+        (
+            ("--config", "tiny_llama", "--hostsfile", "f"),
+            "--hostsfile without --measure FILE or --search has no effect",
+        ),
     ],
 )
 def test_a_fault_of_the_command_is_named(
