@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(for_stderr(str(error)), file=sys.stderr)
         return REFUSED
     except OSError as error:
-        print(for_stderr(f"error: {error.filename or options.output}: {error.strerror or error}"), file=sys.stderr)
+        if error.filename is None:  # of the output, which every command handles alike
+            raise
+        print(for_stderr(f"error: {error.filename}: {error.strerror or error}"), file=sys.stderr)
         return FAILED
     return DONE
 

@@ -254,8 +254,9 @@ def test_a_failed_write_leaves_the_page_before(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing, "page_text", fail)
-    with pytest.raises(OSError, match="space"):
+    with pytest.raises(OSError, match="space") as failed:
         write_page(content(), file)
+    assert failed.value.filename == str(file)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
     assert file.read_text() == "before"
 

@@ -147,10 +147,13 @@ def check_output(output: Path) -> None:
 
 
 def write_page(content: PageContent, output: Path) -> None:
-    """Write the page or the picture, in one piece. Raises ConfigError, and OSError as on a full disk."""
+    """Write the page or the picture, in one piece. Raises ConfigError, and OSError with its name as on a full disk."""
     check_output(output)
-    with replacing(output) as file:
-        if output.suffix.lower() == ".png":
-            draw_picture(content, file)
-        else:
-            file.write(page_text(content).encode())
+    try:
+        with replacing(output) as file:
+            if output.suffix.lower() == ".png":
+                draw_picture(content, file)
+            else:
+                file.write(page_text(content).encode())
+    except OSError as error:  # a write knows no name
+        raise OSError(error.errno, error.strerror or str(error), str(output)) from error
