@@ -40,6 +40,11 @@ def write_rows(path: Path, count: int, words: int = 20) -> Path:
     return path
 
 
+def write_many_rows(path: Path) -> None:
+    """A million, so that a test that is slow to see the beginning is still in time for the middle."""
+    path.write_bytes(40 * write_rows(path, 25_000).read_bytes())
+
+
 def ids(source: random.Random, most: int) -> str:
     return " ".join(str(source.randrange(1000)) for _ in range(source.randint(1, most)))
 
@@ -280,7 +285,7 @@ def test_resuming_what_is_finished_does_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_two_processes_do_not_write_to_one_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_rows(tmp_path / "in.jsonl", 250_000)
+    write_many_rows(tmp_path / "in.jsonl")
     with start(tmp_path) as first:
         while not (tmp_path / "out.unfinished" / "state.json").exists():
             time.sleep(0.01)
@@ -292,7 +297,7 @@ def test_two_processes_do_not_write_to_one_output(tmp_path: Path, capsys: pytest
 
 
 def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", 250_000)
+    write_many_rows(tmp_path / "in.jsonl")
     with start(tmp_path) as run:
         while not (tmp_path / "out.unfinished" / "state.json").exists():
             time.sleep(0.01)
