@@ -29,7 +29,7 @@ from megatron.launch.dialects.published_scripts import check_script
 from megatron.launch.dialects.spawn_flags import GENERATION, TABLES
 from megatron.launch.dialects.spawn_generation import generation_request
 from megatron.launch.inference import refused
-from megatron.launch.plan import parse_hostsfile
+from megatron.launch.plan import read_hostsfile
 from megatron.options.dialect import flag_words, nearest, suggestion
 from megatron.options.flags import flag
 from megatron.runtime.commands import DONE, folded, for_stderr
@@ -146,11 +146,8 @@ def _whole(name: str, text: str, ranks: spawn_requests.Ranks) -> int | None:
 
 def _count_slots(ranks: spawn_requests.Ranks, hostfile: str, *, is_given: bool) -> None:
     """Set the ranks to all slots of the hosts, which must have equally many; a file that is wrong is refused later."""
-    try:
-        hosts, faults = parse_hostsfile(Path(hostfile).read_text(encoding="utf-8"), hostfile)
+    hosts, faults = read_hostsfile(hostfile)
     # find_hosts reads the file again, and says what is wrong
-    except (OSError, UnicodeDecodeError):
-        return
     if faults or not hosts:
         return
     slots = {host.slots for host in hosts}

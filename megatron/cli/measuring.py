@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.generation.options import LoadOptions
 from megatron.launch.inference import plan_ranks
-from megatron.launch.plan import LaunchPlan, LaunchRequest, parse_hostsfile
+from megatron.launch.plan import LaunchPlan, LaunchRequest, read_hostsfile
 from megatron.options.config import ConfigError
 from megatron.resilience.process import status_of
 from megatron.runtime.commands import for_stderr
@@ -113,10 +113,7 @@ def _file_faults(file: Path) -> list[str]:
 
 def _add_hosts(request: LaunchRequest, path: str) -> list[str]:
     """Let a request have all hosts of a file, and as many devices as the smallest has; return faults."""
-    try:
-        hosts, faults = parse_hostsfile(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        return [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
+    hosts, faults = read_hostsfile(path)
     if hosts:
         request.nodes = len(hosts)
         request.devices_per_node = request.devices_per_node or min(host.slots for host in hosts)

@@ -166,6 +166,17 @@ class RefusedError(ValueError):
 DEVICES_PER_NODE = 8  # of a Gaudi or DGX server, and Habana's default
 
 
+def read_hostsfile(path: str) -> tuple[list[Host], list[str]]:
+    """Return the hosts of a file in order, and every fault; no hosts where it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], [f"hostsfile {path} does not exist; write one line `<host> slots=<n>` for each node"]
+    except (OSError, UnicodeDecodeError) as error:
+        return [], [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
+    return parse_hostsfile(text, path)
+
+
 def parse_hostsfile(text: str, source: str) -> tuple[list[Host], list[str]]:
     """Return the hosts in order, and every fault with its line number.
 
@@ -219,13 +230,7 @@ def find_hosts(request: LaunchRequest, devices_per_node: int) -> tuple[list[Host
             f"{request.nodes} nodes need a hostsfile (HL_HOSTSFILE, --hostsfile) that lists them; give one, or start "
             "this on each node with HL_RENDEZVOUS (--rendezvous), as scripts/slurm.sbatch does"
         ]
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return [], [f"hostsfile {path} does not exist; write one line `<host> slots=<n>` for each node"]
-    except (OSError, UnicodeDecodeError) as error:
-        return [], [f"hostsfile {path} cannot be read ({error}); make it a readable text file"]
-    listed, faults = parse_hostsfile(text, path)
+    listed, faults = read_hostsfile(path)
     if not faults:  # lines that cannot be read may be the hosts that lack
         faults += _check_number(request, path, len(listed))
     if request.rendezvous is not None:

@@ -5,6 +5,7 @@ Shapes: S tokens of a row, n query heads, k key/value heads, d head size.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from megatron.models.positions import rotary_embedding
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import Head
-from megatron.parallel.operators import products
+from megatron.parallel.operators import nf4, products
 from megatron.parallel.operators.fused import choose_kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,7 +58,7 @@ class Pieces:
         shapes = itertools.product(self.sizes.tokens, self.sizes.channels, self.sizes.channels)
         for (tokens, outputs, inputs), role in itertools.product(shapes, ("forward", "input", "weight")):
             key = ("product", self.precision, role, tokens, outputs, inputs)
-            yield Case(key, lambda shape=(tokens, outputs, inputs), role=role: self._products(role, *shape))  # type: ignore[misc]
+            yield Case(key, functools.partial(self._products, role, tokens, outputs, inputs))
 
     def _products(self, role: str, tokens: int, outputs: int, inputs: int) -> list[Run]:
         def run() -> Run:
@@ -83,8 +84,7 @@ class Pieces:
             groups = (1, 4) if kind == "causal" else (1,)
             for n, d, group, direction in itertools.product(sizes.heads, sizes.head_size, groups, HALF):
                 key = ("attention", self.precision, kind, n, length, d, group, direction)
-                arguments = (kind, n, length, d, max(1, n // group), direction)
-                yield Case(key, lambda arguments=arguments: self._attention(*arguments))  # type: ignore[misc]
+                yield Case(key, functools.partial(self._attention, kind, n, length, d, max(1, n // group), direction))
 
     def _attention(self, kind: str, n: int, length: int, d: int, k: int, direction: str) -> list[Run]:
         scores, dropout = scores_of_kind(kind, n, length, self.ctx.device), 0.1 if kind == "dropout" else 0.0
@@ -169,6 +169,7 @@ class Pieces:
             "embedding": self._embedding,
             "router": self._router,
             "dispatch": self._dispatch,
+            "quantized": self._quantized,
         }
         for (kind, make), numbers, direction in itertools.product(makers.items(), self.sizes.numbers, HALF):
             key = (kind, self.precision, numbers, direction)
@@ -206,6 +207,11 @@ class Pieces:
         if direction == "backward":
             return lambda: exact.copy_(rounded)
         return lambda: rounded.copy_(exact)
+
+    def _quantized(self, numbers: int, direction: str) -> Run:
+        # forward and backward convert the weight alike
+        packed, scales = nf4.quantize(self.pool.take(numbers).float())
+        return lambda: nf4.dequantize(packed, scales, DTYPES[self.precision])
 
     def _embedding(self, numbers: int, direction: str) -> Run:
         tokens = max(1, numbers // CHANNELS)

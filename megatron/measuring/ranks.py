@@ -158,7 +158,8 @@ def _write(options: MeasureOptions, device: str, found: dict[str, Any], world_si
     print(summary(tree, options.output), flush=True)
     if tree["spread"] > BUSY_SPREAD:
         print_error(
-            f"WARNING: repeats differ by {tree['spread']:.0%}: the machine was busy with other work; measure again"
+            f"WARNING: repeats differ by {tree['spread']:.0%}, and predictions by these rates may too; measure again "
+            "on a machine that does nothing else"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import yaml
 
 from megatron.plan.rates.files import rates_of
+from megatron.plan.timing.text import seconds_text
 from megatron.runtime.files import replacing
 
+WIDTH = 100
 BUSY_SPREAD = 0.15
 """Middle half of the repeats over their median above which other work disturbed them."""
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+NOTHING = 1e12
+"""Numbers a second above which nothing was computed: such as backward of a loss, whose gradient is made forward."""
 
 
 def write_rates(path: Path, tree: Mapping[str, Any]) -> None:
@@ -49,7 +53,7 @@ def summary(tree: Mapping[str, Any], path: str) -> str:
         for group in groups:
             at = f"{group['size']} ranks, {group['per_node']} a node, {group['sharing']} at once"
             rate = group["bytes"][-1] / group["seconds"][-1] / 1e9
-            lines.append(f"  {kind:<16}{at:<34}start {duration(group['seconds'][0]):>9}{rate:>9.2f} GB/s")
+            lines.append(f"  {kind:<16}{at:<34}start {seconds_text(group['seconds'][0]):>9}{rate:>9.2f} GB/s")
     for ranks, factor in tree.get("slowdown", {}).items():
         lines.append(f"  {ranks} ranks that compute at once take {factor:.2f} times as long as one")
     if tree.get("disk_bytes_per_s"):
@@ -67,20 +71,14 @@ def _rows(tables: Mapping[str, Any]) -> list[str]:
             for (tokens, outputs, inputs), seconds in zip(shapes, product["forward"], strict=True)
         ]
         lines.append(f"    {precision} products   {min(rates):>10.1f} to {max(rates):,.1f} GFLOP/s")
+    lines.append("    G numbers/s forward / backward")
     for kind, by_precision in tables["pointwise"].items():
-        shown = "   ".join(
-            f"{precision} {line['numbers'][-1] / line['forward'][-1] / 1e9:8.2f} /"
-            f" {line['numbers'][-1] / max(line['backward'][-1], 1e-12) / 1e9:8.2f}"
-            for precision, line in by_precision.items()
-        )
-        lines.append(f"    {kind:<17} {shown} G numbers/s forward / backward")
-    starts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in tables["starts"].items() if seconds)
-    return [line[:100] for line in [*lines, f"    starts: {starts}"]]
+        shown = "   ".join(f"{precision} {_both_rates(line)}" for precision, line in by_precision.items())
+        lines.append(f"    {kind:<17} {shown}")
+    starts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in tables["starts"].items() if seconds)
+    return [*lines, *textwrap.wrap(f"starts: {starts}", WIDTH, initial_indent="    ", subsequent_indent="      ")]
 
 
-def duration(seconds: float) -> str:
-    """Return a time with its unit."""
-    for unit, name in UNITS:
-        if seconds >= unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds * 1e6:.2f} us"
+def _both_rates(line: Mapping[str, Any]) -> str:
+    rates = [line["numbers"][-1] / line[direction][-1] for direction in ("forward", "backward")]
+    return " / ".join(f"{rate / 1e9:8.2f}" if rate < NOTHING else f"{'-':>8}" for rate in rates)

@@ -163,7 +163,7 @@ def test_all_nodes_of_a_hostsfile_are_launched(tmp_path: Path) -> None:
         (("--measure", "r.yaml", "--device", "tpu"), "--device 'tpu' must be auto, hpu, cuda, cpu"),
         (("--measure", "r.yaml", "--config", "bloom_13b"), "not --config bloom_13b; leave it out"),
         (("--measure", "r.yaml", "--measure-folder", "none"), "--measure-folder none is not a folder"),
-        (("--measure", "r.yaml", "--hostsfile", "none"), "hostsfile none cannot be read"),
+        (("--measure", "r.yaml", "--hostsfile", "none"), "hostsfile none does not exist"),
         (
             ("--config", "tiny_llama", "--hostsfile", "f"),
             "--hostsfile without --measure FILE or --search has no effect",

@@ -152,7 +152,7 @@ def test_steps_after_validations_and_beside_saves_are_not_compared(ranks: Ranks)
     ranks.run(5, **{FORWARD: 0.5})
     ranks.steps.is_busy = lambda iteration: False
     assert ranks.said == []
-    # the time of the pause itself is no step's
+    # the pause itself is no part of a step
     ranks.run(1, pause_s=0.01)
     ranks.run(1, **{FORWARD: 0.3})
     assert "took 800 ms" in ranks.said[0]

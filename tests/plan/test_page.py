@@ -32,13 +32,13 @@ from megatron.plan.page.content import (
     PageContent,
     StageRow,
     Timeline,
-    seconds_text,
 )
 from megatron.plan.page.document import page_text
 from megatron.plan.page.page import check_output, plan_content, write_page
 from megatron.plan.page.steps import KIND_OF_PASS
 from megatron.plan.page.timeline import MOST_BARS, windows
 from megatron.plan.pipeline_schedules import PipelineSchedule
+from megatron.plan.timing.text import seconds_text
 from megatron.runtime.devices import GIB
 from tests.plan.configs import BLOOM_13B, config
 from tests.plan.pages import Page, chromium

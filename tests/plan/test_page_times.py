@@ -16,7 +16,7 @@ from megatron.observability.console import TIMER_SUFFIX
 from megatron.options.config import Config, ConfigError
 from megatron.options.stored import to_yaml
 from megatron.plan.page import recorded
-from megatron.plan.page.content import Timeline, seconds_text
+from megatron.plan.page.content import Timeline
 from megatron.plan.page.document import page_text
 from megatron.plan.page.page import PlannedTimes, plan_content, write_page
 from megatron.plan.page.recorded import RecordedRun
@@ -26,6 +26,7 @@ from megatron.plan.rates.files import load_rates
 from megatron.plan.rates.rates import Span
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.step import StepTime, step_time
+from megatron.plan.timing.text import seconds_text
 from tests.plan.configs import BLOOM_13B, config
 from tests.plan.pages import Page
 

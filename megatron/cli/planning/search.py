@@ -7,10 +7,9 @@ import dataclasses
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron.cli.planning.start_command import StartCommand, command_lines
-from megatron.launch.plan import parse_hostsfile
+from megatron.launch.plan import read_hostsfile
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import flag
 from megatron.plan.campaign.question import OPTIONS
@@ -219,7 +218,7 @@ class _Question:
         yield ""
 
     def _why_nothing(self, result: SearchResult, sizes: Sequence[int]) -> str:
-        """Return why there is no layout, and the least number of devices that has one."""
+        """Return the reasons that no layout is left, and the least number of devices that has one."""
         reasons = [fault for fault, _ in (result.refused + result.unknown).most_common(3)]
         why = "none fits" if result.too_large else f"all are refused, such as: {'; '.join(reasons)}"
         text = f"no layout of {sum(sizes)} devices can run this: {why}"
@@ -267,13 +266,7 @@ def _node_sizes(options: argparse.Namespace) -> list[int]:
 
 
 def _slots(path: str) -> list[int]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [f"hostsfile {path} cannot be read ({error}); give a file of lines `<host> slots=<n>`"]
-        ) from None
-    hosts, faults = parse_hostsfile(text, path)
+    hosts, faults = read_hostsfile(path)
     if not hosts and not faults:
         faults = [f"hostsfile {path} lists no host; write one line `<host> slots=<n>` for each node"]
     if faults:

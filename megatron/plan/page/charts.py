@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from megatron.plan.page.content import MemoryByStage, StageRow, gib_text, seconds_text
+from megatron.plan.page.content import MemoryByStage, StageRow, gib_text
 from megatron.plan.page.marks import element, percent
+from megatron.plan.timing.text import seconds_text
 
 ROW = 26
 """Height of a bar with its margins, in pixels."""

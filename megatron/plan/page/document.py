@@ -12,9 +12,10 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from megatron.plan.page.charts import legend, memory_chart, parts_chart
-from megatron.plan.page.content import Compared, LayoutRow, MemoryByStage, PageContent, gib_text, seconds_text
+from megatron.plan.page.content import Compared, LayoutRow, MemoryByStage, PageContent, gib_text
 from megatron.plan.page.marks import element, html_text
 from megatron.plan.page.timeline import timeline_chart
+from megatron.plan.timing.text import seconds_text
 
 FILES = Path(__file__).parent
 

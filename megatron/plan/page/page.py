@@ -14,13 +14,14 @@ from megatron.plan.describe import holds_text, plan_rows
 from megatron.plan.fit import RESERVE, Capacity, capacity, fit_text, for_device, needed_bytes
 from megatron.plan.flops import declared_layers
 from megatron.plan.memory import Stage, StageMemory, memory_by_stage
-from megatron.plan.page.content import Fact, Figure, MemoryByStage, PageContent, StageRow, gib_text, seconds_text
+from megatron.plan.page.content import Fact, Figure, MemoryByStage, PageContent, StageRow, gib_text
 from megatron.plan.page.document import page_text
 from megatron.plan.page.picture import draw_picture
 from megatron.plan.page.recorded import RecordedRun
 from megatron.plan.page.steps import parts_of, predicted_timeline
 from megatron.plan.rates.rates import Rates
 from megatron.plan.timing.step import StepTime
+from megatron.plan.timing.text import seconds_text
 from megatron.runtime.devices import planned_device
 from megatron.runtime.files import replacing
 

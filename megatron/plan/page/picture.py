@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from megatron.plan.page.content import KINDS, MemoryByStage, PageContent, Timeline, seconds_text
+from megatron.plan.page.content import KINDS, MemoryByStage, PageContent, Timeline
 from megatron.plan.page.marks import clean
 from megatron.plan.page.timeline import Window, ticks, windows
+from megatron.plan.timing.text import seconds_text
 from megatron.runtime.devices import GIB
 
 BLUE, SKY, GREEN, YELLOW = "#0072b2", "#56b4e9", "#009e73", "#f0e442"

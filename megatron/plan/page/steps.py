@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.plan.page.content import Bar, Timeline, seconds_text
+from megatron.plan.page.content import Bar, Timeline
 from megatron.plan.pipeline_schedules import PassKind, PipelineSchedule, Timed
 from megatron.plan.timing.step import StepTime
+from megatron.plan.timing.text import seconds_text
 
 PARTS = {
     "compute": "compute",

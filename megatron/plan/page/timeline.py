@@ -12,8 +12,9 @@ from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 from megatron.plan.page.charts import legend
-from megatron.plan.page.content import KINDS, Bar, Timeline, seconds_text
+from megatron.plan.page.content import KINDS, Bar, Timeline
 from megatron.plan.page.marks import element, percent
+from megatron.plan.timing.text import seconds_text
 
 MOST_BARS = 3_600
 """Drawn in one timeline: some 0.5 MB of the page."""

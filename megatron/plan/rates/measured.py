@@ -123,17 +123,6 @@ class CollectiveTable(BytesTable):
 
 
 @dataclass(frozen=True, config=STRICT)
-class StartTable:
-    """Seconds that the host takes beside the operations; see `Starts`."""
-
-    step: NonNegativeFloat
-    microbatch: NonNegativeFloat
-    layer_forward: NonNegativeFloat
-    layer_backward: NonNegativeFloat
-    message: NonNegativeFloat
-
-
-@dataclass(frozen=True, config=STRICT)
 class RankTables:
     """Seconds of a rank's own operations."""
 
@@ -145,7 +134,7 @@ class RankTables:
     update: Mapping[str, Mapping[Precision, UpdateTable]]
     """By optimizer and precision."""
     copy: BytesTable
-    starts: StartTable
+    starts: Starts
     host_copy: BytesTable | None = None
 
 
@@ -246,7 +235,7 @@ class MeasuredRates(Rates):
             device=file.device,
             source=file.source,
             origin=origin,
-            starts=_starts(tables),
+            starts=tables.starts,
             peak_flops=file.peak_flops,
             disk_bytes_per_s=file.disk_bytes_per_s,
             file=file,
@@ -261,7 +250,7 @@ class MeasuredRates(Rates):
         threads = max(1, self.file.cores // ranks)
         for tables in self.file.tables:
             if tables.threads == threads:
-                return dataclasses.replace(self, tables=tables, starts=_starts(tables))
+                return dataclasses.replace(self, tables=tables, starts=tables.starts)
         have = ", ".join(str(tables.threads) for tables in self.file.tables)
         raise RatesError(
             f"{ranks} ranks on {self.file.cores} cores have {threads} threads each, but {self.origin} has rates of "
@@ -335,7 +324,3 @@ class MeasuredRates(Rates):
             if known == key:
                 return table
         raise self.missing(name, tables)
-
-
-def _starts(tables: RankTables) -> Starts:
-    return Starts(**{name: getattr(tables.starts, name) for name in Starts._fields})

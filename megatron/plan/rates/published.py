@@ -99,17 +99,6 @@ class LinkFigures:
 
 
 @dataclass(frozen=True, config=STRICT)
-class StartFigures:
-    """Seconds that the host takes beside the operations; see `Starts`."""
-
-    step: NonNegativeFloat
-    microbatch: NonNegativeFloat
-    layer_forward: NonNegativeFloat
-    layer_backward: NonNegativeFloat
-    message: NonNegativeFloat
-
-
-@dataclass(frozen=True, config=STRICT)
 class PublishedFile:
     """A file of published rates."""
 
@@ -133,7 +122,7 @@ class PublishedFile:
     within_node: LinkFigures
     across_nodes: LinkFigures
     """A device's own part of the network: that of a node over its devices."""
-    starts: StartFigures
+    starts: Starts
     disk_bytes_per_s: PositiveFloat | None = None
 
 
@@ -162,7 +151,7 @@ class PublishedRates(Rates):
             device=file.device,
             source=file.source,
             origin=origin,
-            starts=Starts(**{name: getattr(file.starts, name) for name in Starts._fields}),
+            starts=file.starts,
             peak_flops=file.peak_flops,
             disk_bytes_per_s=file.disk_bytes_per_s,
             file=file,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 from megatron.options.config import ConfigError
+from megatron.options.types import NonNegativeFloat
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Role = Literal["forward", "input", "weight"]
@@ -59,12 +60,12 @@ class Span(NamedTuple):
 class Starts(NamedTuple):
     """Seconds that the host takes beside the operations: Python, autograd's hooks, logging."""
 
-    step: float
-    microbatch: float
-    layer_forward: float
+    step: NonNegativeFloat
+    microbatch: NonNegativeFloat
+    layer_forward: NonNegativeFloat
     """A pass through a layer, forward."""
-    layer_backward: float
-    message: float
+    layer_backward: NonNegativeFloat
+    message: NonNegativeFloat
     """A message between pipeline stages, at each end."""
 
 

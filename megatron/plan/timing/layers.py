@@ -10,14 +10,22 @@ from collections.abc import Sequence
 from megatron.models.attention.exchange_choice import exchange_of
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, Projection, Router, Table
 from megatron.parallel.layout import Layout
-from megatron.parallel.shards import LayerDeclaration, Shard
+from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.attention_core import AttentionCore
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.plan.rates.rates import Direction
 from megatron.plan.timing.experts import ExpertsWork, activation_numbers
 from megatron.plan.timing.linears import LinearLayer, LinearWork, Passes, add_sums, linear_layers
 from megatron.plan.timing.loss import projection_passes, table_passes
-from megatron.plan.timing.operations import AxisExchange, CoreAttention, Hidden, Operation, Pointwise, Work
+from megatron.plan.timing.operations import (
+    AxisExchange,
+    CoreAttention,
+    Hidden,
+    LinearProduct,
+    Operation,
+    Pointwise,
+    Work,
+)
 
 TIMED = (Norm, MatrixProduct, Router, Table, Projection)
 """The kinds of declared costs that are timed here."""
@@ -205,10 +213,9 @@ def _without_end(mlp: Work, last: LinearLayer | None) -> Work:
         return mlp
     items = list(mlp.items)
     # the products come in the order of the layers, and what follows the last one with it
-    place = max(index for index, (each, _) in enumerate(items) if type(each).__name__ == "LinearProduct")
-    ends = {"AxisExchange", "LinearProduct"}
-    kept = [item for index, item in enumerate(items) if index < place or type(item[0]).__name__ not in ends]
-    return Work(kept)
+    place = max(index for index, (each, _) in enumerate(items) if isinstance(each, LinearProduct))
+    ends = [item for item in items[place:] if not isinstance(item[0], AxisExchange | LinearProduct)]
+    return Work([*items[:place], *ends])
 
 
 def core_kind(declared: Attention, sizes: MicrobatchSizes) -> tuple[str, float]:
@@ -273,13 +280,23 @@ def residual_of(sizes: MicrobatchSizes, work: Work, count: int, *, is_backward: 
 
 
 def _small_sums(layer: LayerDeclaration, sizes: MicrobatchSizes, layout: Layout, passes: Passes) -> None:
-    """Add the gradients of norms to their sums."""
-    trained: list[Shard] = []
-    for name, shard in layer.shards.items():
-        is_of_norm = isinstance(shard.cost, Norm) or "norm" in name.rpartition(".")[0].rpartition(".")[2]
-        if shard.trained and is_of_norm and not shard.added:
-            trained.append(shard)
+    """Add the gradients of norms, and of whatever else no product or table counts, to their sums."""
+    counted = {
+        _module(name)
+        for name, shard in layer.shards.items()
+        if shard.cost is not None and not isinstance(shard.cost, Norm)
+    }
+    trained = [
+        shard
+        for name, shard in layer.shards.items()
+        if shard.trained and not shard.added and _module(name) not in counted
+    ]
     add_sums(passes.weight, trained, sizes, layout)
+
+
+def _module(name: str) -> str:
+    """Return the module of a parameter, which a weight and its bias share."""
+    return name.rpartition(".")[0]
 
 
 def _other_layer(layer: LayerDeclaration, sizes: MicrobatchSizes, layout: Layout) -> Passes:

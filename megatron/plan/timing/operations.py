@@ -14,7 +14,7 @@ from megatron.plan.timing.cluster import Axis, Cluster
 
 
 class LinearProduct(NamedTuple):
-    """LinearProduct of a linear layer, or of the output projection, with sizes of one rank."""
+    """Product of a linear layer, or of the output projection, with sizes of one rank."""
 
     precision: str
     role: Role
@@ -24,7 +24,7 @@ class LinearProduct(NamedTuple):
 
 
 class CoreAttention(NamedTuple):
-    """CoreAttention of an attention."""
+    """Core of an attention, softmax(q k^T) v, with sizes of one rank."""
 
     precision: str
     direction: Direction

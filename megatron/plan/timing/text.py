@@ -63,7 +63,19 @@ def time_text(time: StepTime, rates: Rates) -> Iterator[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return '1.23 s' or '12.3 ms'."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+    """Return '12.3 ms' or '4.56 s', of three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{three_digits(seconds / scale)} {unit}"
+    if seconds:
+        return f"{three_digits(seconds / 1e-6)} µs"
+    return "0 s"
+
+
+def three_digits(number: float) -> str:
+    """Return a number of about three digits, without an exponent."""
+    for digits, least in ((0, 100), (1, 10), (2, 1)):
+        # of the rounded number, so that 9.999 is 10.0
+        if abs(round(number, digits)) >= least:
+            return f"{number:,.{digits}f}"
+    return f"{number:.3f}"

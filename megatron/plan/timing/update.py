@@ -1,4 +1,4 @@
-"""AxisExchange of gradients and weights, and the update, at the end of a step: by ZeRO stage, as the engine runs them.
+"""Exchanges of gradients and weights, and the update, at the end of a step: by ZeRO stage, as the engine runs them.
 
 training/deepspeed/reduction.py for stages 0 and 1, DeepSpeed's own for 2 and 3 and for offload. No torch.
 """
