@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.layout import Layout
@@ -252,3 +254,35 @@ def test_nodes_of_different_sizes_start_as_many_ranks_each() -> None:
     assert clusters == [(8, 8), (4, 4, 4), (4, 4)]
     assert [cluster.node_sizes for cluster in clusters_of([8, 8, 8], may_leave=False)] == [(8, 8, 8)]
     assert [len(cluster.node_sizes) for cluster in clusters_of([8] * 4, may_leave=True)] == [4, 3]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from((DENSE, EXPERTS)),
+    st.fixed_dictionaries(
+        {
+            "tensor_model_parallel_size": st.sampled_from((1, 2, 3, 4, 8)),
+            "context_parallel_size": st.sampled_from((1, 1, 2, 3)),
+            "context_parallel_exchange": st.sampled_from(("auto", "ring", "all-to-all")),
+            "pipeline_model_parallel_size": st.sampled_from((1, 1, 2, 4)),
+            "pipeline_schedule": st.sampled_from((None, None, "zero-bubble", "interleaved")),
+            "num_virtual_stages_per_pipeline_rank": st.sampled_from((1, 1, 2, 5)),
+            "expert_model_parallel_size": st.sampled_from((1, 1, 2, 3)),
+            "sequence_parallel": st.booleans(),
+            "micro_batch_size": st.sampled_from((1, 2, 3)),
+            "num_replicas": st.sampled_from((1, 1, 2, 3)),
+            "zero_stage": st.integers(0, 3),
+            "offload_param": st.booleans(),
+        }
+    ),
+)
+def test_the_search_refuses_what_a_dry_run_refuses(model: Mapping[str, Any], drawn: Mapping[str, Any]) -> None:
+    cluster, values = Cluster.of(1, 8), {**NEUTRAL, **drawn}
+    tried = with_values(run_of(model), values)
+    try:
+        found = search(tried, [cluster], load_rates("h100"), Capacity("any", 2**50), check, fixed=NEUTRAL.keys()).found
+    except ConfigError:
+        found = []
+    assert bool(found) == (not check(tried, 8))
+    for layout in found:
+        assert layout.config == tried

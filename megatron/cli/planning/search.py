@@ -224,7 +224,7 @@ class _Question:
         text = f"no layout of {sum(sizes)} devices can run this: {why}"
         least = self._least_number(sizes)
         if least is None:
-            return f"{text}; nor does one of up to {MOST_TIMES} times as many"
+            return f"{text}; nor do twice, 4, ... {MOST_TIMES} times as many nodes have one"
         return f"{text}; the least number with one is {least} devices"
 
     def _least_number(self, sizes: Sequence[int]) -> int | None:

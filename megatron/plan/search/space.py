@@ -47,6 +47,13 @@ NEUTRAL: Values = {
     "offload_param": False,
 }
 """The axes, with values that no rule refuses for the sake of another axis."""
+OF_STAGE = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Sizes that divide the ranks of a stage."""
 MOST_CHUNKS = 8
 """Virtual stages of a rank, beyond which none are tried: each sends its own messages."""
 LEAST_TOKENS = 1_024
@@ -187,7 +194,16 @@ class Space:
             choices += [(stage, False, False, replicas) for stage in (2, 3)]
             choices += [(stage, True, False, replicas) for stage in (1, 2, 3)]
             choices += [(3, offloads, True, replicas) for offloads in (False, True)]
-        return self._agreeing([dict(zip(names, choice, strict=True)) for choice in choices])
+        agreeing = self._agreeing([dict(zip(names, choice, strict=True)) for choice in choices])
+        return [choice for choice in agreeing if not self._refuses_replicas(division, choice["num_replicas"])]
+
+    def _refuses_replicas(self, division: Values, replicas: int) -> bool:
+        """Return whether the ranks that sum a gradient are not divisible: by a number that was given."""
+        if replicas == 1:
+            return False
+        ranks = self.num_devices // division["pipeline_model_parallel_size"]
+        sizes = {name: division[name] for name in OF_STAGE}
+        return self._is_refused(ranks, **sizes, num_replicas=replicas)
 
     def _replicas(self, division: Values) -> list[int]:
         """Return one, and as many as there are nodes: ZeRO then shards within each."""
