@@ -7,6 +7,7 @@ the project says how a tensor is cut. Importable without torch, so that a plan n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,7 +256,8 @@ class LayerDeclaration:
                 "applied to the residual stream, 'heads' if each rank applies it to its own heads or channels"
             )
 
-    @property
+    # both are read at every turn of a plan
+    @functools.cached_property
     def number(self) -> int | None:
         """Number of a transformer layer, `layers.<number>`; None for the others."""
         room, _, number = self.name.partition(".")
@@ -263,7 +265,7 @@ class LayerDeclaration:
             return None
         return int(number)
 
-    @property
+    @functools.cached_property
     def projects(self) -> bool:
         """Its weight multiplies the hidden states: it is the last layer."""
         return self.project is not None or any(isinstance(shard.cost, Projection) for shard in self.shards.values())

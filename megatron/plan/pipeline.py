@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -126,18 +127,17 @@ def _balanced(
     Each range has at least one of the layers marked in `required`. `state`, `kept` and `deferred`: bytes of a layer,
     once, for each forward pass and for each deferred gradient that is alive; `alive`: numbers of these of each range.
     """
-    num_ranges = len(alive)
     # sums of all layers before an index: a range's sum is the difference of two
     weight_before = [0, *itertools.accumulate(weights)]
-    before = [[0, *itertools.accumulate(sizes)] for sizes in (state, kept, deferred)]
-
-    def weight(_: int, start: int, stop: int) -> int:
-        return weight_before[stop] - weight_before[start]
+    state_before, kept_before, deferred_before = (
+        [0, *itertools.accumulate(sizes)] for sizes in (state, kept, deferred)
+    )
 
     def memory(index: int, start: int, stop: int) -> float:
-        if weight(index, start, stop) > lightest:
-            return math.inf
-        return sum(n * (sizes[stop] - sizes[start]) for n, sizes in zip((1, *alive[index]), before, strict=True))
+        passes, gradients = alive[index]
+        kept_passes = passes * (kept_before[stop] - kept_before[start])
+        kept_gradients = gradients * (deferred_before[stop] - deferred_before[start])
+        return state_before[stop] - state_before[start] + kept_passes + kept_gradients
 
     def squared_memory(index: int, start: int, stop: int) -> float:
         size = memory(index, start, stop)
@@ -146,9 +146,19 @@ def _balanced(
         return size**2
 
     # one after the other: each search allows only cuts that are among the best of the one before
-    lightest, _ = _best_cuts(weight, max, required, num_ranges)
-    least, _ = _best_cuts(memory, max, required, num_ranges)
-    return _best_cuts(squared_memory, operator.add, required, num_ranges)[1]
+    lightest = _lightest(weights, required, len(alive))
+    first_starts = [bisect.bisect_left(weight_before, before - lightest) for before in weight_before]
+    least, _ = _best_cuts(memory, max, required, first_starts, len(alive))
+    return _best_cuts(squared_memory, operator.add, required, first_starts, len(alive))[1]
+
+
+# the same for all sizes of a microbatch, and whatever is recomputed
+@functools.lru_cache(maxsize=256)
+def _lightest(weights: tuple[int, ...], required: tuple[bool, ...], num_ranges: int) -> float:
+    """Return the least weight of the heaviest range."""
+    before = [0, *itertools.accumulate(weights)]
+    anywhere = [0] * len(before)
+    return _best_cuts(lambda _, start, stop: before[stop] - before[start], max, required, anywhere, num_ranges)[0]
 
 
 Cuts = tuple[float, tuple[int, ...]]
@@ -159,18 +169,32 @@ def _best_cuts(
     value: Callable[[int, int, int], float],
     combine: Callable[[float, float], float],
     required: Sequence[bool],
+    first_starts: Sequence[int],
     num_ranges: int,
 ) -> Cuts:
     """Return the least combined value of the ranges, and its cuts.
 
-    `value` of (index, start, stop) is that of one range; a longer range has no smaller one.
+    `value` of (index, start, stop) is that of one range; a longer range has no smaller one. `first_starts`: of the
+    ranges that end at each index, the first place at which one may start.
     """
+    num_required = [0, *itertools.accumulate(required)]
+    # the places between which each range ends if those before it, or those after it, are as long as they may be
+    latest, earliest = [0], [len(required)]
+    for _ in range(num_ranges):
+        latest.append(bisect.bisect_right(first_starts, latest[-1]) - 1)
+        earliest.append(first_starts[earliest[-1]])
     best: dict[int, Cuts] = {0: (0, (0,))}
     """The best cuts of the layers before each index into as many ranges as are done."""
     for index in range(num_ranges):
         extended = {}
-        for stop in range(index + 1, len(required) + 1):
-            cuts = _with_last_range(best, functools.partial(value, index), combine, required, stop)
+        left = num_ranges - 1 - index
+        for stop in range(max(index + 1, earliest[left]), latest[index + 1] + 1):
+            # each of the ranges that are left needs one as well
+            if num_required[-1] - num_required[stop] < left:
+                break
+            last_start = bisect.bisect_left(num_required, num_required[stop]) - 1
+            starts = range(last_start, max(min(best), first_starts[stop]) - 1, -1)
+            cuts = _with_last_range(best, functools.partial(value, index), combine, starts, stop)
             if cuts is not None:
                 extended[stop] = cuts
         best = extended
@@ -181,18 +205,16 @@ def _with_last_range(
     best: Mapping[int, Cuts],
     value: Callable[[int, int], float],
     combine: Callable[[float, float], float],
-    required: Sequence[bool],
+    starts: range,
     stop: int,
 ) -> Cuts | None:
-    """Return the best of these cuts with one more range, which ends at `stop`; None: there is none."""
+    """Return the best of these cuts with one more range, which starts at one of `starts`; None: there is none."""
     least, result = math.inf, None
-    has_required = False
-    for start in range(stop - 1, min(best) - 1, -1):
+    for start in starts:
         last = value(start, stop)
         if last >= least:  # as would be every longer range
             break
-        has_required = has_required or required[start]
-        if not has_required or start not in best:
+        if start not in best:
             continue
         before, bounds = best[start]
         total = combine(before, last)

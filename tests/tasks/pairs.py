@@ -85,11 +85,6 @@ def train(arguments: str, steps: int) -> list[dict[str, float]]:
     return found
 
 
-def train_each(arguments: list[str], steps: int) -> list[list[dict[str, float]]]:
-    """Loss and metrics of several runs."""
-    return [train(each, steps) for each in arguments]
-
-
 def reference_files(arguments: str, data: str) -> int:
     """Number of the stored references once a run with these arguments has begun."""
     build(arguments)

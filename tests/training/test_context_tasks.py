@@ -87,16 +87,11 @@ def folder(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_each(flags: Sequence[str]) -> list[str]:
-    """The faults of several runs."""
-    return [runs.train(each) for each in flags]
-
-
 def results_of(
     ranks: RankPools, folder: Path, cases: Sequence[str], world_size: int = 1, layout: str = ""
 ) -> dict[str, list[dict[str, Any]]]:
     """The rows of the steps and of the validations of each case."""
-    flags, places = [], {name: folder / f"{world_size} {layout} {name}".replace(" ", "_") for name in cases}
+    places = {name: folder / f"{world_size} {layout} {name}".replace(" ", "_") for name in cases}
     for name, place in places.items():
         place.mkdir()
         # what a run computes beside its data is its own: stored references
@@ -104,8 +99,9 @@ def results_of(
             (place / file.name).symlink_to(file)
         teacher = " ".join(map(str, folder.glob("text.teacher-*")))
         given = CASES[name].format(folder=folder, data=place, file=__file__, teacher=teacher)
-        flags.append(f"{MODEL} {STEPS} {given} {layout} --results-dir {place}")
-    assert ranks(world_size)(train_each, flags) == [[""] * len(flags)] * world_size
+        # one task each: the ranks let go of a run's process groups at the end of a task
+        flags = f"{MODEL} {STEPS} {given} {layout} --results-dir {place}"
+        assert ranks(world_size)(runs.train, flags) == [""] * world_size
     return {name: [row for kind in ("train", "valid") for row in runs.rows(places[name], kind)] for name in cases}
 
 

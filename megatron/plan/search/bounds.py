@@ -115,6 +115,8 @@ class Bounds:
         self._neutral, _ = changed(config, NEUTRAL)
         self._works: dict[tuple[Any, ...], PassWork] = {}
         self._updates: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._states: dict[tuple[Any, ...], float] = {}
+        self._alive: dict[tuple[Any, ...], list[float]] = {}
         self._kept: dict[tuple[Any, ...], float] = {}
         # the products alone: of attention a kernel may compute less than is counted
         training = dataclasses.replace(config.training, seq_length=1, seq_length_stages=None)
@@ -254,8 +256,12 @@ class Bounds:
 
     def least_states(self, values: Values) -> float:
         """Return no more than a rank's weights, gradients and optimizer states take."""
-        config, _ = changed(self.config, values)
-        return least_bytes(config, self.cluster.num_devices, self.size)
+        key = tuple(values[name] for name in (*OF_DIVISION, *OF_STATES))
+        if key not in self._states:
+            own = {name: values[name] for name in (*OF_DIVISION, *OF_STATES)}
+            config, _ = changed(self._neutral, own)
+            self._states[key] = least_bytes(config, self.cluster.num_devices, self.size)
+        return self._states[key]
 
     def least_memory(self, values: Values) -> float:
         """Return about the least that the rank needs that needs most: its states, and what its passes keep.
@@ -263,32 +269,40 @@ class Bounds:
         A stage of n layers needs n (q + f a) bytes or more: q of states and a of activations for each layer, of f
         microbatches at once. Of equal stages the first one needs most, of others all may need as much.
         """
-        config, _ = changed(self.config, values)
-        states = least_bytes(config, self.cluster.num_devices, self.size)
-        stages, num_layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+        states = self.least_states(values)
+        stages, num_layers = values["pipeline_model_parallel_size"], self.config.model.num_layers
         of_layer = states * stages * self.size.in_layers / num_layers
-        kept = self._kept_of_layer(values, config)
-        alive = _alive(_short(schedule_of(config, self._num_microbatches(values))))
-        needs = [max(1.0, of_layer + count * kept) for count in alive]
+        kept = self._kept_of_layer(values)
+        needs = [max(1.0, of_layer + count * kept) for count in self._alive_of(values)]
         # a stage of equal ones may have a layer less than the mean, for the embedding or the output
         fewest = max(1, num_layers // stages - 1)
         return max(states, num_layers / sum(1 / need for need in needs), fewest * max(needs))
 
-    def _kept_of_layer(self, values: Values, config: Config) -> float:
+    def _alive_of(self, values: Values) -> list[float]:
+        """Return for each stage the microbatches whose activations are alive at once, if its chunks are equal."""
+        names = ("pipeline_model_parallel_size", "pipeline_schedule", "num_virtual_stages_per_pipeline_rank")
+        own = {name: values[name] for name in names}
+        key = (self._num_microbatches(values), *own.values())
+        if key not in self._alive:
+            config, _ = changed(self._neutral, own)
+            self._alive[key] = _alive(_short(schedule_of(config, key[0])))
+        return self._alive[key]
+
+    def _kept_of_layer(self, values: Values) -> float:
         """Return the bytes that a transformer layer keeps on the device of one microbatch: of them all the least."""
         # two layers of a stage are on the device at a time, whatever it holds
-        if config.training.offload_activations or config.training.skip_train:
+        if values["offload_activations"] or self.config.training.skip_train:
             return 0.0
         names = [name for name in OF_PASSES if name != "micro_batch_size"]
         key = tuple(values[name] for name in (*names, "pipeline_schedule"))
         if key not in self._kept:
             # so that microbatches of all sizes need one look
-            one, _ = changed(config, {"micro_batch_size": 1})
+            one, _ = changed(self.config, {**values, "micro_batch_size": 1})
             layers = [layer for layer in declared_layers(one) if layer.number is not None]
             memory = of_layers(layers, functools.partial(layer_memory, config=one))
             self._kept[key] = min(each.kept for each in memory)
         # in proportion to its tokens
-        return config.training.micro_batch_size * self._kept[key]
+        return values["micro_batch_size"] * self._kept[key]
 
 
 def _short(schedule: PipelineSchedule) -> PipelineSchedule:

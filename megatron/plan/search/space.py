@@ -68,13 +68,22 @@ PARTS = (("core_attn",), ("layernorm",), ("mlp", "mlp_act"))
 def changed(config: Config, values: Values) -> tuple[Config, Changes]:
     """Return the config with these values, and those that differ from its own."""
     changes: list[tuple[str, Any]] = []
+    sections_of: dict[str, Any] = {}
     for section, names in _names_by_section().items():
         own = getattr(config, section)
         differing = {name: values[name] for name in names & values.keys() if getattr(own, name) != values[name]}
         if differing:
-            config = dataclasses.replace(config, **{section: dataclasses.replace(own, **differing)})
+            sections_of[section] = _replaced(own, tuple(sorted(differing.items())))
             changes += sorted(differing.items())
+    if sections_of:
+        config = dataclasses.replace(config, **sections_of)
     return config, tuple(changes)
+
+
+# thousands of layouts of a search have the same few sections, and each new one is validated
+@functools.lru_cache(maxsize=4096)
+def _replaced(own: Any, differing: Changes) -> Any:
+    return dataclasses.replace(own, **dict(differing))
 
 
 @functools.cache
