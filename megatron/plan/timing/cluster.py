@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from megatron.parallel.layout import Layout
@@ -27,14 +28,23 @@ class Cluster:
         """Return nodes of one size."""
         return cls((devices_per_node,) * num_nodes)
 
-    @property
+    # read at every turn of a search, and there may be thousands of nodes
+    @cached_property
     def num_devices(self) -> int:
         return sum(self.node_sizes)
+
+    @cached_property
+    def smallest_node(self) -> int:
+        return min(self.node_sizes)
+
+    @cached_property
+    def largest_node(self) -> int:
+        return max(self.node_sizes)
 
     def span_of(self, layout: Layout, axis: Axis) -> Span:
         """Return how a group of this axis lies over the nodes, of unequal nodes over the smallest ones."""
         stride, size = _stride_and_size(layout, axis)
-        node_size = min(self.node_sizes)
+        node_size = self.smallest_node
         if size * stride <= node_size and node_size % (size * stride) == 0:
             per_node = size
         elif axis == "pipeline" and len(self.node_sizes) > 1:

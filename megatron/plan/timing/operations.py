@@ -122,7 +122,7 @@ class Machine:
 
     def __init__(self, rates: Rates, cluster: Cluster, layout: Layout, *, is_host: bool) -> None:
         self.cluster, self.layout, self.is_host = cluster, layout, is_host
-        self.ranks_per_node = min(max(cluster.node_sizes), layout.world_size)
+        self.ranks_per_node = min(cluster.largest_node, layout.world_size)
         self.rates = rates.for_ranks(self.ranks_per_node) if is_host else rates
         self._spans: dict[Axis, Span] = {}
 
