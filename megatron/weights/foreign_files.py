@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from isal import isal_zlib
@@ -94,31 +94,8 @@ class ForeignFiles:
 
     def load(self, path: Path) -> Any:
         """Return the content of a .pt or .bin file, its tensors mapped, nothing executed."""
-        opened, file = self._open(path), real_path(path)
-        try:
-            # torch takes Inert for the name in the pickle, and imports nothing
-            names: list[Any] = [(Inert, name) for name in ALLOWED]
-            with torch.serialization.safe_globals(names), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's about a pickle that this refuses
-                # mapped where it can be: torch maps no file from before its zips
-                return torch.load(str(file), map_location="cpu", weights_only=True, mmap=opened.is_zip)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is not there; {REMEDY}") from None
-        except Exception as error:  # a hostile file may make torch raise anything
-            named = re.search(r"GLOBAL (\S+)", str(error))
-            if named is not None:
-                raise CheckpointError(
-                    f"{path} is refused: it names {named[1]}, and opening a pickle that names code may run "
-                    "it. Only tensors and plain values are read from foreign files; save the checkpoint again without "
-                    "it, or as safetensors"
-                ) from None
-            if type(error).__name__ == "UnpicklingError":  # torch's own text advises to open it without the check
-                raise CheckpointError(
-                    f"{path} is refused: it is not a file of tensors and plain values as torch.save writes them. "
-                    f"{REMEDY.capitalize()}, or save the checkpoint again, best as safetensors"
-                ) from None
-            reason = str(error).strip().split("\n")[0][:200]
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason}); {REMEDY}") from None
+        # mapped where it can be: torch maps no file from before its zips
+        return load_plain(str(real_path(path)), str(path), mmap=self._open(path).is_zip)
 
     def safetensors_header(self, path: Path) -> tuple[bytes, int]:
         """Return the JSON in the header of a safetensors file, and the offset at which its tensors begin."""
@@ -141,7 +118,7 @@ class ForeignFiles:
         opened = self._open(path)
         if opened.unchecked:
             with open_file(real_path(path)) as descriptor:
-                _compare(path, descriptor, opened.unchecked)
+                compare_checksums(path, descriptor, opened.unchecked)
             opened.unchecked = ()
 
     def verify(self, paths: Iterable[Path], share: tuple[int, int] = (0, 1)) -> str:
@@ -177,7 +154,7 @@ class ForeignFiles:
             opened = _Opened(is_zip=entries is not None)
             if entries and any(entry.crc32 for entry in entries):  # torch writes zeros where it computes none
                 opened.has_checksum = True
-                _compare(path, descriptor, [entry for entry in entries if entry.num_bytes <= EAGER_BYTES])
+                compare_checksums(path, descriptor, [entry for entry in entries if entry.num_bytes <= EAGER_BYTES])
                 opened.unchecked = tuple(entry for entry in entries if entry.num_bytes > EAGER_BYTES)
         if not opened.has_checksum:
             log.warning("%s carries no checksum, so damage to its tensors cannot be found", path)
@@ -185,7 +162,34 @@ class ForeignFiles:
         return opened
 
 
-def _compare(path: Path, descriptor: int, entries: Iterable[ZipEntry]) -> None:
+def load_plain(source: str | IO[bytes], where: str, *, mmap: bool = False) -> Any:
+    """Return what torch.save wrote: tensors and plain values, nothing executed. Raises CheckpointError."""
+    try:
+        # torch takes Inert for the name in the pickle, and imports nothing
+        names: list[Any] = [(Inert, name) for name in ALLOWED]
+        with torch.serialization.safe_globals(names), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about a pickle that this refuses
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is not there; {REMEDY}") from None
+    except Exception as error:  # a hostile file may make torch raise anything
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is not None:
+            raise CheckpointError(
+                f"{where} is refused: it names {named[1]}, and opening a pickle that names code may run "
+                "it. Only tensors and plain values are read from foreign files; save the checkpoint again without "
+                "it, or as safetensors"
+            ) from None
+        if type(error).__name__ == "UnpicklingError":  # torch's own text advises to open it without the check
+            raise CheckpointError(
+                f"{where} is refused: it is not a file of tensors and plain values as torch.save writes them. "
+                f"{REMEDY.capitalize()}, or save the checkpoint again, best as safetensors"
+            ) from None
+        reason = str(error).strip().split("\n")[0][:200]
+        raise CheckpointError(f"{where} cannot be read ({type(error).__name__}: {reason}); {REMEDY}") from None
+
+
+def compare_checksums(where: Path | str, descriptor: int, entries: Iterable[ZipEntry]) -> None:
     """Read the entries, and raise CheckpointError for the first with another checksum."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, max((entry.num_bytes for entry in entries), default=0))))
     for entry in entries:
@@ -193,12 +197,12 @@ def _compare(path: Path, descriptor: int, entries: Iterable[ZipEntry]) -> None:
         while done < entry.num_bytes:
             count = os.preadv(descriptor, [buffer[: entry.num_bytes - done]], entry.start + done)
             if not count:
-                raise CheckpointError(f"{path} is damaged: it ends within {entry.name}; {REMEDY}")
+                raise CheckpointError(f"{where} is damaged: it ends within {entry.name}; {REMEDY}")
             # ISA-L's, which is zlib's CRC-32 several times as fast
             checksum = isal_zlib.crc32(buffer[:count], checksum)
             done += count
         if checksum != entry.crc32:
             raise CheckpointError(
-                f"{path} is damaged: its entry {entry.name} has the checksum {checksum:08x}, not {entry.crc32:08x}; "
+                f"{where} is damaged: its entry {entry.name} has the checksum {checksum:08x}, not {entry.crc32:08x}; "
                 f"{REMEDY}"
             )

@@ -41,6 +41,14 @@ class StoredTensor:
     """(first, end) -> those rows."""
     begin: int | None = None
     """Offset of its first byte in a safetensors file."""
+    window: Callable[[int, int, tuple[int, int]], Tensor] | None = None
+    """(first, end, columns) -> those columns of those rows, where that costs less than the rows."""
+
+    def matrix(self, first: int, end: int, columns: tuple[int, int]) -> Tensor:
+        """Return those columns of those rows, seen as a matrix."""
+        if self.window is not None:
+            return self.window(first, end, columns)
+        return self.rows(first, end).view(end - first, -1)[:, columns[0] : columns[1]]
 
     @property
     def num_rows(self) -> int:

@@ -115,8 +115,7 @@ class MappedSource(WeightSource):
                 theirs = int(part.row_by_head(begin))
                 # rows of one head and piece alone are neighbours on both sides
                 end = min(end, begin + part.head_size - begin % part.head_size)
-            window = stored.rows(theirs, theirs + end - begin).float().view(end - begin, -1)
-            yield begin, window[:, columns[0] : columns[1]]
+            yield begin, stored.matrix(theirs, theirs + end - begin, columns).float()
             begin = end
 
     def _mean(self, name: str) -> Tensor:

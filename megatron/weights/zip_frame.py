@@ -60,24 +60,40 @@ class _DamageError(Exception):
     """The frame is not whole. Says where."""
 
 
-def zip_entries(descriptor: int, path: Path) -> list[ZipEntry] | None:
+@dataclass(frozen=True)
+class _Stretch:
+    """The bytes of an open file that a zip takes. Offsets are the zip's own."""
+
+    descriptor: int
+    begin: int
+    size: int
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        """Return the bytes that there are."""
+        count = max(0, min(num_bytes, self.size - offset))
+        return os.pread(self.descriptor, count, self.begin + offset)
+
+
+def zip_entries(descriptor: int, where: Path | str, at: tuple[int, int] | None = None) -> list[ZipEntry] | None:
     """Return the entries of the zip in an open file, in their order; None: it is another file.
 
-    Raises CheckpointError, naming `path`, where the frame is not whole.
+    `at`: offset and number of the bytes that the zip takes, if not all of the file. Raises CheckpointError, naming
+    `where`, if the frame is not whole.
     """
-    size = os.fstat(descriptor).st_size
-    begins = os.pread(descriptor, 4, 0) == b"PK\3\4"
-    end = os.pread(descriptor, _END.size, max(0, size - _END.size))
+    begin, size = at or (0, os.fstat(descriptor).st_size)
+    stretch = _Stretch(descriptor, begin, size)
+    begins = stretch.read(4, 0) == b"PK\3\4"
+    end = stretch.read(_END.size, max(0, size - _END.size))
     # one of both ends is enough: a zip that was cut short, or whose first bytes changed, is a damaged zip
     if not begins and not end.startswith(b"PK\5\6"):
         return None
     try:
-        return list(_entries(descriptor, size, end))
+        return list(_entries(stretch, end))
     except _DamageError as error:
         reason = str(error)
     except (struct.error, OverflowError, UnicodeDecodeError):
         reason = "its entries cannot be read"
-    raise CheckpointError(f"{path} is damaged or truncated: {reason}; copy it again from its source")
+    raise CheckpointError(f"{where} is damaged or truncated: {reason}; copy it again from its source")
 
 
 def _need(is_right: bool, fault: str) -> None:
@@ -85,9 +101,9 @@ def _need(is_right: bool, fault: str) -> None:
         raise _DamageError(fault)
 
 
-def _entries(descriptor: int, size: int, end: bytes) -> Iterator[ZipEntry]:
-    number, directory_start, directory_stop = _directory(descriptor, size, end)
-    directory = os.pread(descriptor, directory_stop - directory_start, directory_start)
+def _entries(stretch: _Stretch, end: bytes) -> Iterator[ZipEntry]:
+    number, directory_start, directory_stop = _directory(stretch, end)
+    directory = stretch.read(directory_stop - directory_start, directory_start)
     _need(len(directory) == directory_stop - directory_start, "it ends within its directory")
     position = 0
     expected_offset, constants, names = 0, None, set()
@@ -117,25 +133,25 @@ def _entries(descriptor: int, size: int, end: bytes) -> Iterator[ZipEntry]:
         # readers differ in which of two counts
         _need(name not in names, f"it holds its entry {name!r} twice")
         names.add(name)
-        start, expected_offset = _local(descriptor, offset, name, header, crc32, full)
-        yield ZipEntry(name.decode(), start, full, crc32)
+        start, expected_offset = _local(stretch, offset, name, header, crc32, full)
+        yield ZipEntry(name.decode(), stretch.begin + start, full, crc32)
     is_full = position == len(directory) and expected_offset == directory_start
     _need(is_full, "its entries and its directory leave a gap")
 
 
-def _directory(descriptor: int, size: int, end: bytes) -> tuple[int, int, int]:
+def _directory(stretch: _Stretch, end: bytes) -> tuple[int, int, int]:
     """Return the number of entries, and begin and end of the directory."""
     mark, disk, disk_2, number, number_2, num_bytes, start, comment_size = _END.unpack(end)
     _need(
         mark == b"PK\5\6" and (disk, disk_2, comment_size) == (0, 0, 0) and number == number_2,
         "it does not end with a zip's directory",
     )
-    stop = size - _END.size
-    locator = os.pread(descriptor, _LOCATOR.size, max(0, stop - _LOCATOR.size))
+    stop = stretch.size - _END.size
+    locator = stretch.read(_LOCATOR.size, max(0, stop - _LOCATOR.size))
     # a large zip has a second end with large numbers, and a locator of it, before the first
     if locator.startswith(b"PK\6\7"):
         _, disk, at, disks = _LOCATOR.unpack(locator)
-        fields = _END_64.unpack(os.pread(descriptor, _END_64.size, at))
+        fields = _END_64.unpack(stretch.read(_END_64.size, at))
         mark, length, made_by, needed, disk_1, disk_2, *numbers = fields
         large_number, large_number_2, large_bytes, large_start = numbers
         _need(
@@ -165,16 +181,16 @@ def _large(extra: bytes, full: int, packed: int, offset: int) -> tuple[int, int,
 
 
 def _local(
-    descriptor: int, offset: int, name: bytes, expected: _Repeated, crc32: int, num_bytes: int
+    stretch: _Stretch, offset: int, name: bytes, expected: _Repeated, crc32: int, num_bytes: int
 ) -> tuple[int, int]:
     """Compare an entry's header and descriptor with the directory; return where content and next entry begin."""
     fault = f"the header of its entry {name.decode(errors='replace')} differs from its directory"
-    content = os.pread(descriptor, _LOCAL.size + len(name), offset)
+    content = stretch.read(_LOCAL.size + len(name), offset)
     mark, *repeated, crc, packed, full, name_size, extra_size = _LOCAL.unpack_from(content)
     _need(mark == b"PK\3\4" and _Repeated(*repeated) == expected, fault)
     _need(content[_LOCAL.size :] == name and name_size == len(name), fault)
     _need(expected.flags & ~(_HAS_DESCRIPTOR | _UTF_8) == 0, fault)
-    extra = os.pread(descriptor, extra_size, offset + len(content))
+    extra = stretch.read(extra_size, offset + len(content))
     start = offset + len(content) + extra_size
     is_large = _has_large_sizes(extra, offset, num_bytes, fault)
     sizes = (_MAX_32, _MAX_32) if is_large else (num_bytes, num_bytes)
@@ -183,7 +199,7 @@ def _local(
         return start, start + num_bytes
     # zeros stand for numbers that were not known yet when the header was written
     _need((crc, packed, full) in ((0, 0, 0), (0, *sizes), (crc32, *sizes)), fault)
-    return start, _end_of_descriptor(descriptor, start + num_bytes, crc32, num_bytes, fault)
+    return start, _end_of_descriptor(stretch, start + num_bytes, crc32, num_bytes, fault)
 
 
 def _has_large_sizes(extra: bytes, offset: int, num_bytes: int, fault: str) -> bool:
@@ -203,9 +219,9 @@ def _has_large_sizes(extra: bytes, offset: int, num_bytes: int, fault: str) -> b
     return is_large
 
 
-def _end_of_descriptor(descriptor: int, offset: int, crc32: int, num_bytes: int, fault: str) -> int:
+def _end_of_descriptor(stretch: _Stretch, offset: int, crc32: int, num_bytes: int, fault: str) -> int:
     """Check the descriptor behind a content; return where it ends."""
-    content = os.pread(descriptor, 24, offset)
+    content = stretch.read(24, offset)
     # with sizes of 64 bits or of 32, and nothing says which: writers differ also for small entries
     forms = ["<4s3I", "<4sI2Q"]
     if num_bytes > _MAX_32:
