@@ -21,8 +21,8 @@ from megatron.runtime.commands import folded
 from megatron.runtime.files import AppendFile, WriteErrors
 from megatron.runtime.hpu_driver import TEMPERATURE, UTILISATION
 from megatron.runtime.network import prints_to_terminal
+from megatron.runtime.result_files import LOG_FILE
 
-LOG_FILE = "train.log"
 HEADER_EVERY = 20
 """Rows of steps below one header."""
 WIDTH = 100

@@ -18,9 +18,6 @@ import orjson
 from megatron.options.config import Config, ConfigError
 from megatron.runtime.files import AppendFile, replacing, warn_deleted
 
-METRICS_FILE = "metrics.jsonl"
-ANSWERS_FILE = "answers.jsonl"
-
 
 class RowFile(AppendFile):
     """File of rows in a results folder, for a run that resumes at `iteration` (0: a run that starts).

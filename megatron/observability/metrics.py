@@ -17,11 +17,12 @@ from typing import Any, Literal, NamedTuple
 from megatron.observability import step_metrics
 from megatron.observability.console import Console
 from megatron.observability.load_report import LoadReport, load_picture
-from megatron.observability.metric_writers import ANSWERS_FILE, METRICS_FILE, RowFile, TensorBoardLog, WandbLog
+from megatron.observability.metric_writers import RowFile, TensorBoardLog, WandbLog
 from megatron.observability.rank_times import RankStats
 from megatron.options.config import Config
 from megatron.plan.flops import FlopsOfSamples
 from megatron.runtime.files import WriteErrors
+from megatron.runtime.result_files import ANSWERS_FILE, METRICS_FILE
 
 MAX_LOG_PERPLEXITY = 20.0
 """Cap of the perplexity's exponent, as in Megatron, so that an untrained model's can be printed."""

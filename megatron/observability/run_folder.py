@@ -40,15 +40,12 @@ from megatron.resilience.errors import is_lost_peer
 from megatron.runtime import accelerator
 from megatron.runtime.commands import counted
 from megatron.runtime.files import IMPORT_ROOT, parse_json, replacing
+from megatron.runtime.result_files import CONFIG_FILE, RUN_FILE, SUMMARY_FILE, TRAINED
 from megatron.weights.loader import TAG
 
-CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
-SUMMARY_FILE = "summary.txt"
 PROJECT = "megatron-3d"
 PACKAGES = ("torch", "deepspeed", "numpy")
 GIT_TIMEOUT_S = 10.0
-DONE = "trained to the end"
 
 
 class RunFolder:
@@ -86,7 +83,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        reason = self.stopped or DONE
+        reason = self.stopped or TRAINED
         if error is not None and is_lost_peer(error):
             reason = "another rank was lost"  # the transport's message names a socket
         elif kind is not None:

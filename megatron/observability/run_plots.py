@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.observability.console import TIMER_SUFFIX
-from megatron.observability.metric_writers import METRICS_FILE
 from megatron.runtime.accelerator import ALLOCATED, MAX_ALLOCATED
 from megatron.runtime.files import parse_json, replacing
+from megatron.runtime.result_files import METRICS_FILE
 
 SINGLE_EVENTS = ("evaluate", "save-checkpoint")
 """Timers that are not part of a step."""

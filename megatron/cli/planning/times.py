@@ -10,11 +10,12 @@ from megatron.options.config import Config, ConfigError
 from megatron.plan.campaign.campaign import Campaign, plan_campaign
 from megatron.plan.campaign.question import Question
 from megatron.plan.page.page import PlannedTimes
-from megatron.plan.page.recorded import CONFIG_FILE, RecordedRun, recorded_devices
+from megatron.plan.page.recorded import RecordedRun, recorded_devices
 from megatron.plan.rates.rates import Rates, RatesError
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.step import StepTime, step_time
 from megatron.plan.timing.text import seconds_text
+from megatron.runtime.result_files import CONFIG_FILE
 from megatron.settings.command_line import presets_of
 from megatron.settings.parser import build_parser
 

@@ -16,10 +16,9 @@ from megatron.plan.timing.measured_parts import PASSES as WHOLE_PASSES
 from megatron.plan.timing.measured_parts import measurable
 from megatron.plan.timing.step import PassSeconds, StepTime
 from megatron.runtime.files import parse_json
+from megatron.runtime.result_files import METRICS_FILE, RUN_FILE
 
-METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "profile_instructions.json.gz"
-CONFIG_FILE, STARTS_FILE = "config.yaml", "run.json"
 TIMER_SUFFIX = "-time"
 """End of the names of timers in a row of the metrics."""
 WARM_UP = 3
@@ -45,12 +44,12 @@ class RecordedDevices(NamedTuple):
 
 def recorded_devices(folder: Path) -> RecordedDevices:
     """Return the devices of the last start of a run. Raises ConfigError if its folder does not say."""
-    file = folder / STARTS_FILE
+    file = folder / RUN_FILE
     try:
         start = parse_json(file.read_text(encoding="utf-8"))["starts"][-1]
         return RecordedDevices(int(start["world_size"]), max(len(ranks) for ranks in start["hosts"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError([f"--compare {folder}: {STARTS_FILE} cannot be read: {error!r}; give the layout"]) from None
+        raise ConfigError([f"--compare {folder}: {RUN_FILE} cannot be read: {error!r}; give the layout"]) from None
 
 
 class RecordedRun:

@@ -1,0 +1,10 @@
+"""Names of the files in a run's results folder, for those that read it. No torch."""
+
+METRICS_FILE = "metrics.jsonl"
+ANSWERS_FILE = "answers.jsonl"
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.txt"
+LOG_FILE = "train.log"
+TRAINED = "trained to the end"
+"""Reason of an end in run.json that is none."""
