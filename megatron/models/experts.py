@@ -146,14 +146,15 @@ class Expert(nn.Module):
         self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), ctx))
         self.down = RowParallelLinear(shards.below("down"), ctx)
 
+    # of another name than its module, which is `up` without a gate
     @property
-    def up(self) -> ParallelLinear:
+    def first(self) -> ParallelLinear:
         layer: ParallelLinear = getattr(self, self._up)
         return layer
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, H] -> [n, H], this rank's part of the sum. n may be 0: the gradients are zeros then."""
-        inside = self.up.method.product(self.up, tokens)
+        inside = self.first.method.product(self.first, tokens)
         return self.activated(inside, lambda x: self.down.method.product(self.down, x))
 
     def activated(self, inside: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
@@ -193,7 +194,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleDict(held)
         # adapters, 4 bits and fp8 compute an expert by itself; ZeRO-3 gathers its weights when it is called, and a
         # pipeline schedule that defers their gradients takes them one by one
-        methods = {layer.method for expert in held.values() for layer in (expert.up, expert.down)}
+        methods = {layer.method for expert in held.values() for layer in (expert.first, expert.down)}
         self.is_grouped = (
             device.groups_products
             and methods == {DENSE}
@@ -258,7 +259,7 @@ class Experts(nn.Module):
         tokens = dispatch.to_experts(tokens_NH)
         if self.is_grouped:
             ends, downs = dispatch.ends, [expert.down.weight for expert in own]
-            inside = grouped_linear(tokens, ends, [expert.up.weight for expert in own])
+            inside = grouped_linear(tokens, ends, [expert.first.weight for expert in own])
             output = own[0].activated(inside, lambda x: grouped_linear(x, ends, downs))
         else:
             # those without a token too: each parameter has a gradient then, on every rank and in every microbatch

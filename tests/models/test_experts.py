@@ -34,8 +34,11 @@ def layers(flags: str) -> list[Experts | MLP]:
     return mlps
 
 
-def gated(mlp: torch.nn.Module, x: Tensor) -> Tensor:
+def mlp_of(mlp: torch.nn.Module, x: Tensor) -> Tensor:
     weights = dict(mlp.named_parameters())
+    assert len(weights) == 2, "a bias would be left out here"
+    if "up.weight" in weights:
+        return F.linear(F.gelu(F.linear(x, weights["up.weight"]), approximate="tanh"), weights["down.weight"])
     gate, up = F.linear(x, weights["gate_up.weight"]).chunk(2, -1)
     return F.linear(F.silu(gate) * up, weights["down.weight"])
 
@@ -48,6 +51,7 @@ def gated(mlp: torch.nn.Module, x: Tensor) -> Tensor:
         "--moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 8",
         "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5",
         "--moe-router-topk 3 --moe-shared-expert-intermediate-size 12",
+        "--architecture bloom",
     ],
 )
 def test_a_token_is_the_weighed_sum_of_its_experts(flags: str, static: bool) -> None:
@@ -62,9 +66,9 @@ def test_a_token_is_the_weighed_sum_of_its_experts(flags: str, static: bool) -> 
         chosen = scores.argsort(descending=True)[: layer.topk].tolist()
         total = 1.0 if "pre-softmax" in flags else sum(scores[number] for number in chosen)
         factor = 2.5 if "scaling" in flags else 1.0
-        expected = sum(factor * scores[number] / total * gated(layer.experts[str(number)], token) for number in chosen)
+        expected = sum(factor * scores[number] / total * mlp_of(layer.experts[str(number)], token) for number in chosen)
         if layer.shared is not None:
-            expected = expected + gated(layer.shared, token)
+            expected = expected + mlp_of(layer.shared, token)
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
     width = {"--moe-ffn-hidden-size 8": 8}.get(" ".join(flags.split()[-2:]), 24)
     assert dict(layer.named_parameters())["experts.0.down.weight"].shape == (16, width)

@@ -126,7 +126,7 @@ def test_every_file_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     assert texts(page, "Steps that were refused") == [["8", "a text", "skipped", ""]]
     assert texts(page, "Ranks that held up the others") == [["run", "7", "rank 3: a text"]]
     assert texts(page, "Warnings of the log") == [["2", "'a text'"]]
-    assert [each.text for each in page.root.all("p", "answer")] == ["Oncea text"]
+    assert [(each.all("q")[0].text, each.texts) for each in page.root.all("p", "answer")] == [("Once", ["a text"])]
     titles = [figure.all("strong")[0].text for figure in page.root.all("figure", "chart")]
     assert titles[:4] == ["Loss", "Validation loss by dataset", "accuracy", "a text"]
     assert {"Throughput", "Gradient norm", "Own time of the slowest rank", "Peak of the process so far"} <= set(titles)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
@@ -14,7 +15,7 @@ from megatron.plan.page.marks import element, percent
 WIDTH, HEIGHT = 1000, 220
 """Units of a drawing, which is stretched to its place on the page."""
 MOST_POINTS = 1_000
-"""Of a curve: of more the smallest and the largest of each stretch are drawn, so that no peak is lost."""
+"""Points of a curve: of more the smallest and the largest of each stretch are drawn, so that no peak is lost."""
 MOST_COLORS = 8
 
 
@@ -39,37 +40,46 @@ def curve_chart(title: str, unit: str, curves: Sequence[Curve], *, from_zero: bo
     drawn = [curve for curve in curves if any(map(math.isfinite, curve.values))]
     if not drawn:
         return None
-    finite = [value for curve in drawn for value in curve.values if math.isfinite(value)]
-    scale = _Scale.of(finite, from_zero=from_zero)
+    scale = _Scale.of([value for curve in drawn for value in curve.values if math.isfinite(value)], from_zero=from_zero)
     first = min(curve.iterations[0] for curve in drawn)
-    last = max(max(curve.iterations[-1] for curve in drawn), first + 1)
+    axis = range(first, max(max(curve.iterations[-1] for curve in drawn), first + 1))
+    points = [_thinned(curve) for curve in drawn]
     drawing = element("svg", viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img", aria_label=title)
-    for tick in scale.ticks:
-        y = f"{scale.place(tick):.1f}"
-        drawing.append(element("line", class_="tick", x1=0, x2=WIDTH, y1=y, y2=y))
-    recorded = []
-    for curve in drawn:
-        points = _thinned(curve)
-        group = element("g", element("title", curve.name), class_=f"curve {curve.kind}")
-        for stretch in _stretches(points):
-            places = [(WIDTH * (x - first) / (last - first), scale.place(y)) for x, y in stretch]
-            if len(places) == 1:  # a line of one point would not be seen
-                places.append((places[0][0] + 2, places[0][1]))
-            group.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in places)))
-        drawing.append(group)
-        recorded.append({"name": curve.name, "points": [[x, y] for x, y in points if math.isfinite(y)]})
-    caption = element("figcaption", element("strong", title), f" {unit}")
-    if scale.is_log:
-        caption.append(element("span", " (logarithmic)"))
-    plot = element("div", _labels(scale), drawing, class_="plot")
-    axis = element("div", element("span", f"{first:,}"), element("span", "iteration"), element("span", f"{last:,}"))
-    axis.set("class", "across")
-    figure = element("figure", caption, class_="chart", data_first=first, data_last=last)
-    figure.set("data-curves", json.dumps(recorded))
+    drawing.extend(_ticks(scale))
+    drawing.extend(_line(curve, own, axis, scale) for curve, own in zip(drawn, points, strict=True))
+    caption = element("figcaption", element("strong", title), f" {unit}{scale.note}")
+    figure = element("figure", caption, class_="chart", data_first=axis.start, data_last=axis.stop)
+    # for the script, which shows the values at the pointer
+    figure.set("data-curves", _recorded(drawn, points))
     if len(drawn) > 1:
         figure.append(legend([(curve.kind, curve.name) for curve in drawn]))
-    figure.extend([plot, axis, element("p", "\N{NO-BREAK SPACE}", class_="readout")])
+    across = map(functools.partial(element, "span"), (f"{axis.start:,}", "iteration", f"{axis.stop:,}"))
+    figure.append(element("div", _labels(scale), drawing, class_="plot"))
+    figure.append(element("div", *across, class_="across"))
+    figure.append(element("p", "\N{NO-BREAK SPACE}", class_="readout"))
     return figure
+
+
+def _recorded(curves: Sequence[Curve], points: Sequence[Sequence[tuple[int, float]]]) -> str:
+    finite = [[[x, y] for x, y in own if math.isfinite(y)] for own in points]
+    return json.dumps([{"name": curve.name, "points": own} for curve, own in zip(curves, finite, strict=True)])
+
+
+def _ticks(scale: _Scale) -> Iterator[Element]:
+    for tick in scale.ticks:
+        y = f"{scale.place(tick):.1f}"
+        yield element("line", class_="tick", x1=0, x2=WIDTH, y1=y, y2=y)
+
+
+def _line(curve: Curve, points: Sequence[tuple[int, float]], axis: range, scale: _Scale) -> Element:
+    """Return a curve, whose parts between its gaps are lines of their own."""
+    group = element("g", element("title", curve.name), class_=f"curve {curve.kind}")
+    for stretch in _stretches(points):
+        places = [(WIDTH * (x - axis.start) / (axis.stop - axis.start), scale.place(y)) for x, y in stretch]
+        if len(places) == 1:  # a line of one point would not be seen
+            places.append((places[0][0] + 2, places[0][1]))
+        group.append(element("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in places)))
+    return group
 
 
 def _labels(scale: _Scale) -> Element:
@@ -106,6 +116,10 @@ class _Scale:
             low, high = low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
         ticks = [float(tick) for tick in MaxNLocator(nbins=5).tick_values(low, high)]
         return cls(ticks[0], ticks[-1], False, ticks)
+
+    @property
+    def note(self) -> str:
+        return " (logarithmic)" if self.is_log else ""
 
     def place(self, value: float) -> float:
         """Return the distance from the upper edge."""

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from megatron.observability.report.recorded import ReportedRun, Start
+from megatron.observability.report.recorded import ReportedRun, RunStart
 from megatron.plan.campaign.failures import duration
 from megatron.plan.page.charts import legend
 from megatron.plan.page.marks import element, percent
@@ -15,7 +15,7 @@ from megatron.plan.page.parts import number_cell, table
 
 KINDS = {
     "done": "trained to the end",
-    "stopped": "stopped as asked for",
+    "stopped": "stopped on request",
     "failed": "ended by a fault",
     "open": "no end is recorded",
 }
@@ -49,7 +49,7 @@ def starts_table(run: ReportedRun) -> Element:
     return table(f"Starts of {run.name}", heads, [_start_row(start) for start in run.starts])
 
 
-def _start_row(start: Start) -> list[Element]:
+def _start_row(start: RunStart) -> list[Element]:
     first, last = start.iterations
     until = "?" if last is None else f"{last:,}"
     lasted = 0.0 if start.ended_s is None else start.ended_s - start.began_s
@@ -66,7 +66,7 @@ def _start_row(start: Start) -> list[Element]:
     ]
 
 
-def hosts_of(start: Start) -> Sequence[str]:
+def hosts_of(start: RunStart) -> Sequence[str]:
     hosts = start.row.get("hosts")
     return list(hosts) if isinstance(hosts, dict) else []
 

@@ -1,4 +1,4 @@
-"""What a run has left in its results folder, read for its page. No torch."""
+"""Files of a run's results folder, read for its page. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReportError(PlotError):
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start of a run, as run.json has it."""
 
     number: int
@@ -45,7 +45,7 @@ class Start:
 
     @property
     def kind(self) -> str:
-        """Return done, stopped (as was asked for), failed or open."""
+        """Return done, stopped (on request), failed or open."""
         ended = self.row.get("ended")
         if not isinstance(ended, dict):
             return "open"
@@ -72,7 +72,7 @@ class ReportedRun:
     name: str
     folder: Path
     rows: Sequence[Row]
-    starts: Sequence[Start]
+    starts: Sequence[RunStart]
     answers: Sequence[Row]
     options: Mapping[str, str]
     """Options of the last start by name, as text."""
@@ -101,6 +101,7 @@ def read_recorded(folder: Path, name: str) -> ReportedRun:
         raise ReportError(str(error)) from None
     if not folder.is_dir():
         folder = folder.parent
+    # a page of what is there helps most where a run has been killed within a write
     missing: list[str] = []
     starts = list(_starts(folder, rows, missing))
     options, config_text = _config(folder, missing)
@@ -125,7 +126,7 @@ def _text(path: Path, missing: list[str]) -> str | None:
         return None
 
 
-def _starts(folder: Path, rows: Sequence[Row], missing: list[str]) -> Iterator[Start]:
+def _starts(folder: Path, rows: Sequence[Row], missing: list[str]) -> Iterator[RunStart]:
     text = _text(folder / RUN_FILE, missing)
     if text is None:
         return
@@ -137,7 +138,7 @@ def _starts(folder: Path, rows: Sequence[Row], missing: list[str]) -> Iterator[S
         return
     times = sorted(float(row["time"]) for row in rows if isinstance(row.get("time"), int | float))
     for number, (row, at, following) in enumerate(zip(found, began, [*began[1:], float("inf")], strict=True)):
-        yield Start(number, row, at, _end_of(row, at, [time for time in times if at <= time < following]))
+        yield RunStart(number, row, at, _end_of(row, at, [time for time in times if at <= time < following]))
 
 
 def _end_of(row: Mapping[str, Any], began_s: float, times: Sequence[float]) -> float | None:
@@ -171,7 +172,7 @@ def _config(folder: Path, missing: list[str]) -> tuple[dict[str, str], str]:
     if text is None:
         return {}, ""
     try:
-        tree = yaml.load(text, UniqueKeyLoader)
+        tree = UniqueKeyLoader(text).get_single_data() or {}
         options = {name: _option_text(value) for section in tree.values() for name, value in section.items()}
     except (yaml.YAMLError, AttributeError, RecursionError) as error:
         missing.append(f"{CONFIG_FILE}: it is damaged ({type(error).__name__})")
@@ -188,6 +189,7 @@ def _option_text(value: Any) -> str:
 def _warnings(folder: Path, missing: list[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     try:
+        # bytes: a log may hold what is not UTF-8, and be larger than memory
         with open(folder / LOG_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - MOST_LOG_BYTES))
             for line in file:

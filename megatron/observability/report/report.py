@@ -41,6 +41,7 @@ def report_text(runs: Sequence[ReportedRun]) -> str:
 
 
 def _sections(runs: Sequence[ReportedRun]) -> Iterator[Element]:
+    # what differs comes first, since that is the question of two runs
     if len(runs) > 1:
         yield section("Side by side", _side_by_side(runs))
     for title, charts in (
@@ -96,25 +97,30 @@ NUMBERS: Mapping[str, Callable[[ReportedRun], tuple[str, float] | None]] = {
 """Numbers of a run, each as text and as what a table sorts by; None: it has none. Of steps the median."""
 
 
+NOTES = {
+    "iterations": ("tokens", "{} tokens"),
+    "training loss": ("lowest training loss", "lowest {}"),
+    "validation loss": ("lowest validation loss", "lowest {}"),
+    "tokens a second": ("tokens a second", "median of the logged steps, over all ranks"),
+    "MFU": ("MFU", "median of the logged steps"),
+    "peak memory, GB": ("peak memory, GB", "of the fullest rank"),
+}
+"""Headlines of a single run: of each the number below it, and its words."""
+
+
 def _figures(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     if len(runs) > 1:
         return
     (run,) = runs
     if run.starts:
         newest = run.starts[-1]
-        note = f"{counted(len(run.starts), 'start')}; the last ended at {moment(newest.ended_s or newest.began_s)}"
-        yield Figure("state", {"done": "done", "stopped": "stopped", "failed": "failed"}.get(newest.kind, "open"), note)
-    notes = {"training loss": "lowest training loss", "validation loss": "lowest validation loss"}
-    for name in ("iterations", "training loss", "validation loss", "tokens a second", "MFU", "peak memory, GB"):
-        if (number := NUMBERS[name](run)) is None:
-            continue
-        lowest = NUMBERS[notes[name]](run) if name in notes else None
-        note = f"lowest {lowest[0]}" if lowest else ""
-        if name == "iterations" and (tokens := NUMBERS["tokens"](run)):
-            note = f"{tokens[0]} tokens"
-        elif name == "tokens a second":
-            note = "median of the logged steps, over all ranks"
-        yield Figure(name, number[0], note)
+        ended = "the last ended" if newest.kind != "open" else "the last row of the last is of"
+        note = f"{counted(len(run.starts), 'start')}; {ended} {moment(newest.ended_s or newest.began_s)}"
+        yield Figure("state", newest.kind, note)
+    for name, (of, words) in NOTES.items():
+        number, below = NUMBERS[name](run), NUMBERS[of](run)
+        if number is not None:
+            yield Figure(name, number[0], words.format(below[0]) if below else "")
 
 
 def _side_by_side(runs: Sequence[ReportedRun]) -> Element:
@@ -171,6 +177,7 @@ def _runs_curves(
 ) -> list[Curve]:
     """Return one curve of each run."""
     curves = []
+    # a colour for each run, the same in all diagrams
     for number, run in enumerate(runs):
         name = what if len(runs) == 1 else run.name
         curves.append(Curve(name, color(number), *points(run)))
@@ -222,6 +229,7 @@ def _step_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
     ):
         curves = _runs_curves(runs, title, lambda run, k=key: curve(run.rows, "train", k))  # type: ignore[misc]
         yield curve_chart(title, unit, curves, from_zero=True)
+    # of several runs there would be too many
     if len(runs) == 1:
         timers = timer_curves(runs[0].rows).items()
         curves = [Curve(name, color(number), *points) for number, (name, points) in enumerate(timers)]
@@ -232,6 +240,7 @@ def _step_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
         ("global_batch_size", "Global batch", "samples"),
     ):
         curves = _runs_curves(runs, title, lambda run, k=key: curve(run.rows, "train", k))  # type: ignore[misc]
+        # drawn where it is ramped up
         if key == "global_batch_size" and not any(len(set(each.values)) > 1 for each in curves):
             continue
         yield curve_chart(title, unit, curves, from_zero=key == "learning_rate")
@@ -311,6 +320,7 @@ def _evaluation(run: ReportedRun) -> Iterator[Element]:
     for row in run.of_kind("lm_eval"):
         for task, metrics in (row.get("results") or {}).items():
             for name, value in metrics.items():
+                # beside the numbers lm-eval has texts, such as a metric's alias
                 if isinstance(value, int | float):
                     place = number_cell(f"{row['iteration']:,}", row["iteration"])
                     cells = [element("td", task), element("td", name), number_cell(number_text(value), value)]
@@ -358,6 +368,7 @@ def _warnings(run: ReportedRun) -> Iterator[Element]:
 
 
 def _answers(run: ReportedRun) -> Iterator[Element]:
+    # the newest first: earlier ones are of a model that no longer is
     for answer in reversed(run.answers[-MOST_ANSWERS:]):
         text = element("p", element("q", answer["prompt"]), element("br"), answer["text"], class_="answer")
         yield element("div", element("span", f"iteration {answer['iteration']:,}", class_="quiet"), text)
@@ -365,6 +376,7 @@ def _answers(run: ReportedRun) -> Iterator[Element]:
 
 def _options(runs: Sequence[ReportedRun]) -> Iterator[Element]:
     if len(runs) > 1:
+        # in the order of config.yaml, by which related options are neighbours
         names = list(dict.fromkeys(name for run in runs for name in run.options))
         rows = []
         for name in names:
