@@ -59,10 +59,14 @@ FORMATS = (
         f"{_TO_TRANSFORMERS} with the program that wrote it, and give that",
     ),
     ForeignFormat(
-        "weights as Meta or Mistral publish them",
-        (("params.json", "consolidated*"), ("consolidated.*.pth",)),
-        "download the model in transformers' format, or convert it with "
-        "`python -m transformers.models.llama.convert_llama_weights_to_hf`, and give that folder",
+        "weights of Meta's Llama without their params.json",
+        (("consolidated.*.pth",),),
+        "copy the model's own params.json there",
+    ),
+    ForeignFormat(
+        "weights as Mistral publishes them",
+        (("params.json", "consolidated*"),),
+        "download the model in transformers' format, and give that folder",
     ),
     ForeignFormat(
         "weights in GGUF",

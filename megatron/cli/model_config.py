@@ -60,11 +60,11 @@ def as_yaml(preset: dict[str, Any], title: str) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises CheckpointError or OSError."""
-    from megatron.weights.huggingface_config import preset_of
+    from megatron.weights.huggingface_config import described_in, preset_of
 
     folder = Path(arguments.load)
     preset = preset_of(folder, arguments.vocab_size)
-    sys.stdout.write(as_yaml(preset, f"The model of {folder.name}, by its config.json."))
+    sys.stdout.write(as_yaml(preset, f"The model of {folder.name}, by its {described_in(folder)}."))
 
 
 @command

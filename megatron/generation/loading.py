@@ -22,7 +22,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.data.tokenizers.build import build_tokenizer, tokenizer_of_run
+from megatron.data.tokenizers.build import build_tokenizer, meta_tokenizer, tokenizer_of_run
 from megatron.generation.model import InferenceModel, ModelOrigin, build_stage
 from megatron.generation.options import LoadOptions
 from megatron.generation.saved_model import check_copies, inference_config
@@ -38,8 +38,9 @@ from megatron.weights.adapted import WEIGHTS, open_adapters
 from megatron.weights.formats import Given
 from megatron.weights.loader import Load, open_source, tokenizer_of
 from megatron.weights.merging import MergedSource, merged_config
+from megatron.weights.meta.params import is_meta_folder
 from megatron.weights.model import check_quantization, config_of_source, source_of
-from megatron.weights.tokenizer_files import TOKENIZER_FILES, tokenizer_files
+from megatron.weights.tokenizer_files import TOKENIZER_FILES, TOKENIZER_MODEL, tokenizer_files
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +177,8 @@ def _tokenizer(options: LoadOptions, config: Config, origin: ModelOrigin) -> Tok
     is_given = options.tokenizer_type is not None or options.tokenizer_model is not None
     if not is_given and origin.tokenizer is not None and (origin.tokenizer / TOKENIZER_FILES[0]).is_file():
         return build_tokenizer("HFTokenizer", str(origin.tokenizer), eod_token=options.eod_token)
+    if not is_given and origin.tokenizer is not None and is_meta_folder(origin.tokenizer):
+        return meta_tokenizer(origin.tokenizer / TOKENIZER_MODEL, options.eod_token)
     # ids alone are enough to score an indexed dataset
     if config.data.tokenizer_type is None:
         return None

@@ -13,21 +13,22 @@ from megatron.options.config import CheckpointConfig, Config, ConfigError, Train
 from megatron.options.data import DataConfig
 from megatron.options.model import NOT_COMPUTED, ModelConfig
 from megatron.options.training import ParallelConfig
-from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.huggingface_config import config_of
+from megatron.weights.folder_files import is_model_folder
+from megatron.weights.huggingface_config import config_of, read_config
+from megatron.weights.meta.params import is_meta_folder
 
 
 def layout_faults(options: LoadOptions, world_size: int, device: str) -> list[str]:
-    """Return what is wrong with the layout of a Hugging Face model, by its config.json alone.
+    """Return what is wrong with the layout of a model of transformers or Meta, by its config.json or params.json alone.
 
     None for the checkpoints of a run, for adapters, and for a folder that cannot be read: the ranks report those.
     """
     folder = Path(options.load)
-    if not (folder / "config.json").is_file() or (folder / "adapter_config.json").exists():
+    if not (is_model_folder(folder) or is_meta_folder(folder)):
         return []
     try:
-        path = own_file(folder, "config.json")
-        saved = config_of(read_json(path), str(path), architecture=options.architecture)  # warned of by the ranks
+        theirs, path = read_config(folder)
+        saved = config_of(theirs, str(path), architecture=options.architecture)  # warned of by the ranks
         # lazy mode, which only the ranks can know, decides how layers are compiled, not what fits
         return check_copies(inference_config(options, saved, device, lazy=False), world_size)
     except (CheckpointError, ConfigError, OSError):

@@ -39,8 +39,8 @@ from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed
 from megatron.weights.folder_files import missing_base, own_file, read_json
-from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, NATIVE, PEFT, recognise
-from megatron.weights.huggingface_config import config_of, other_model
+from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, recognise
+from megatron.weights.huggingface_config import config_of, other_model, read_config
 from megatron.weights.model_folder import find_base, nothing_to_load
 
 BASE = "base_model_name_or_path"
@@ -94,7 +94,7 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
             yield not_deepspeed(folder)
         return
     known = recognise(folder)
-    if known is HUGGINGFACE:
+    if known in (HUGGINGFACE, META):
         yield from _check_model(folder, config)
     elif known is PEFT:
         yield from _check_base(folder, config)
@@ -110,9 +110,9 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
 
 
 def _check_model(folder: Path, config: Config) -> Iterator[str]:
-    """Yield the fault of a folder of transformers that is of another model."""
-    path = own_file(folder, "config.json")
-    theirs = config_of(read_json(path), str(path), architecture=config.model.architecture)
+    """Yield the fault of a folder of transformers or Meta that is of another model."""
+    content, path = read_config(folder)
+    theirs = config_of(content, str(path), architecture=config.model.architecture)
     if config.checkpoint.upcycle:
         yield from (f"load={folder}: {fault}" for fault in upcycle_faults(config, theirs))
         return
@@ -154,7 +154,7 @@ def _check_base(folder: Path, config: Config) -> Iterator[str]:
     base = find_base(folder, name or None, revision or None, config.lora.lora_base)
     if not base.is_dir():
         yield missing_base(folder, str(base))
-    elif HUGGINGFACE.holds(base):
+    elif HUGGINGFACE.holds(base) or META.holds(base):
         yield from _check_model(base, config)
 
 

@@ -28,7 +28,7 @@ from megatron.parallel.shards import named_parameters, shard_of
 from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
-from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, NATIVE, PEFT, Format, Given
+from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, Format, Given
 from megatron.weights.huggingface import export_huggingface, parameters_of
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import DTYPES
@@ -61,6 +61,8 @@ def recognise(path: Path) -> Format:
         return held
     if has_config:
         return HUGGINGFACE
+    if META.holds(path):
+        return META
     if PEFT.holds(path):
         raise CheckpointError(
             f"--load {path} holds adapters in PEFT's format: train them further with {train_name()} --load, or merge "
@@ -68,8 +70,8 @@ def recognise(path: Path) -> Format:
         )
     raise CheckpointError(
         foreign_format(path)
-        or f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor checkpoint.json there or a "
-        "folder below (native), nor DeepSpeed's files"
+        or f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor params.json (Meta), nor "
+        "checkpoint.json there or a folder below (native), nor DeepSpeed's files"
     )
 
 

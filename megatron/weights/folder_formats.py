@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.checkpoint.folders import MANIFEST, CheckpointError, holds_checkpoints
 from megatron.checkpoint.foreign import deepspeed_folder
 from megatron.weights.folder_files import is_adapter_folder, is_model_folder
+from megatron.weights.meta.params import is_meta_folder
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ NATIVE = FolderFormat(
 )
 HUGGINGFACE = FolderFormat("huggingface", "a Hugging Face folder", _is_huggingface)
 PEFT = FolderFormat("peft", "a folder of PEFT", is_adapter_folder)
+META = FolderFormat("meta", "a Llama as Meta publishes it", is_meta_folder)
 DEEPSPEED = FolderFormat("deepspeed", "a checkpoint of DeepSpeed", lambda folder: deepspeed_folder(folder) is not None)
-LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT)
+LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT, META)
 """Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
 
 

@@ -15,6 +15,7 @@ from megatron.weights.deepspeed import deepspeed_checkpoint
 from megatron.weights.folder_formats import FolderFormat
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.meta.source import MetaSource
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.folder import open_adapter
@@ -87,8 +88,9 @@ HUGGINGFACE = _opened(
     lambda folder, given: HuggingFaceSource(folder, given.base_config, given.architecture),
 )
 PEFT = _opened(folder_formats.PEFT, _open_peft)
+META = _opened(folder_formats.META, lambda folder, given: MetaSource(folder, given.base_config))
 DEEPSPEED = _opened(folder_formats.DEEPSPEED, _open_deepspeed)
-FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, NATIVE, DEEPSPEED)}
+FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, NATIVE, DEEPSPEED)}
 
 
 def recognise(folder: Path) -> Format:

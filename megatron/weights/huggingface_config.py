@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.options.extension import forbidden_differences
 from megatron.options.model import PARTICULAR, differing
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import Precision, own_file, read_json
+from megatron.weights.meta.params import PARAMS, config_json, is_meta_folder
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OUTPUT = "lm_head.weight"
@@ -307,15 +309,27 @@ _OF_THE_RUN = (
 """Options of a run or its machine, which no config.json settles."""
 
 
+def read_config(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Return a folder's config.json, or what Meta's params.json says as one, and the file. Raises CheckpointError."""
+    if described_in(folder) == PARAMS:
+        return config_json(folder)
+    path = own_file(folder, "config.json")
+    return read_json(path), path
+
+
+def described_in(folder: Path) -> str:
+    """Return the name of the file that describes the model in a folder."""
+    return PARAMS if is_meta_folder(folder) and not os.path.lexists(folder / "config.json") else "config.json"
+
+
 def preset_of(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the preset of the model in a folder of transformers, as `command_line.from_dict` takes it.
+    """Return the preset of the model in a folder of transformers or Meta, as `command_line.from_dict` takes it.
 
     {"model": every option that config.json settles, "training": {"bf16": whether its weights are 16-bit}}.
     `vocab_size` stands for the folder's where tokens were added. Raises CheckpointError for a smaller one, or a model
     that cannot be computed here.
     """
-    path = own_file(folder, "config.json")
-    theirs = read_json(path)
+    theirs, path = read_config(folder)
     model = config_of(theirs, path).model
     if vocab_size is not None and vocab_size < model.vocab_size:
         raise CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,12 @@ from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, 
 
 
 class MappedSource(WeightSource):
-    """Weights of transformers' form in a folder of others, by the map of their names."""
+    """Weights of transformers' form in a folder of others, by the map of their names.
+
+    Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
+    embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
+    same on every layout.
+    """
 
     holds_run = False
 
@@ -40,6 +45,7 @@ class MappedSource(WeightSource):
         """`stored`: their tensors, by the names of the map."""
         super().__init__(folder, mapped.shards, metadata=metadata, config=config)
         self.map, self.stored, self._files = mapped, stored, files
+        self._means: dict[str, Tensor] = {}
 
     def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
         """Compares those of .bin files; safetensors carry none."""
@@ -119,18 +125,19 @@ class MappedSource(WeightSource):
             begin = end
 
     def _mean(self, name: str) -> Tensor:
-        """Return the row of a token that the folder does not have."""
-        raise AssertionError(f"{self.folder} has every row of {name}")
+        """Return the mean of all rows that the folder has of a tensor: float32 [columns]."""
+        if name not in self._means:
+            (part,) = self.map.parts[name]
+            step, total = max(1, CHUNK_BYTES // (8 * part.shape[1])), torch.zeros(part.shape[1], dtype=torch.float64)
+            for begin in range(0, part.length, step):
+                end = min(begin + step, part.length)
+                total += self.stored[part.name].rows(begin, end).double().sum(dim=0)
+            self._means[name] = (total / part.length).float()
+        return self._means[name]
 
 
 class HuggingFaceSource(MappedSource):
-    """A folder of transformers, checked whole when it is opened: config.json, every file, the name and shape of each
-    tensor.
-
-    Where the run has a larger vocabulary, the rows that the folder lacks start as the mean of those it has: of the word
-    embedding, and of an output projection of its own. Computed in float64, in the order of the rows, so that it is the
-    same on every layout.
-    """
+    """A folder of transformers, checked whole as it is opened: config.json, files, names and shapes of all tensors."""
 
     format, title = "huggingface", "Hugging Face"
     config: Config
@@ -173,23 +180,6 @@ class HuggingFaceSource(MappedSource):
             "generation_config": read_json(own_file(folder, generation.name)) if os.path.lexists(generation) else None,
         }
         super().__init__(folder, mapped, tensors, files, config=described, metadata={"source": source})
-        self._means: dict[str, Tensor] = {}
-
-    @property
-    def identified(self) -> Mapping[str, Sequence[MappedTensor]]:
-        """Its tensors by our names, of which sums identify it."""
-        return self.map.parts
-
-    def _mean(self, name: str) -> Tensor:
-        """Return the mean of all rows that the folder has of a tensor: float32 [columns]."""
-        if name not in self._means:
-            (part,) = self.map.parts[name]
-            step, total = max(1, CHUNK_BYTES // (8 * part.shape[1])), torch.zeros(part.shape[1], dtype=torch.float64)
-            for begin in range(0, part.length, step):
-                end = min(begin + step, part.length)
-                total += self.stored[part.name].rows(begin, end).double().sum(dim=0)
-            self._means[name] = (total / part.length).float()
-        return self._means[name]
 
 
 def _checked_tensors(
@@ -271,14 +261,14 @@ def _is_like(tensor: StoredTensor, part: MappedTensor) -> bool:
 
 def check_copy(output: StoredTensor, embedding: StoredTensor) -> None:
     """Raise CheckpointError unless the output projection's tensor is a copy of the tied embedding."""
-    if not _are_equal(output, embedding):
+    if not are_equal(output, embedding):
         raise CheckpointError(
             f"{OUTPUT} in {output.file} is not the word embedding, but config.json ties the two; set "
             "tie_word_embeddings to false if it is a weight of its own"
         )
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape:
         return False
     step = max(1, CHUNK_BYTES // (4 * math.prod(one.shape[1:])))

@@ -29,7 +29,8 @@ from megatron.weights.folder_files import (
     own_file,
     read_json,
 )
-from megatron.weights.huggingface_config import described, preset_of
+from megatron.weights.huggingface_config import described, described_in, preset_of
+from megatron.weights.meta.params import is_meta_folder
 
 
 def find_model(model: str, option: str) -> Path:
@@ -130,7 +131,7 @@ def model_options(load: str, save: Any, lora_base: Any) -> LoadedModel:
     """Return the model that a run loads.
 
     Args:
-        load: folder to start from: a model of transformers, adapters in PEFT's format, or checkpoints of a run.
+        load: folder to start from: a model of transformers or Meta, adapters in PEFT's format, or checkpoints of a run.
         save: folder of the run's own checkpoints, which describe the model once `load` has gone.
         lora_base: folder of the adapters' base; None: the one that they name.
 
@@ -142,9 +143,9 @@ def model_options(load: str, save: Any, lora_base: Any) -> LoadedModel:
             base = lora_base or read_json(own_file(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
             if isinstance(base, str):
                 folder = Path(base)
-        if is_model_folder(folder):
+        if is_model_folder(folder) or is_meta_folder(folder):
             options = preset_of(folder)["model"]
-            return LoadedModel(str(folder / "config.json"), options, options.get("max_position_embeddings"))
+            return LoadedModel(str(folder / described_in(folder)), options, options.get("max_position_embeddings"))
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
     # a run's command, typed again, continues the run, also after `load` has gone

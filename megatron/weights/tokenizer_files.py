@@ -10,6 +10,8 @@ from megatron.checkpoint.folders import CheckpointError
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface_config import SPECIAL_TOKENS, shown
 
+TOKENIZER_MODEL = "tokenizer.model"
+"""SentencePiece's, or Llama 3's ranks of tiktoken."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -17,7 +19,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "tokenizer.model",
+    TOKENIZER_MODEL,
     "chat_template.jinja",
     "chat_template.json",
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import Added, TokenBatch, Tokenizer, end_to_end, option_bytes
+from megatron.data.tokenizers.base import Added, TokenBatch, Tokenizer, end_to_end, option_bytes, read_bytes
 from megatron.data.tokenizers.library import GPT2BPETokenizer, HFTokenizer
 from megatron.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.data.tokenizers.tiktoken import TikTokenizer
@@ -137,6 +139,19 @@ def build_tokenizer(
             raise DataError(f"eod_token {eod_token!r} is not a token of this {tokenizer_type}; name one that is")
     tokenizer.added = _added(tokenizer, tokenizer_type, prepends)
     return tokenizer
+
+
+def meta_tokenizer(path: Path, eod_token: str | None) -> Tokenizer:
+    """Return the tokenizer of a Llama as Meta publishes it, which begins each text with the begin of text.
+
+    Llama 1 and 2 have a SentencePiece model under the name under which Llama 3 has tiktoken's ranks. Raises DataError.
+    """
+    first_line = read_bytes(path, "the tokenizer.model of a Llama")[:1000].partition(b"\n")[0]
+    if re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+", first_line):
+        kind, pattern = "TikTokenizer", "llama3"
+    else:
+        kind, pattern = "Llama2Tokenizer", None
+    return build_tokenizer(kind, str(path), eod_token=eod_token, prepend_bos=True, tiktoken_pattern=pattern)
 
 
 def _gpt2(vocab_file: str | None, merge_file: str | None, parses: bool) -> GPT2BPETokenizer:

@@ -1,0 +1,90 @@
+"""Llama's tensors by the names of Meta and torchtitan, as those of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron.weights.huggingface_files import StoredTensor
+
+_ENDS = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    # torchtitan's, since 0.3
+    "lm_head": "lm_head",
+}
+_BLOCK = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.weight")
+_ROTARY = re.compile(r"(?:layers\.\d+\.attention\.(?:inner_attention\.)?)?(?:rope\.freqs|rope\.cache|freqs_cis)")
+_BY_PAIRS = re.compile(r"self_attn\.([qk])_proj\.weight$")
+
+
+def is_rotary_table(name: str) -> bool:
+    """Return True for frequencies of the rotary positions, which are computed here."""
+    return _ROTARY.fullmatch(name) is not None
+
+
+def transformers_name(name: str) -> str | None:
+    """Return transformers' name of a tensor; None: no Llama has it."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    if match[1] is None:
+        module = _ENDS.get(match[2])
+        return None if module is None else f"{module}.weight"
+    # torchtitan's, since 0.3
+    module = _BLOCK.get(match[2].replace("attention.qkv_linear.", "attention."))
+    return None if module is None else f"model.layers.{int(match[1])}.{module}.weight"
+
+
+def known_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Return {transformers' name: theirs}, without rotary tables, and the names that no Llama has, or has twice."""
+    known: dict[str, str] = {}
+    strange = []
+    for name in names:
+        if is_rotary_table(name):
+            continue
+        ours = transformers_name(name)
+        if ours is None or ours in known:
+            strange.append(name)
+        else:
+            known[ours] = name
+    return known, strange
+
+
+def in_halves(tensors: Mapping[str, StoredTensor], heads: int, groups: int) -> dict[str, StoredTensor]:
+    """Return tensors by transformers' names with the rows of q and k in its order.
+
+    Rotary positions turn pairs of rows: Meta's are neighbours, (0, 1), (2, 3), ..., transformers' half a head apart.
+    """
+    ordered = {}
+    for name, tensor in tensors.items():
+        match = _BY_PAIRS.search(name)
+        if match is not None:
+            tensor = _in_halves(tensor, tensor.shape[0] // (heads if match[1] == "q" else groups))
+        ordered[name] = tensor
+    return ordered
+
+
+def _in_halves(tensor: StoredTensor, head_size: int) -> StoredTensor:
+    def rows(first: int, end: int) -> Tensor:
+        # whole heads: both rows of a pair lie in one
+        begin, stop = first // head_size * head_size, -(-end // head_size) * head_size
+        pairs = tensor.rows(begin, stop).unflatten(0, (-1, head_size // 2, 2))  # [heads, pairs, 2, columns]
+        return pairs.transpose(1, 2).flatten(0, 2)[first - begin : end - begin]
+
+    return replace(tensor, rows=rows, begin=None)
