@@ -167,8 +167,8 @@ def not_deepspeed(path: Path) -> str:
 def needless_step(load: str, step: int, what: str) -> str:
     """Return the fault of a step for weights that have none. `what`: the kind of the folder."""
     return (
-        f"load={load} is {what}, which holds one model, not the steps of a run: ckpt_step={step} would do nothing; "
-        "leave it out"
+        f"load={load} is {what}, not the steps of a run of ours: ckpt_step={step} would do nothing; leave it out, or "
+        "give the folder of one step"
     )
 
 

@@ -94,7 +94,8 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="PRESET",
-        help="model of a source without a config (Megatron-DeepSpeed): a preset (megatron/presets/) or a YAML file",
+        help="model of a source without a config (Megatron-DeepSpeed, torchtitan): a preset (megatron/presets/) or a "
+        "YAML file",
     )
     parser.add_argument(
         "--max-drift",
@@ -115,8 +116,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--load",
         required=True,
         metavar="PATH",
-        help="a Hugging Face folder; a folder that a run saved in, or one checkpoint in it; a DeepSpeed or "
-        "Megatron-DeepSpeed checkpoint",
+        help="a Hugging Face folder; a folder that a run saved in, or one checkpoint in it; a checkpoint of DeepSpeed, "
+        "Megatron-DeepSpeed or torchtitan; Meta's weights",
     )
     parser.add_argument("--save", required=True, metavar="PATH", help="folder to write; must be new or empty")
     parser.add_argument("--to", required=True, choices=("hf", "peft", "native", "universal"), help="what to write")

@@ -28,7 +28,7 @@ from megatron.parallel.shards import named_parameters, shard_of
 from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
-from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, Format, Given
+from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, TORCHTITAN, Format, Given
 from megatron.weights.huggingface import export_huggingface, parameters_of
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import DTYPES
@@ -54,6 +54,8 @@ def recognise(path: Path) -> Format:
         raise CheckpointError(foreign_format(path) or f"--load {path} is {there}; give a folder")
     # apart from config.json, to see whether a folder is two things at once
     held = next((known for known in (NATIVE, DEEPSPEED) if known.holds(path)), None)
+    if TORCHTITAN.holds(path):
+        return TORCHTITAN
     has_config = (path / "config.json").exists()
     if held is not None and has_config:
         raise CheckpointError(f"--load {path} holds config.json beside a {held.name} checkpoint; keep one")
@@ -89,7 +91,7 @@ def _opened(
     path: Path, known: Format, preset: str | None, max_drift: float | None, architecture: str | None = None
 ) -> WeightSource:
     """Open a folder of this format. Raises CheckpointError also for options that would have no effect on it."""
-    if known is not DEEPSPEED and preset is not None:
+    if known not in (DEEPSPEED, TORCHTITAN) and preset is not None:
         raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
     if known is not DEEPSPEED and max_drift is not None:
         raise CheckpointError(f"--max-drift {max_drift}: {path} has no copies that may differ; leave the option out")

@@ -13,6 +13,7 @@ from megatron.checkpoint.folders import MANIFEST, CheckpointError, holds_checkpo
 from megatron.checkpoint.foreign import deepspeed_folder
 from megatron.weights.folder_files import is_adapter_folder, is_model_folder
 from megatron.weights.meta.params import is_meta_folder
+from megatron.weights.meta.torchtitan_folder import is_titan_folder
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class FolderFormat:
 
 
 def _is_huggingface(folder: Path) -> bool:
-    if not is_model_folder(folder):
+    # torchtitan's may have a config.json, which says which model they hold
+    if not is_model_folder(folder) or is_titan_folder(folder):
         return False
     # which of the two is meant cannot be seen
     if holds_checkpoints(folder):
@@ -46,9 +48,10 @@ NATIVE = FolderFormat(
 )
 HUGGINGFACE = FolderFormat("huggingface", "a Hugging Face folder", _is_huggingface)
 PEFT = FolderFormat("peft", "a folder of PEFT", is_adapter_folder)
+TORCHTITAN = FolderFormat("torchtitan", "a checkpoint of torchtitan", is_titan_folder)
 META = FolderFormat("meta", "a Llama as Meta publishes it", is_meta_folder)
 DEEPSPEED = FolderFormat("deepspeed", "a checkpoint of DeepSpeed", lambda folder: deepspeed_folder(folder) is not None)
-LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT, META)
+LOADED_AS_THEY_ARE = (HUGGINGFACE, PEFT, META, TORCHTITAN)
 """Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
 
 

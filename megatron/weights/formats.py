@@ -16,6 +16,7 @@ from megatron.weights.folder_formats import FolderFormat
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.meta.source import MetaSource
+from megatron.weights.meta.torchtitan import TitanSource
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.folder import open_adapter
@@ -88,9 +89,10 @@ HUGGINGFACE = _opened(
     lambda folder, given: HuggingFaceSource(folder, given.base_config, given.architecture),
 )
 PEFT = _opened(folder_formats.PEFT, _open_peft)
+TORCHTITAN = _opened(folder_formats.TORCHTITAN, lambda folder, given: TitanSource(folder, given.base_config))
 META = _opened(folder_formats.META, lambda folder, given: MetaSource(folder, given.base_config))
 DEEPSPEED = _opened(folder_formats.DEEPSPEED, _open_deepspeed)
-FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, NATIVE, DEEPSPEED)}
+FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, TORCHTITAN, NATIVE, DEEPSPEED)}
 
 
 def recognise(folder: Path) -> Format:

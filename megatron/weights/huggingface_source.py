@@ -37,31 +37,38 @@ class MappedSource(WeightSource):
         folder: Path,
         mapped: NameMap,
         stored: Mapping[str, StoredTensor],
-        files: ForeignFiles,
+        files: ForeignFiles | None,
         *,
         config: Config,
         metadata: dict[str, Any] | None = None,
+        moments: Mapping[str, Mapping[str, StoredTensor]] | None = None,
     ) -> None:
-        """`stored`: their tensors, by the names of the map."""
-        super().__init__(folder, mapped.shards, metadata=metadata, config=config)
+        """`stored`: their tensors, by the names of the map. `moments`: the optimizer's by kind, each as `stored`.
+
+        `files`: None where the subclass verifies its own.
+        """
+        self._by_kind = {"weight": stored, **(moments or {})}
+        super().__init__(folder, mapped.shards, kinds=tuple(self._by_kind), metadata=metadata, config=config)
         self.map, self.stored, self._files = mapped, stored, files
         self._means: dict[str, Tensor] = {}
 
     def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
         """Compares those of .bin files; safetensors carry none."""
+        assert self._files is not None
         return self._files.verify({tensor.file for tensor in self.stored.values()}, share)
 
     def read_full(self, name: str, kind: str = "weight") -> Tensor:
-        return self._assembled(name)
+        return self._assembled(name, kind)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each is overwritten by the next."""
         memory = torch.empty(max(math.prod(shard.shape) for shard in self.parameters.values()))
         for name in self.parameters:
-            yield name, self._assembled(name, memory)
+            yield name, self._assembled(name, "weight", memory)
 
-    def _assembled(self, name: str, memory: Tensor | None = None) -> Tensor:
-        return self.map.assemble(name, lambda theirs, begin, end: self.stored[theirs].rows(begin, end), memory)
+    def _assembled(self, name: str, kind: str, memory: Tensor | None = None) -> Tensor:
+        stored = self._by_kind[kind]
+        return self.map.assemble(name, lambda theirs, begin, end: stored[theirs].rows(begin, end), memory)
 
     def read(self, at: Slice, kind: str = "weight") -> Tensor:
         """Reads the rows of theirs that it takes numbers from: of a matrix that ranks cut by columns, all."""
@@ -76,7 +83,7 @@ class MappedSource(WeightSource):
             rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
             if is_one_row:
                 rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
-            for begin, window in self._windows(at.name, rows, columns):
+            for begin, window in self._windows(at.name, kind, rows, columns):
                 count, width = window.shape
                 held = Region(begin, begin + count, *columns, 0, width)
                 if is_one_row:
@@ -84,7 +91,9 @@ class MappedSource(WeightSource):
                 copy_overlap(window.flatten(), [held], target, [wanted])
         return target
 
-    def _windows(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[tuple[int, Tensor]]:
+    def _windows(
+        self, name: str, kind: str, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[tuple[int, Tensor]]:
         """(first row, float32 [rows, columns]): that rectangle of our full tensor as a matrix, some rows at a time."""
         end = 0
         for part in self.map.parts[name]:
@@ -92,19 +101,20 @@ class MappedSource(WeightSource):
             first, last = max(rows[0], part.begin) - part.begin, min(rows[1], end) - part.begin
             if first >= last:
                 continue
-            for begin, window in self._of_part(part, first, last, columns):
+            for begin, window in self._of_part(part, self._by_kind[kind][part.name], first, last, columns):
                 yield part.begin + begin, window
         # tokens that the folder does not have: rows behind the last of its parts
         step = max(1, CHUNK_BYTES // (4 * (columns[1] - columns[0])))
         for begin in range(max(rows[0], end), rows[1], step):
             count = min(begin + step, rows[1]) - begin
-            yield begin, self._mean(name)[columns[0] : columns[1]].expand(count, -1)
+            # no moment of a token that was never trained
+            row = self._mean(name) if kind == "weight" else torch.zeros(columns[1])
+            yield begin, row[columns[0] : columns[1]].expand(count, -1)
 
     def _of_part(
-        self, part: MappedTensor, first: int, last: int, columns: tuple[int, int]
+        self, part: MappedTensor, stored: StoredTensor, first: int, last: int, columns: tuple[int, int]
     ) -> Iterator[tuple[int, Tensor]]:
         """Rows [first, last) of what one tensor of theirs is in ours."""
-        stored = self.stored[part.name]
         if part.transposed:  # its rows are our columns
             step = max(1, CHUNK_BYTES // (4 * part.shape[1]))
             window = torch.empty(last - first, columns[1] - columns[0])

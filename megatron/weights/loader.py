@@ -26,8 +26,9 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
-from megatron.weights.formats import DEEPSPEED, FORMATS, NATIVE, Given, recognise
+from megatron.weights.formats import DEEPSPEED, FORMATS, NATIVE, TORCHTITAN, Given, recognise
 from megatron.weights.huggingface import parameters_of
+from megatron.weights.meta.torchtitan_folder import titan_folder
 from megatron.weights.model import check_model, config_of_source, holds_adapters
 from megatron.weights.tokenizer_files import TOKENIZER_FILES, tokenizer_files
 
@@ -74,8 +75,9 @@ def open_source(load: Load, ctx: ParallelContext) -> WeightSource | None:
     if known is NATIVE:
         return _open_run(load, ctx)
     folder = load.folder
-    if known is DEEPSPEED:
-        folder = raise_on_all_ranks(ctx, lambda: deepspeed_folder(folder)) or folder
+    if known in (DEEPSPEED, TORCHTITAN):
+        find = deepspeed_folder if known is DEEPSPEED else titan_folder
+        folder = raise_on_all_ranks(ctx, lambda: find(folder)) or folder
     elif load.step is not None:
         raise CheckpointError(needless_step(str(folder), load.step, known.title))
     # before it is opened: hosts whose disks differ would raise different errors, or none

@@ -72,7 +72,7 @@ def open_shards(folder: Path) -> Shards:
 
 def _numbered(folder: Path) -> list[Path]:
     """Return the files in the order of their ranks. Raises CheckpointError where one is missing."""
-    by_number = {}
+    by_number: dict[int, Path] = {}
     for path in folder.glob(WEIGHTS):
         match = _FILE.fullmatch(path.name)
         if match is None:

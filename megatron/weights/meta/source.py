@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ from megatron.options.config import Config
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import NameMap, name_map
 from megatron.weights.huggingface_config import OUTPUT, config_of, other_model
-from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor, some
+from megatron.weights.huggingface_files import DTYPES, Precision, StoredTensor
 from megatron.weights.huggingface_source import MappedSource, are_equal
-from megatron.weights.meta.names import in_halves, known_names
+from megatron.weights.meta.names import EMBEDDING, in_halves, known_names, wrong_names
 from megatron.weights.meta.params import Params
 from megatron.weights.meta.shards import Shards, whole_tensors
-
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class MetaSource(MappedSource):
@@ -43,11 +41,11 @@ class MetaSource(MappedSource):
             raise CheckpointError(fault)
         # as of a folder of transformers: an export keeps it, with the ids of Meta's special tokens
         source = {"format": "huggingface", "config": theirs, "generation_config": None}
-        super().__init__(folder, mapped, stored, shards.files, config=described, metadata={"source": source})
-        self._paths = shards.paths
+        super().__init__(folder, mapped, stored, None, config=described, metadata={"source": source})
+        self._shards = shards
 
     def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
-        return self._files.verify(self._paths, share)
+        return self._shards.files.verify(self._shards.paths, share)
 
 
 def _checked_tensors(
@@ -60,7 +58,7 @@ def _checked_tensors(
     # the files of a model that ties them hold a copy all the same
     if is_tied and OUTPUT in names:
         shapes[OUTPUT] = shapes[EMBEDDING]
-    faults = list(_wrong_names(shapes.keys(), {**names, **dict.fromkeys(strange, "")}))
+    faults = list(wrong_names(shapes.keys(), {**names, **dict.fromkeys(strange, "")}))
     if faults:
         raise CheckpointError(
             f"{shards.folder} is not the whole Llama of its {params.path.name}: {'; '.join(faults)}; copy the whole "
@@ -73,12 +71,3 @@ def _checked_tensors(
             "sizes of a Llama 3.2, which ties the two; give that model in transformers' format, with its config.json"
         )
     return stored
-
-
-def _wrong_names(expected: Collection[str], found: Collection[str]) -> Iterator[str]:
-    missing = [name for name in expected if name not in found]
-    if missing:
-        yield f"missing: {some(missing)}"
-    surplus = [name for name in found if name not in expected]
-    if surplus:
-        yield f"unknown to a model of this size: {some(surplus)}"
