@@ -114,8 +114,9 @@ def test_it_is_converted_to_transformers_and_to_a_run(tmp_path: Path, capsys: py
 
 
 def described(folder: Path, **params: Any) -> dict[str, Any]:
-    (folder / "params.json").write_text(json.dumps(params))
-    return Params(folder).config_json(params.get("vocab_size", 32000))
+    # Llama 1 and 2 state none: that of their tokenizer
+    (folder / "params.json").write_text(json.dumps({"vocab_size": 32000} | params))
+    return Params(folder).config_json()
 
 
 @pytest.mark.parametrize(
@@ -214,12 +215,16 @@ class Planted:
 
 def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     release = RELEASES["Llama 2"]
-    folder, target = write(tmp_path / "meta", release, draw(release), 2), tmp_path / "ran"
-    content = torch.load(folder / "consolidated.01.pth") | {"planted": Planted(target)}
-    torch.save(content, folder / "consolidated.01.pth")
-    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth is refused: it names (posix|os)\.system"):
-        MetaSource(folder)
-    with pytest.raises(CheckpointError, match=r"consolidated\.01\.pth is refused"):
+    target = tmp_path / "ran"
+    for file in ("consolidated.00.pth", "consolidated.01.pth"):
+        folder = write(tmp_path / "meta", release, draw(release), 2)
+        content = torch.load(folder / file) | {"planted": Planted(target)}
+        torch.save(content, folder / file)
+        with pytest.raises(CheckpointError, match=rf"{file} is refused: it names (posix|os)\.system"):
+            MetaSource(folder)
+    # a launch reads the vocabulary alone
+    torch.save({"planted": Planted(target)}, folder / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match=r"consolidated\.00\.pth is refused: it names (posix|os)\.system"):
         preset_of(folder)
     assert not target.exists()
 
@@ -247,7 +252,7 @@ def test_files_that_do_not_make_one_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks consolidated\.00\.pth"):
         MetaSource(tmp_path / "lacking")
     (changed("stray") / "consolidated.00-1.pth").touch()
-    with pytest.raises(CheckpointError, match=r"consolidated\.00-1\.pth is no file of a rank"):
+    with pytest.raises(CheckpointError, match=r"consolidated\.00-1\.pth does not name a rank"):
         MetaSource(tmp_path / "stray")
     shutil.copy(write(tmp_path / "other", release, draw(release, 6), 2) / "consolidated.01.pth", changed("mixed"))
     with pytest.raises(CheckpointError, match=r"norm\.weight in .*01\.pth is not that of consolidated\.00"):

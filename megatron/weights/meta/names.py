@@ -99,6 +99,7 @@ def split_qkv(tensors: Mapping[str, StoredTensor], heads: tuple[int, int]) -> di
 
     `heads`: of queries, and of keys and values. The rows of the one are [key/value head][its queries, key, value].
     """
+    # its model's state dict has them apart, by a hook; its optimizer knows the one parameter that is trained
     apart: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(_FUSED):

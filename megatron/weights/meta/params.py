@@ -1,4 +1,4 @@
-"""Meta's params.json as the config.json of the same Llama. Imports no torch, unless the file leaves the vocabulary out.
+"""Meta's params.json as the config.json of the same Llama. Imports no torch.
 
 Sources: ModelArgs of meta-llama/llama and meta-llama/llama-models; the params.json of Llama 1 to 3.3 and Code Llama.
 """
@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folders import CheckpointError
-from megatron.weights.folder_files import own_file, read_json
+from megatron.checkpoint.folders import CheckpointError, open_file
+from megatron.weights.distributed.inert_pickle import PickleFault, Record, read_pickle
+from megatron.weights.folder_files import own_file, read_json, real_path
+from megatron.weights.zip_frame import zip_entries
 
 PARAMS = "params.json"
 WEIGHTS = "consolidated.*.pth"
+_RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
+_EMBEDDING = "tok_embeddings.weight"
+_PICKLED = {
+    *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "collections.OrderedDict"),
+    *(f"torch.{kind}Storage" for kind in ("Float", "Half", "BFloat16", "Double")),
+}
+"""Names in the pickle of a file of weights."""
 
 _KNOWN = {
     *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps"),
@@ -45,11 +55,50 @@ def is_meta_folder(folder: Path) -> bool:
 def config_json(folder: Path) -> tuple[dict[str, Any], Path]:
     """Return the config.json of the model in a folder of Meta's, and the file that says so. Raises CheckpointError."""
     params = Params(folder)
-    if params.vocab_size is None:
-        from megatron.weights.meta.shards import open_shards  # imports torch
+    return params.config_json(), params.path
 
-        return params.config_json(open_shards(folder).vocab_size(params.width)), params.path
-    return params.config_json(params.vocab_size), params.path
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return consolidated.00.pth, 01 and so on, in their order. Raises CheckpointError if one is missing."""
+    by_number: dict[int, Path] = {}
+    for path in folder.glob(WEIGHTS):
+        match = _RANK_FILE.fullmatch(path.name)
+        if match is None:
+            raise CheckpointError(f"{path} does not name a rank (consolidated.00.pth); keep the files of one model")
+        # 0 and 00: which of both belongs to the others cannot be seen
+        other = by_number.setdefault(int(match[1]), path)
+        if other != path:
+            raise CheckpointError(f"{path} and {other.name} are of one rank; keep those of one model")
+    for expected, number in enumerate(sorted(by_number)):
+        if number != expected:
+            raise CheckpointError(f"{folder} lacks consolidated.{expected:02}.pth; copy the whole folder")
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _vocab_size(folder: Path, width: int) -> int:
+    """Return the rows of the word embedding, which Llama 1 and 2 cut by columns, Llama 3 by rows.
+
+    The pickle of the first file is read as data, and nothing else of it.
+    """
+    # a launch has no torch, and needs no more than the two sizes of one tensor
+    paths = rank_files(folder)
+    with open_file(real_path(paths[0])) as descriptor:
+        entries = zip_entries(descriptor, paths[0]) or []
+        pickled = next((entry for entry in entries if entry.name.endswith("/data.pkl")), None)
+        content = b"" if pickled is None else os.pread(descriptor, pickled.num_bytes, pickled.start)
+    try:
+        held = read_pickle(content, _PICKLED, lambda storage: storage)
+    except PickleFault as error:
+        raise CheckpointError(f"{paths[0]} is refused: {error}; copy it again from its source") from None
+    # torch.save writes an OrderedDict of a state dict as a record with a state
+    tensors = held.state if isinstance(held, Record) else held
+    tensor = tensors.get(_EMBEDDING) if isinstance(tensors, dict) else None
+    sizes = tensor.arguments[2] if isinstance(tensor, Record) and len(tensor.arguments) > 2 else None
+    if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(isinstance(size, int) for size in sizes):
+        raise CheckpointError(
+            f"{paths[0]} has no {_EMBEDDING} of two dimensions; state vocab_size in {folder / PARAMS}"
+        )
+    return sizes[0] * len(paths) if sizes[1] == width else sizes[0]
 
 
 class Params:
@@ -63,6 +112,7 @@ class Params:
         self._values = content.get("model", content)
         if not isinstance(self._values, Mapping):
             raise CheckpointError(f"{self.path}: model must be a mapping of its fields; copy the file again")
+        # a field that is passed over may change what the model computes, and nothing would look wrong
         unknown = [name for name, value in self._values.items() if name not in _KNOWN and value not in _ABSENT]
         if unknown:
             given = ", ".join(f"{name}={self._values[name]!r:.60}" for name in unknown)
@@ -73,10 +123,11 @@ class Params:
         self.width, self.num_layers, self.num_heads = (self._size(name) for name in ("dim", "n_layers", "n_heads"))
         self.num_groups = self._size("n_kv_heads", self.num_heads)
         # Llama 1 and 2 take it from their tokenizer
-        self.vocab_size = None if self._get("vocab_size") is None else self._size("vocab_size")
+        self._folder, self._has_vocab_size = folder, self._get("vocab_size") is not None
 
-    def config_json(self, vocab_size: int) -> dict[str, Any]:
-        """Return the config.json of the model."""
+    def config_json(self) -> dict[str, Any]:
+        """Return the config.json of the model. Raises CheckpointError."""
+        vocab_size = self._size("vocab_size") if self._has_vocab_size else _vocab_size(self._folder, self.width)
         theta = self._number("rope_theta", 10000.0)
         config = {
             "model_type": "llama",
@@ -127,6 +178,7 @@ class Params:
             return 16384
         if theta >= 500000.0:  # Llama 3
             return 8192
+        # what Llama 1 and 2 do not share is their epsilon, but for the largest of Llama 1
         is_65b = (self.width, self.num_layers) == LLAMA_1_65B and self.num_groups == self.num_heads
         return 2048 if self._epsilon < 1e-5 or is_65b else 4096
 

@@ -29,7 +29,7 @@ _STATE = re.compile(r"optimizer\.state\.(.+)\.(\w+)")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 _BESIDE = ("optimizer.param_groups.", "lr_scheduler.", "dataloader.", "train_state.")
-"""Beginnings of the names of what is no state of a parameter."""
+"""Beginnings of the names of what belongs to no parameter."""
 _ITERATION = "train_state.step"
 
 
@@ -59,6 +59,7 @@ class TitanSource(MappedSource):
         self._distributed = DistributedFolder(step_folder)
         mapped = _llama_map(step_folder, model)
         stored = _tensors_by_kind(self._distributed, mapped, model)
+        # what is left are moments, of which MappedSource knows the kinds
         weights = stored.pop("weight")
         iteration = _iteration(self._distributed)
         super().__init__(
@@ -106,6 +107,7 @@ def _tensors_by_kind(files: DistributedFolder, mapped: NameMap, config: Config) 
 
     Raises CheckpointError for a name, a shape or a dtype that is not the model's, and moments that a weight lacks.
     """
+    # no shape says how many heads a projection has
     heads = config.model.num_attention_heads, config.model.num_kv_heads
     shapes = {part.name: part.shape for parts in mapped.parts.values() for part in parts}
     kinds: dict[str, dict[str, StoredTensor]] = {}
@@ -136,7 +138,7 @@ def _tensors_by_kind(files: DistributedFolder, mapped: NameMap, config: Config) 
 
 
 def _names_by_kind(files: DistributedFolder) -> dict[str, dict[str, str]]:
-    """Return {kind: {name of the parameter: name of the tensor}}; a parameter's step is no kind."""
+    """Return {kind: {name of the parameter: name of the tensor}}; a parameter's step is left out."""
     kinds: dict[str, dict[str, str]] = {}
     for name in files.tensors:
         state = _STATE.fullmatch(name)
@@ -144,7 +146,7 @@ def _names_by_kind(files: DistributedFolder) -> dict[str, dict[str, str]]:
             continue
         if state is not None and state[2] not in _MOMENTS:
             raise CheckpointError(
-                f"{files.folder} holds {name}: its optimizer is no AdamW, whose {' and '.join(_MOMENTS)} are read; "
+                f"{files.folder} holds {name}: it was not trained with AdamW, whose {' and '.join(_MOMENTS)} are read; "
                 "take the weights alone with a config.json there and convert_checkpoint"
             )
         kind, parameter = ("weight", name) if state is None else (state[2], state[1])
@@ -174,6 +176,7 @@ def _iteration(files: DistributedFolder) -> int | None:
 
 def _optimizer_step(files: DistributedFolder) -> int | None:
     """Return AdamW's count of steps, of which each parameter has one; None: there is none."""
+    # DeepSpeed's optimizers count once for all parameters
     counts = {}
     for name in files.tensors:
         state = _STATE.fullmatch(name)
@@ -192,7 +195,7 @@ def _count(value: Any, folder: Path, name: str) -> int:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if not isinstance(value, int | float) or value != int(value) or value < 0:
-        raise CheckpointError(f"{folder} has {name}={value!r:.60}, which is no number of steps; copy the folder again")
+        raise CheckpointError(f"{folder} has {name}={value!r:.60}, not a number of steps; copy the folder again")
     return int(value)
 
 
