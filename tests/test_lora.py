@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.cli import merge_adapter
 from megatron.cli.data import preprocess_data, train_tokenizer
+from megatron.cli.merging import merge_adapter
 from tests import runs
 from tests.finetuning_files import CHAT_TEMPLATE, write_chats, write_model
 from tests.ranks import RankPools

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.cli import merge_peft_adapter
 from megatron.cli.command import command
 from megatron.cli.generate import GENERATE
 from megatron.cli.launch import run_request
+from megatron.cli.merging import merge_peft_adapter
 from megatron.launch.dialects import spawn_requests
 from megatron.launch.dialects.hl_requests import inference_request, legend
 from megatron.launch.dialects.published_scripts import check_script

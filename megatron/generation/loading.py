@@ -37,7 +37,7 @@ from megatron.runtime.devices import device_of, name_of
 from megatron.weights.adapted import WEIGHTS, open_adapters
 from megatron.weights.formats import Given
 from megatron.weights.loader import Load, open_source, tokenizer_of
-from megatron.weights.merging import MergedSource, merged_config
+from megatron.weights.merging.adapters import MergedSource, merged_config
 from megatron.weights.meta.params import is_meta_folder
 from megatron.weights.model import check_quantization, config_of_source, source_of
 from megatron.weights.tokenizer_files import TOKENIZER_FILES, TOKENIZER_MODEL, tokenizer_files

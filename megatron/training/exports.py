@@ -29,7 +29,7 @@ from megatron.weights.folder_files import EXPORT_RECORD, check_space, read_json
 from megatron.weights.huggingface import export_huggingface, name_map
 from megatron.weights.huggingface_files import DTYPES
 from megatron.weights.loader import tokenizer_of
-from megatron.weights.merging import merged_config, merged_model
+from megatron.weights.merging.adapters import merged_config, merged_model
 from megatron.weights.model import count, whole_model
 from megatron.weights.peft.export import check_exportable, export_adapter, native_adapter
 from megatron.weights.tokenizer_files import check_tokenizer

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.cli import merge_adapter, merge_peft_adapter
+from megatron.cli.merging import merge_adapter, merge_peft_adapter
 from megatron.runtime.files import IMPORT_ROOT, locked_output
 from megatron.weights.peft import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
@@ -426,7 +426,7 @@ def test_what_a_killed_merge_has_left_is_removed_by_the_next(
     words = [f"--base={sound / 'base'}", f"--adapter={sound / 'adapter'}", f"--save={save}"]
     program = (
         "import os, signal, sys\n"
-        "from megatron.cli import merge_adapter\n"
+        "from megatron.cli.merging import merge_adapter\n"
         "from megatron.weights.peft import adapter_merge\n"
         "adapter_merge.copy_changed = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "merge_adapter.main(sys.argv[1:])\n"

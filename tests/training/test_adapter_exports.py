@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron.checkpoint.reader import newest_checkpoint
-from megatron.cli import convert_checkpoint, merge_adapter
+from megatron.cli import convert_checkpoint
+from megatron.cli.merging import merge_adapter
 from megatron.launch.checks import check_start
 from megatron.settings.command_line import load_config, parse_arguments
 from megatron.weights.peft.export import AdaptedModel, compare_export, export_adapter, native_adapter

@@ -17,7 +17,7 @@ from megatron.parallel.shards import named_parameters, shard_of
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.resume import find_start, restore_start
-from megatron.weights.merging import merged_model
+from megatron.weights.merging.adapters import merged_model
 from megatron.weights.model import whole_model
 from tests.ranks import RankPools
 from tests.training import layouts

@@ -483,7 +483,7 @@ MERGING: tuple[Entry, ...] = (
     sets("--adapter_model_name", "", "folder of the adapter, or of a run, whose newest export is taken"),
     sets("--output_name", "", "folder to write, new or empty; nothing is uploaded"),
 )
-"""Flags of merge_peft_adapter.py, which cli/merge_peft_adapter.py reads itself."""
+"""Flags of merge_peft_adapter.py, which cli/merging/merge_peft_adapter.py reads itself."""
 
 FINETUNE: tuple[Entry, ...] = (
     sets("--config-name", "name", "the YAML file, in the folder config beside the script, or beside it"),

@@ -281,7 +281,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Addition:
-    """Addition of `scaling * B @ A` to a weight, some rows at a time: on the way into memory (merging.py), or files."""
+    """Addition of `scaling * B @ A` to a weight, some rows at a time: on the way into memory, or files."""
 
     product: Product
     scaling: float

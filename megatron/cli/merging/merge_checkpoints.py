@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.cli.command import command, run_command
 from megatron.cli.convert_checkpoint import DTYPES, progress_bar
-from megatron.cli.merge_adapter import weighted
+from megatron.cli.merging.merge_adapter import weighted
 from megatron.runtime.commands import command_name
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -77,18 +77,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     """Average. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
-    from megatron.weights import averaging, conversion
+    from megatron.weights import conversion
     from megatron.weights.folder_files import check_space, new_folder
+    from megatron.weights.merging import checkpoints
 
     began_s = time.monotonic()
     folders, weights = [folder for folder, _ in arguments.load], [weight for _, weight in arguments.load]
     if arguments.last is not None:
-        folders, weights = averaging.newest_of_run(folders[0], arguments.last), [1.0] * arguments.last
-    shares = averaging.mean_shares(weights)
+        folders, weights = checkpoints.newest_of_run(folders[0], arguments.last), [1.0] * arguments.last
+    shares = checkpoints.mean_shares(weights)
     if arguments.ema is not None:
-        shares = averaging.moving_shares(len(folders), arguments.ema)
+        shares = checkpoints.moving_shares(len(folders), arguments.ema)
     models = [conversion.open_model(folder) for folder in folders]
-    mean = averaging.averaged_model(models, shares)
+    mean = checkpoints.averaged_model(models, shares)
     for model, share in zip(models, shares, strict=True):
         print(f"{share:7.2%} of {model.source.folder}", flush=True)
     precision = "fp32" if arguments.to == "native" else DTYPES.get(arguments.dtype, mean.config.training.precision)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
-from megatron.cli.merge_adapter import merge_command
+from megatron.cli.merging.merge_adapter import merge_command
 from megatron.runtime.commands import command_name
 
 
