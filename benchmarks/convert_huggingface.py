@@ -1,13 +1,15 @@
 """Speed of converting a model from Hugging Face to our format and back, against a plain copy of the files.
 
-    python benchmarks/convert_huggingface.py [--gigabytes 2] [--dtype bfloat16] [--rounds 3] [--folder PATH]
+    python benchmarks/convert_huggingface.py [--gigabytes 2] [--files 2] [--dtype bfloat16] [--rounds 3] [--folder PATH]
 
-The model is a Llama of random weights in safetensors, `--gigabytes` of them. Both directions are whole commands,
+The model is a Llama of random weights in safetensors, `--gigabytes` of them in `--files`. Each conversion is of one
+process (`--workers 1`), and of as many as there are cores, in turn. Both directions are whole commands,
 `tools/convert_checkpoint.py --no-verify`; our format keeps float32 and checksums, so that of a bfloat16 model is twice
 as large. The plain copy is `cp -r` of the folder that the conversion wrote, as many bytes, and fsync of each file and
 the folder. What is read lies in the page cache for both.
 
-Prints seconds, bytes written a second, the ratio to the copy and the most memory the command had. Exit status 1 if a
+Prints seconds, bytes written a second, the ratios of one process and of the copy to all, and the most memory that a
+process of the command had. Exit status 1 if a
 conversion failed, or a weight that came back differs in one bit.
 """
 
@@ -22,7 +24,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -45,13 +48,15 @@ from benchmarks.checkpointing import (
 
 CONVERTER = Path(__file__).resolve().parent.parent / "tools" / "convert_checkpoint.py"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD_BYTES = 10**9
+CORES = len(os.sched_getaffinity(0))
 ROUTES = {"to ours": ("given", "native"), "back": ("native", "returned")}
 """Folders that each conversion reads and writes."""
 
 
-def write_model(folder: Path, hidden_size: int, num_layers: int, vocab_size: int, dtype: torch.dtype) -> None:
-    """A Llama of random weights as transformers saves it, in files of about a gigabyte with their index."""
+def write_model(
+    folder: Path, hidden_size: int, num_layers: int, vocab_size: int, dtype: torch.dtype, file_bytes: float = 10**9
+) -> None:
+    """A Llama of random weights as transformers saves it, in files of about `file_bytes` with their index."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -71,13 +76,13 @@ def write_model(folder: Path, hidden_size: int, num_layers: int, vocab_size: int
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     files: list[dict[str, Tensor]] = [{}]
-    free_bytes = SHARD_BYTES
+    free_bytes = file_bytes
     shapes = dict(weights(hidden_size, num_layers, vocab_size))
     for name, shape in shapes.items():
         tensor = torch.randn(shape).to(dtype)
         if tensor.nbytes > free_bytes and files[-1]:
             files.append({})
-            free_bytes = SHARD_BYTES
+            free_bytes = file_bytes
         files[-1][name] = tensor
         free_bytes -= tensor.nbytes
     weight_map: dict[str, str] = {}
@@ -131,18 +136,24 @@ def read(path: Path, name: str) -> Tensor:
         return tensor
 
 
-def measure(folder: Path, name: str, dtype: str, rounds: int) -> tuple[dict[str, list[float]], int, int]:
-    """Seconds of a conversion and of a copy of what it wrote, the bytes of that, and the most memory it had."""
+def measure(
+    folder: Path, name: str, dtype: str, rounds: int, file_bytes: float
+) -> tuple[dict[str, list[float]], int, int]:
+    """Seconds of a conversion by one process and by all cores, and of a copy of what it wrote; the bytes of that, and
+    the most memory that a process had.
+    """
     source, target = (folder / part for part in ROUTES[name])
-    form = ["--to", "native"] if name == "to ours" else ["--to", "hf", "--dtype", dtype]
+    form = ["--to", "native"]
+    if name == "back":
+        form = ["--to", "hf", "--dtype", dtype, "--max-shard-size", f"{max(1, int(file_bytes / 1e6))}MB"]
     command = [sys.executable, str(CONVERTER), "--load", str(source), "--save", str(target), "--no-verify", *form]
     peaks_bytes: list[int] = []
 
-    def converted() -> float:
+    def converted(workers: int = CORES) -> float:
         shutil.rmtree(target, ignore_errors=True)
         os.sync()
         began_s = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.DEVNULL)
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began_s
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -164,7 +175,8 @@ def measure(folder: Path, name: str, dtype: str, rounds: int) -> tuple[dict[str,
         return seconds
 
     converted()  # warms up, and makes what is to be copied
-    times = alternate({name: converted, "copy": copied}, rounds, warm_up=False)
+    sides: dict[str, Callable[[], float]] = {"one": partial(converted, 1), name: converted, "copy": copied}
+    times = alternate(sides, rounds, warm_up=False)
     return times, num_bytes(target), max(peaks_bytes)
 
 
@@ -172,6 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Hugging Face to ours and back.", allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=2.0, metavar="G", help="of Hugging Face files (default: 2)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of these (default: bfloat16)")
+    parser.add_argument("--files", type=positive, default=2, metavar="N", help="that hold them (default: 2)")
     parser.add_argument("--hidden-size", type=positive, default=2048, metavar="N", help="default: 2048")
     parser.add_argument("--vocab-size", type=positive, default=32000, metavar="N", help="default: 32000")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="alternations (default: 3)")
@@ -183,24 +196,31 @@ def main() -> int:
     num_layers = max(1, round((options.gigabytes * 1e9 / dtype.itemsize - ends) / (one_more - ends)))
     numel = num_parameters(hidden_size, num_layers, vocab_size)
     with work_folder(options.folder, numel * (3 * dtype.itemsize + 2 * 4)) as folder:
-        shape = folder / "given", hidden_size, num_layers, vocab_size, dtype
+        file_bytes = options.gigabytes * 1e9 / options.files
+        shape = folder / "given", hidden_size, num_layers, vocab_size, dtype, file_bytes
         # in a process of its own: Linux counts the most memory of a parent as its children's
         writer = multiprocessing.get_context("spawn").Process(target=write_model, args=shape)
         writer.start()
         writer.join()
         if writer.exitcode:
             raise SystemExit(f"error: writing the model ended with status {writer.exitcode}")
-        measured = {name: measure(folder, name, options.dtype, options.rounds) for name in ROUTES}
+        measured = {name: measure(folder, name, options.dtype, options.rounds, file_bytes) for name in ROUTES}
+        num_files = len(list((folder / "given").glob("*.safetensors")))
         different = first_difference(folder / "given", folder / "returned")
 
-    print(f"{numel / 1e6:.0f} million parameters in {options.dtype}, {options.rounds} rounds: median (from to)")
+    print(
+        f"{numel / 1e6:.0f} million parameters in {options.dtype}, {num_files} files, {CORES} cores, {options.rounds} "
+        "rounds: median (from to)"
+    )
     for name, (times, written_bytes, peak_bytes) in measured.items():
         ratios = quotients(times[name], times["copy"])
         speeds = [written_bytes / statistics.median(times[side]) / 1e9 for side in (name, "copy")]
         print(f"  {name:8s} {spread(times[name], 2)} s, {written_bytes / 1e9:.2f} GB written, {speeds[0]:.2f} GB/s")
+        print(f"    of one process         {spread(times['one'], 2)} s")
+        print(f"    one process to all     {spread(quotients(times['one'], times[name]), 2)}")
         print(f"    cp and fsync of these  {spread(times['copy'], 2)} s, {speeds[1]:.2f} GB/s")
         print(f"    ratio to the copy      {spread(ratios, 2)}")
-        print(f"    most memory            {peak_bytes / 1e9:.2f} GB")
+        print(f"    most memory of one     {peak_bytes / 1e9:.2f} GB")
     largest = max(vocab_size, ffn_hidden_size(hidden_size)) * hidden_size
     print(f"  the largest tensor has {largest * 4 / 1e9:.2f} GB in float32")
     print(f"  weights that came back: {'equal bit for bit' if different is None else f'{different} is DIFFERENT'}")

@@ -14,7 +14,7 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,35 +199,64 @@ def write_checkpoint(folder: str | Path, tag: str, fragments: Iterable[Fragment]
     Fragments are consumed one by one. A failure leaves nothing behind, and a previous checkpoint of this tag intact.
     Raises CheckpointError or OSError.
     """
+    return write_checkpoint_by(folder, tag, metadata, lambda part: write_files(part, fragments))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of a checkpoint that one process writes: number `first`, and each `step` further."""
+
+    folder: Path
+    tag: str
+    token: str
+    first: int = 0
+    step: int = 1
+
+
+def write_checkpoint_by(
+    folder: str | Path, tag: str, metadata: Mapping[str, Any], write: Callable[[Part], ManifestEntries]
+) -> Path:
+    """Save a checkpoint whose files `write` writes, as `write_checkpoint` does."""
     save, token = Path(folder), uuid.uuid4().hex[:12]
     check_tag(tag)
     # NaN and infinities are not JSON: other readers would refuse the manifest
     text = json.dumps(metadata, allow_nan=False)
     make_folder(save)
     partial = hidden_path(save, tag, "partial", token)
-    entries, writer, number = ManifestEntries({}, {}), None, 0
-    # a file is closed when its header is full: tensors come one by one, and their names are not known before
     try:
         os.mkdir(partial)
+        entries = write(Part(partial, tag, token))
+        if not entries.files:
+            raise CheckpointError(f"{save / tag}: there is nothing to save in it")
+        commit(save, tag, token, entries, text)
+    finally:
+        # after a commit it has another name, and nothing is here
+        shutil.rmtree(partial, ignore_errors=True)
+    return save / tag
+
+
+def write_files(part: Part, fragments: Iterable[Fragment]) -> ManifestEntries:
+    """Write fragments, which are consumed one by one, and return what the manifest has of them."""
+    entries, writer, number = ManifestEntries({}, {}), None, part.first
+    # a file is closed when its header is full: tensors come one by one, and their names are not known before
+    try:
         for fragment in fragments:
             entries.add_parameter(fragment)
             if writer is None or not writer.fits(fragment):
                 if writer is not None:
                     entries.files[writer.path.name] = writer.close()
-                    number += 1
-                header_bytes = max(STREAM_HEADER_BYTES, header_bytes_for(tag, token, [fragment]))
-                writer = Writer(partial / rank_file(number), tag=tag, token=token, header_bytes=header_bytes)
+                    number += part.step
+                header_bytes = max(STREAM_HEADER_BYTES, header_bytes_for(part.tag, part.token, [fragment]))
+                writer = Writer(
+                    part.folder / rank_file(number), tag=part.tag, token=part.token, header_bytes=header_bytes
+                )
             writer.add(fragment)
-        if writer is None:
-            raise CheckpointError(f"{save / tag}: there is nothing to save in it")
-        entries.files[writer.path.name] = writer.close()
-        commit(save, tag, token, entries, text)
+        if writer is not None:
+            entries.files[writer.path.name] = writer.close()
     finally:
         if writer is not None:
             writer.abandon()
-        # after a commit it has another name, and nothing is here
-        shutil.rmtree(partial, ignore_errors=True)
-    return save / tag
+    return entries
 
 
 def make_folder(save: Path) -> None:

@@ -4,13 +4,15 @@
     python tools/convert_checkpoint.py --load checkpoints/run --save exported --to hf --tokenizer Llama-3.1-8B
     python tools/convert_checkpoint.py --load checkpoints/lora --save adapters --to peft
 
-The format of --load is recognised. One tensor is in memory at a time. The result appears under its name only when it
-is complete and has been compared with the source: tensor by tensor, and by the logits of both.
+The format of --load is recognised. Each process (--workers) has one tensor in memory at a time. The result appears
+under its name only when it is complete and has been compared with the source: tensor by tensor, and by the logits of
+both.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import re
@@ -25,6 +27,7 @@ from megatron.cli.command import command, run_command
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
+    from megatron.weights.conversion import Opening, Workers
     from megatron.weights.folder_files import Precision
     from megatron.weights.model import WholeModel
 
@@ -154,6 +157,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"compare logits, in float32, of models up to N parameters (default: {VERIFY_LIMIT:,}); tensors always",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that convert to hf or native, each a share of the tensors (default: the cores whose largest "
+        "tensors half of the memory holds; 1 for a small model)",
+    )
     arguments = parser.parse_args(argv)
     _check(parser, arguments)
     return arguments
@@ -170,6 +180,10 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     for name in ("dtype", "tokenizer"):
         if getattr(arguments, name) and arguments.to not in ("hf", "peft"):
             parser.error(f"--{name} is for --to hf and --to peft; {arguments.to} holds float32 weights")
+    if arguments.workers is not None and arguments.workers < 1:
+        parser.error(f"--workers {arguments.workers} must be 1 or more")
+    if arguments.workers is not None and arguments.to not in ("hf", "native"):
+        parser.error(f"--workers is for --to hf and --to native; {arguments.to} is written by one process")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
 
@@ -178,13 +192,13 @@ def progress_bar(model: WholeModel, what: str) -> tqdm[Any]:
     return tqdm(total=model.num_parameters, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
 
 
-def write(model: WholeModel, folder: Path, arguments: argparse.Namespace) -> None:
+def write(model: WholeModel, folder: Path, arguments: argparse.Namespace, workers: Workers | None) -> None:
     """Write the model into an empty folder."""
     from megatron.weights import conversion
 
     with progress_bar(model, "writing") as bar:
         if arguments.to == "native":
-            conversion.write_native(model, folder, bar.update)
+            conversion.write_native(model, folder, bar.update, workers)
             return
         if arguments.to == "universal":
             conversion.write_universal(model, folder, bar.update)
@@ -196,6 +210,7 @@ def write(model: WholeModel, folder: Path, arguments: argparse.Namespace) -> Non
             max_shard_bytes=arguments.max_shard_bytes,
             tokenizer=arguments.tokenizer,
             progress=bar.update,
+            workers=workers,
         )
     print_copied(copied)
 
@@ -204,15 +219,19 @@ def print_copied(names: Sequence[str]) -> None:
     print(f"with {', '.join(names)}" if names else "without tokenizer files; --tokenizer DIR adds them", flush=True)
 
 
-def verify(source: WholeModel, result: WholeModel, precision: Precision, limit: int) -> str:
+def verify(source: WholeModel, opening: Opening, precision: Precision, limit: int, workers: Workers | None) -> str:
     """Compare every tensor, and the logits if one side is transformers'. Raises CheckpointError where they differ.
 
-    `precision` is that of the result.
+    `opening` and `precision` are those of the result.
     """
     from megatron.weights import conversion
 
+    result = conversion.open_model(opening.path, opening.preset, architecture=opening.architecture)
     with progress_bar(source, "verifying") as bar:
-        compared = conversion.compare_tensors(source, result, precision, bar.update)
+        if workers is None:
+            compared = conversion.compare_tensors(source, result, precision, bar.update)
+        else:
+            compared = conversion.compare_tensors_by(workers, opening, precision, bar.update)
     text = f"{compared} tensors equal"
     # logits compare two implementations of the model; two formats of ours have the same one
     if not (conversion.is_huggingface(source) or conversion.is_huggingface(result)):
@@ -257,22 +276,30 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     # before anything is written
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
     print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
-    # before the result is written, whose own checksums fit damaged weights too
-    checked = source.source.verify()
-    print(f"checked: {checked}", flush=True)
-    write(source, work, arguments)
-    wanted = arguments.verify
-    if wanted is None:
-        wanted = importlib.util.find_spec("transformers") is not None
-    if wanted:
+    opening = conversion.Opening(Path(arguments.load), arguments.config, arguments.max_drift, arguments.architecture)
+    count = 1 if arguments.to == "universal" else conversion.num_workers(source, arguments.workers)
+    with contextlib.ExitStack() as stack:
+        workers = None
+        if count > 1:
+            workers = stack.enter_context(conversion.Workers(source, opening, count))
+        # before the result is written, whose own checksums fit damaged weights too
+        checked = source.source.verify() if workers is None else workers.verify()
+        print(f"checked: {checked}", flush=True)
+        write(source, work, arguments, workers)
+        wanted = arguments.verify
+        if wanted is None:
+            wanted = importlib.util.find_spec("transformers") is not None
+        if not wanted:
+            return
         # DeepSpeed's folder names no model: it is opened by what the source was opened by
         preset, architecture = None, None
         if arguments.to == "universal":
             preset = arguments.config
         elif arguments.to == "hf":
             architecture = source.config.model.architecture
-        result = conversion.open_model(work, preset, architecture=architecture)
-        print(f"verified: {verify(source, result, precision, arguments.verify_limit)}; of the source, {checked}")
+        result = conversion.Opening(work, preset, architecture=architecture)
+        equal = verify(source, result, precision, arguments.verify_limit, workers)
+        print(f"verified: {equal}; of the source, {checked}")
 
 
 def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:

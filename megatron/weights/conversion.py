@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import math
+import multiprocessing
+import os
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +24,7 @@ from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
-from megatron.checkpoint.writer import write_checkpoint
+from megatron.checkpoint.writer import ManifestEntries, Part, write_checkpoint, write_checkpoint_by, write_files
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config, TrainingConfig
 from megatron.options.progress import Progress
@@ -25,13 +32,14 @@ from megatron.options.stored import from_dict, read_preset
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.shards import named_parameters, shard_of
+from megatron.runtime.accelerator import choose_device, free_memory_bytes
 from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
 from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, TORCHTITAN, Format, Given
-from megatron.weights.huggingface import export_huggingface, parameters_of
+from megatron.weights.huggingface import NameMap, export_huggingface, name_map, parameters_of, write_tensors
 from megatron.weights.huggingface_config import form_of
-from megatron.weights.huggingface_files import DTYPES
+from megatron.weights.huggingface_files import DTYPES, WeightsWriter
 from megatron.weights.model import ReportNumel, WholeModel, whole_model
 from megatron.weights.peft.export import NativeAdapter, native_adapter
 from megatron.weights.tokenizer_files import tokenizer_files
@@ -122,6 +130,127 @@ def open_model(
     return whole_model(source)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes, each of which converts shares of the parameters
+
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which starting processes costs more than they save."""
+SHARES_OF_WORKER = 4
+"""Shares for each process, by turns as they end: one that is slower gets fewer."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Arguments of `open_model`, by which each process opens a model for itself."""
+
+    path: Path
+    preset: str | None = None
+    max_drift: float | None = None
+    architecture: str | None = None
+
+
+@functools.cache
+def _opened_by(opening: Opening) -> WholeModel:
+    return open_model(opening.path, opening.preset, opening.max_drift, opening.architecture)
+
+
+def num_workers(model: WholeModel, given: int | None) -> int:
+    """Return how many processes convert a model: as given, else the cores whose tensors half of the memory holds."""
+    if given is not None:
+        return given
+    if model.num_parameters < SMALL_MODEL:
+        return 1
+    # each has its largest tensor in float32, and what it makes of it
+    largest = 8 * max(math.prod(shard.shape) for shard in model.source.parameters.values())
+    fitting = free_memory_bytes() // (2 * largest)
+    return max(1, min(len(os.sched_getaffinity(0)), fitting))
+
+
+class Workers:
+    """Processes that open a model again, and work on shares of its parameters. A context manager."""
+
+    def __init__(self, model: WholeModel, opening: Opening, count: int) -> None:
+        self._model, self._opening, self.count = model, opening, count
+        # spawned: a fork of a process that has computed with several threads may hang
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(count, context, initializer=_begin_worker)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def shares(self) -> list[list[str]]:
+        """Return neighbouring parameters, in the order of the model, in shares of about the same size."""
+        size = self._model.num_parameters / (SHARES_OF_WORKER * self.count)
+        shares: list[list[str]] = [[]]
+        numel = 0
+        for name, shard in self._model.source.parameters.items():
+            if shares[-1] and numel >= size * len(shares):
+                shares.append([])
+            shares[-1].append(name)
+            numel += math.prod(shard.shape)
+        return shares
+
+    def verify(self) -> str:
+        """Compare the source's checksums, and return what was checked."""
+        calls = [(_verify_share, (number, self.count)) for number in range(self.count)]
+        return self._results(calls)[0]
+
+    def on_shares(self, function: Callable[..., T], progress: ReportNumel, *arguments: Any) -> list[T]:
+        """Return function(opening, names, number of the share, *arguments) of all shares, in order."""
+        shares = self.shares()
+        sizes = [sum(math.prod(self._model.source.parameters[name].shape) for name in names) for names in shares]
+        calls = [(function, names, number, *arguments) for number, names in enumerate(shares)]
+        return self._results(calls, lambda number: progress(sizes[number]))
+
+    def _results(
+        self, calls: Sequence[tuple[Any, ...]], done: Callable[[int], object] = lambda number: None
+    ) -> list[Any]:
+        futures = {self._pool.submit(call[0], self._opening, *call[1:]): at for at, call in enumerate(calls)}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                done(futures[future])
+        except BrokenProcessPool:
+            raise CheckpointError(
+                f"a process of the {self.count} that converted {self._opening.path} was killed, perhaps for want of "
+                "memory; give a smaller --workers"
+            ) from None
+        return [future.result() for future in futures]
+
+
+def _begin_worker() -> None:
+    # before anything imports deepspeed
+    choose_device("cpu")
+    torch.set_num_threads(1)
+
+
+def _verify_share(opening: Opening, share: tuple[int, int]) -> str:
+    return _opened_by(opening).source.verify(share)
+
+
+def _write_huggingface_share(
+    opening: Opening, names: list[str], number: int, folder: Path, precision: Precision, max_shard_bytes: int
+) -> None:
+    model = _opened_by(opening)
+    mapped = name_map(model.config)
+    with WeightsWriter(folder, mapped.written_shapes, precision, max_shard_bytes, joins=True) as writer:
+        write_tensors(writer, mapped, model.tensors(names=names), names)
+
+
+def _write_native_share(opening: Opening, names: list[str], number: int, part: Part, count: int) -> ManifestEntries:
+    model = _opened_by(opening)
+    return write_files(dataclasses.replace(part, first=number, step=count), _fragments(model, names=names))
+
+
+def _compare_share(opening: Opening, names: list[str], number: int, result: Opening, precision: Precision) -> int:
+    return compare_tensors(_opened_by(opening), _opened_by(result), precision, names=names)
+
+
 def open_adapters(path: Path, preset: str | None = None, max_drift: float | None = None) -> NativeAdapter:
     """Open a checkpoint of adapters; options as of `open_any`. Raises CheckpointError."""
     known = recognise(path)
@@ -132,10 +261,8 @@ def open_adapters(path: Path, preset: str | None = None, max_drift: float | None
     return native_adapter(checkpoint)
 
 
-def write_native(model: WholeModel, folder: Path, progress: ReportNumel) -> Checkpoint:
+def write_native(model: WholeModel, folder: Path, progress: ReportNumel, workers: Workers | None = None) -> Checkpoint:
     """Write the weights as the first checkpoint of a run, and open it."""
-    shards = parameters_of(model.config)
-    dtype = str(DTYPES[model.config.training.precision]).removeprefix("torch.")
     run = Run.new({}, model.source if model.source.holds_run else None).to_json()
     metadata = {
         "run": run,
@@ -143,11 +270,25 @@ def write_native(model: WholeModel, folder: Path, progress: ReportNumel) -> Chec
         "progress": asdict(Progress()),
         "source": model.huggingface,
     }
-    fragments = (
-        Fragment(name, "weight", shards[name], 0, 1, 0, tensor.flatten(), dtype)
-        for name, tensor in model.tensors(progress)
-    )
-    return Checkpoint(write_checkpoint(folder, NATIVE_TAG, fragments, metadata))
+    if workers is None:
+        return Checkpoint(write_checkpoint(folder, NATIVE_TAG, _fragments(model, progress), metadata))
+
+    def write(part: Part) -> ManifestEntries:
+        entries = ManifestEntries({}, {})
+        for of_share in workers.on_shares(_write_native_share, progress, part, len(workers.shares())):
+            entries.merge(vars(of_share))
+        return entries
+
+    return Checkpoint(write_checkpoint_by(folder, NATIVE_TAG, metadata, write))
+
+
+def _fragments(
+    model: WholeModel, progress: ReportNumel = lambda numel: None, names: Sequence[str] | None = None
+) -> Iterator[Fragment]:
+    shards = parameters_of(model.config)
+    dtype = str(DTYPES[model.config.training.precision]).removeprefix("torch.")
+    for name, tensor in model.tensors(progress, names):
+        yield Fragment(name, "weight", shards[name], 0, 1, 0, tensor.flatten(), dtype)
 
 
 def write_universal(model: WholeModel, folder: Path, progress: ReportNumel) -> None:
@@ -168,6 +309,7 @@ def write_huggingface(
     max_shard_bytes: int,
     tokenizer: Path | None,
     progress: ReportNumel,
+    workers: Workers | None = None,
 ) -> list[str]:
     """Write a Hugging Face folder and return the names of its tokenizer files.
 
@@ -178,10 +320,17 @@ def write_huggingface(
         raise CheckpointError(f"--tokenizer {tokenizer} holds no tokenizer.json or other tokenizer files")
     if tokenizer is None and is_huggingface(model):
         tokenizer = model.source.folder
+    precision = precision or model.config.training.precision
+
+    def write(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        assert workers is not None
+        workers.on_shares(_write_huggingface_share, progress, folder, precision, max_shard_bytes)
+
     return export_huggingface(
         folder,
         model.config,
         model.tensors(progress),
+        write=None if workers is None else write,
         precision=precision,
         max_shard_bytes=max_shard_bytes,
         source=model.huggingface,
@@ -204,15 +353,26 @@ def needed_bytes(model: WholeModel, to: Target, precision: Precision) -> int:
     return 4 * copies * model.num_parameters
 
 
-def compare_tensors(source: WholeModel, result: WholeModel, precision: Precision, progress: ReportNumel) -> int:
+def compare_tensors_by(workers: Workers, result: Opening, precision: Precision, progress: ReportNumel) -> int:
+    """Compare every tensor of the workers' model with the result, as `compare_tensors` does."""
+    return sum(workers.on_shares(_compare_share, progress, result, precision))
+
+
+def compare_tensors(
+    source: WholeModel,
+    result: WholeModel,
+    precision: Precision,
+    progress: ReportNumel = lambda numel: None,
+    names: Sequence[str] | None = None,
+) -> int:
     """Compare every tensor, rounded to the result's `precision`, bit by bit, and return the number of tensors.
 
-    Raises CheckpointError that names the first one that differs.
+    `names`: some parameters alone. Raises CheckpointError that names the first one that differs.
     """
     dtype, compared = DTYPES[precision], 0
     # one side is read in order, the other by slices: a side whose slices cost whole tensors is the first
     one, other = (result, source) if source.source.reads_slices else (source, result)
-    for name, tensor in one.tensors(progress):
+    for name, tensor in one.tensors(progress, names):
         shard = other.source.parameters[name]
         step = CHUNK_NUMEL if other.source.reads_slices else max(1, tensor.numel())
         for start in range(0, tensor.numel(), step):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -218,6 +218,7 @@ def export_huggingface(
     config: Config,
     tensors: Iterable[tuple[str, Tensor]],
     *,
+    write: Callable[[WeightsWriter, NameMap, Iterable[tuple[str, Tensor]]], None] | None = None,
     precision: Precision | None = None,
     max_shard_bytes: int = 5 * 10**9,
     source: Mapping[str, Any] | None = None,
@@ -227,7 +228,8 @@ def export_huggingface(
 
     `tensors` gives each of our parameters once, whole and without padding, in any order, which may be the memory's
     only one. `precision` is the run's unless given. `source` is what `ImportedModel.source` was, if the model came
-    from there. Returns the names of the tokenizer files. Every file is on disk when this returns.
+    from there. `write`: has other processes write them, in place of `write_tensors`. Returns the names of the
+    tokenizer files. Every file is on disk when this returns.
     Raises CheckpointError if transformers has no such model, a tensor is missing, or does not fit `precision`.
     """
     precision = precision or config.training.precision
@@ -244,18 +246,23 @@ def export_huggingface(
     write_json(folder / "generation_config.json", generation or {"_from_model_config": True, **special_tokens})
     # last, since it takes long: what can be refused is refused before
     with WeightsWriter(folder, mapped.written_shapes, precision, max_shard_bytes) as writer:
-        write_tensors(writer, mapped, tensors)
+        (write or write_tensors)(writer, mapped, tensors)
     sync_export(folder)
     return copied
 
 
-def write_tensors(writer: WeightsWriter, mapped: NameMap, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write each of our parameters as the tensors of theirs that it makes.
+def write_tensors(
+    writer: WeightsWriter,
+    mapped: NameMap,
+    tensors: Iterable[tuple[str, Tensor]],
+    names: Collection[str] | None = None,
+) -> None:
+    """Write each of our parameters, or those of these names, as the tensors of theirs that it makes.
 
     Raises CheckpointError if one is missing, of another shape, or does not fit the dtype.
     """
     # popped one by one: what is left at the end was never given
-    missing = dict(mapped.shards)
+    missing = {name: mapped.shards[name] for name in (mapped.shards if names is None else names)}
     for name, tensor in tensors:
         shard = missing.pop(name, None)
         if shard is None:

@@ -216,7 +216,7 @@ class WeightsWriter:
     """model.safetensors, or its shards and their index: headers first, then each tensor at its place, in any order.
 
     `shapes` are those of all tensors, by name; `stem` is the file's name instead of `model`. A context manager; at its
-    end every file is on the disk.
+    end every file is on the disk. `joins`: another process has begun the files, and waits for the disk.
     """
 
     def __init__(
@@ -226,6 +226,8 @@ class WeightsWriter:
         precision: Precision,
         max_shard_bytes: float,
         stem: str = "model",
+        *,
+        joins: bool = False,
     ) -> None:
         self.dtype = DTYPES[precision]
         self._offsets: dict[str, tuple[int, int]] = {}
@@ -235,11 +237,13 @@ class WeightsWriter:
         names = [f"{stem}.safetensors"]
         if len(shards) > 1:
             names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        self._joins = joins
         # O_EXCL: never into a file that is there
-        self._files = [os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) for name in names]
+        flags = os.O_WRONLY if joins else os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        self._files = [os.open(folder / name, flags, 0o666) for name in names]
         for file, shard in zip(self._files, shards, strict=True):
             self._begin(file, shard, shapes)
-        if len(shards) > 1:
+        if len(shards) > 1 and not joins:
             total = sum(map(math.prod, shapes.values()))
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in sorted(shard)}
             metadata = {"total_parameters": total, "total_size": total * self.dtype.itemsize}
@@ -255,7 +259,8 @@ class WeightsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         # the format's own padding, by which tensors begin at multiples of 8 bytes
         text += b" " * (-len(text) % 8)
-        write_at(file, 0, memoryview(len(text).to_bytes(8, "little") + text))
+        if not self._joins:
+            write_at(file, 0, memoryview(len(text).to_bytes(8, "little") + text))
         for name in shard:
             self._offsets[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
@@ -281,7 +286,7 @@ class WeightsWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         for file in self._files:
             # after an error the folder is not kept
-            if kind is None:
+            if kind is None and not self._joins:
                 os.fsync(file)
             os.close(file)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,17 @@ class WholeModel:
         """Hugging Face's config.json and generation_config.json, where the model came from there."""
         return source_of(self.source.metadata)
 
-    def tensors(self, progress: ReportNumel = lambda numel: None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full float32 tensor), each parameter once; `progress` hears of each when the next is wanted."""
-        for name, tensor in self.source.tensors():
+    def tensors(
+        self, progress: ReportNumel = lambda numel: None, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full float32 tensor), each parameter once; `progress` hears of each when the next is wanted.
+
+        `names`: some parameters alone.
+        """
+        tensors = self.source.tensors()
+        if names is not None:
+            tensors = ((name, self.source.read_full(name)) for name in names)
+        for name, tensor in tensors:
             numel = tensor.numel()
             yield name, tensor
             del tensor  # before the next one is made

@@ -361,3 +361,51 @@ def test_wrong_flags_are_refused(arguments: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         convert("--load", "a", "--save", "b", *arguments)
     assert "error:" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def test_two_processes_write_the_files_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("llama_gqa", tmp_path / "theirs", max_shard_size="30KB")
+    for count in ("1", "2"):
+        convert_to("hf", tmp_path / "theirs", tmp_path / count, "--workers", count, "--max-shard-size", "20KB")
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert len(files) > 10
+    assert files == sorted(path.name for path in (tmp_path / "2").iterdir())
+    for name in files:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
+    assert "tensors equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_write_a_checkpoint_and_name_what_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make("llama_gqa", tmp_path / "theirs")
+    convert_to("native", tmp_path / "theirs", tmp_path / "native", "--workers", "2")
+    one = Checkpoint(next((tmp_path / "native").glob("global_step*")))
+    convert_to("native", tmp_path / "theirs", tmp_path / "single", "--workers", "1")
+    other = Checkpoint(next((tmp_path / "single").glob("global_step*")))
+    assert list(one.parameters) == list(other.parameters)
+    assert all(torch.equal(one.read_full(name), other.read_full(name)) for name in other.parameters)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e30
+    model.save_pretrained(tmp_path / "large")
+    capsys.readouterr()
+    to_half = ("--to", "hf", "--dtype", "float16", "--workers", "2")
+    assert convert("--load", tmp_path / "large", "--save", tmp_path / "half", *to_half) == 1
+    assert "down_proj.weight has values beyond torch.float16's range" in capsys.readouterr().err
+    assert not (tmp_path / "half").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"), [(["--workers", "0"], "must be 1 or more"), (["--workers", "2", "--to", "universal"], "is for")]
+)
+def test_workers_that_would_do_nothing_are_refused(
+    more: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        convert("--load", tmp_path, "--save", tmp_path / "new", "--to", "hf", *more)
+    assert fault in capsys.readouterr().err
