@@ -1,0 +1,93 @@
+"""The state of a run by its files: running, silent, ended, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.cli import status
+from megatron.observability.report.recorded import read_recorded
+from megatron.observability.status import LEAST_SILENCE_S, RunStatus, status_of
+from tests.observability.test_report import START_S, start, step, write_run
+
+NEWEST_S = START_S + 200
+"""Time of the last row of a step."""
+
+
+def write_open_run(folder: Path, options: str = "training:\n  train_iters: 100\n", step_s: float = 0.5) -> Path:
+    """A run of 20 steps whose start has no end yet."""
+    folder.mkdir()
+    rows = [
+        step(number, iteration_time_s=step_s, samples_per_second=8.0, consumed_samples=4 * number)
+        for number in range(1, 21)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"starts": [start(0, 0, 0)]}))
+    (folder / "config.yaml").write_text(options)
+    (folder / "train.log").write_text("")
+    return folder
+
+
+def seen(folder: Path, now_s: float) -> RunStatus:
+    return status_of(read_recorded(folder, folder.name), now_s)
+
+
+def test_a_run_under_way(tmp_path: Path) -> None:
+    found = seen(write_open_run(tmp_path / "run"), NEWEST_S + 3)
+    assert (found.state, found.iteration, found.last_iteration, found.row_age_s) == ("running", 20, 100, 3)
+    assert found.left_s == 80 * 0.5
+    assert (found.ranks, found.hosts, found.starts, found.refused_steps) == (4, 2, 1, 0)
+    assert found.is_well
+    lines = list(found.lines())
+    assert lines[1:4] == [
+        *("  state         running", "  step          20 of 100, loss 7.0000"),
+        "  rate          1,012 tokens/s, 500 ms a step",
+    ]
+    assert "  left          40 s at this rate" in lines
+
+
+def test_what_is_left_of_a_run_of_so_many_samples(tmp_path: Path) -> None:
+    run = write_open_run(tmp_path / "run", "training:\n  train_iters: null\n  train_samples: 1000\n")
+    assert seen(run, NEWEST_S).left_s == (1000 - 80) / 8
+
+
+@pytest.mark.parametrize(("step_s", "limit_s"), [(0.5, LEAST_SILENCE_S), (60.0, 600.0)])
+def test_a_run_without_new_rows_is_silent(tmp_path: Path, step_s: float, limit_s: float) -> None:
+    """Silent after ten times of a step, which may take minutes."""
+    run = write_open_run(tmp_path / "run", step_s=step_s)
+    assert seen(run, NEWEST_S + limit_s - 1).state == "running"
+    late = seen(run, NEWEST_S + limit_s + 1)
+    assert late.state == "silent"
+    assert not late.is_well
+
+
+def test_the_ends_of_starts(tmp_path: Path) -> None:
+    found = seen(write_run(tmp_path / "run", text="boom"), NEWEST_S)
+    assert (found.state, found.reason, found.left_s) == ("done", "", None)
+    assert found.faults == ("ValueError: boom",)
+    assert found.warnings == ("'boom'",)
+    assert (found.starts, found.refused_steps) == (3, 1)
+
+
+def test_the_newest_save_is_found_from_the_runs_own_folder(tmp_path: Path) -> None:
+    run = write_open_run(tmp_path / "run", "checkpoint:\n  save: saves\n")
+    rows = json.loads((run / "run.json").read_text())
+    rows["starts"][0]["folder"] = str(tmp_path)
+    (run / "run.json").write_text(json.dumps(rows))
+    assert seen(run, NEWEST_S).save == f"none in {tmp_path / 'saves'}"
+    for tag in ("global_step9", "global_step10"):
+        (tmp_path / "saves" / tag).mkdir(parents=True)
+        (tmp_path / "saves" / tag / "checkpoint.json").touch()
+    assert seen(run, NEWEST_S).save.startswith("global_step10, ")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, silent = write_run(tmp_path / "good"), write_open_run(tmp_path / "silent")
+    assert status.main([str(good)]) == 0
+    assert "  state         done\n" in capsys.readouterr().out
+    assert status.main([str(good), str(silent), "--json"]) == status.UNWELL
+    assert [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["done", "silent"]
+    assert status.main([str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err.startswith("status: ")
