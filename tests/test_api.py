@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megatron import api
 from megatron.api import DataProcessArgs, LoraOptions, PretrainingConfig, TorchrunArgs, TrainingArgs, run_training
 from megatron.data.index.indexed import DataError, IndexedDataset
+from megatron.launch.instructlab import run
 from megatron.launch.instructlab.arguments import FSDPOptions
 from megatron.options.config import ConfigError
 from megatron.weights.model_folder import find_model
@@ -192,9 +193,9 @@ def test_the_arguments_are_given_by_one_of_their_names() -> None:
 
 def test_gpu_means_all_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert api._ranks_per_node(TorchrunArgs(nproc_per_node="gpu"), "cuda") == 3
-    assert api._ranks_per_node(TorchrunArgs(nproc_per_node="gpu"), "cpu") == 1
-    assert api._ranks_per_node(TorchrunArgs(nproc_per_node=5), "cuda") == 5
+    assert run.ranks_per_node_of(TorchrunArgs(nproc_per_node="gpu"), "cuda") == 3
+    assert run.ranks_per_node_of(TorchrunArgs(nproc_per_node="gpu"), "cpu") == 1
+    assert run.ranks_per_node_of(TorchrunArgs(nproc_per_node=5), "cuda") == 5
 
 
 def test_a_list_of_files_is_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +205,11 @@ def test_a_list_of_files_is_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_chats(Path("c.jsonl"), 10)
     files: list[str | float] = [3, "a b.jsonl", 1, "c.jsonl"]
     args = arguments(model_path="model", data_path=files, data_output_dir="data", ckpt_output_dir="out")
-    config = api._prepare(TorchrunArgs(), args, "cpu", 1)
+    config = run.prepare(TorchrunArgs(), args, "cpu", 1)
     assert config.data.data_path == ("3", "data/a b/data", "1", "data/c/data")
     made = DataProcessArgs(data_path=files, data_output_path="data", max_seq_len=128, model_path="model")
     api.data_process.main(made)  # finds both
     assert [IndexedDataset(f"data/{name}/data").num_documents for name in ("a b", "c")] == [30, 10]
     args = arguments(model_path="model", data_path=[3, "a b.jsonl", "c.jsonl"], ckpt_output_dir="out")
     with pytest.raises(ConfigError, match=r"data_path=.* must be one file, files alone, or WEIGHT FILE pairs"):
-        api._prepare(TorchrunArgs(), args, "cpu", 1)
+        run.prepare(TorchrunArgs(), args, "cpu", 1)

@@ -141,12 +141,12 @@ def test_the_readmes_shorter_examples_run_adapters_included(examples: list[str],
     lora = block_with(examples, "lora = LoraOptions(")
     alone = block_with(examples, "torchrun_args=TorchrunArgs(),")
     code = [
-        "import megatron.api\nfrom megatron.api import *",
-        "run = megatron.api.run_to_the_end",
-        "megatron.api.run_to_the_end = lambda command, environment, log: print(*command)",
+        "from megatron.launch.instructlab import run\nfrom megatron.api import *",
+        "really = run.run_to_the_end",
+        "run.run_to_the_end = lambda command, environment, log: print(*command)",
         arguments.replace("num_epochs = 10", "num_epochs = 2"),
         alone.replace("# ...", "**dict(training_args)"),
-        "megatron.api.run_to_the_end = run",
+        "run.run_to_the_end = really",
         lora.replace("# ...", "**{name: value for name, value in training_args if name != 'lora'}"),
         "run_training(TorchrunArgs(), training_args)",
     ]
@@ -166,7 +166,8 @@ def test_the_readmes_shorter_examples_run_adapters_included(examples: list[str],
 def test_the_documentations_example_prepares_its_run(tmp_path: Path) -> None:
     write_model(tmp_path / "models" / "base")
     write_chats(tmp_path / "chats.jsonl")
-    instead = "import megatron.api\nmegatron.api.run_to_the_end = lambda command, environment, log: print(*command)\n"
+    instead = "from megatron.launch.instructlab import run\n"
+    instead += "run.run_to_the_end = lambda command, environment, log: print(*command)\n"
     said = end(start(tmp_path, instead + blocks(DOCUMENTATION.read_text(encoding="utf-8"))[0]))
     assert "-- --config out/run_training.yaml" in said
     config = load_config(["--config", str(tmp_path / "out" / "run_training.yaml")], 1)

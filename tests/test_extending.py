@@ -60,19 +60,25 @@ def extensions(tmp_path: Path) -> Path:
         ("Add a model family", "my_family"),
         ("Add a task", "my_task"),
         ("A linear layer", "my_kernel"),
+        ("Add a tracker", "my_tracker"),
     ]:
         (tmp_path / f"{module}.py").write_text(blocks("docs/internals/extending.md", heading)[0])
     runs.write_dataset(tmp_path / "text")
     return tmp_path
 
 
-def test_the_examples_of_a_family_a_task_and_a_kernel_train(extensions: Path) -> None:
+def test_the_examples_of_a_family_a_task_a_kernel_and_a_tracker_train(extensions: Path) -> None:
     words = f"{runs.TINY} --data-path text --train-iters 2 --position-embedding-type rope --results-dir out"
     words += " --architecture my_kernel:FAMILY --task my_task:SkipTask --task-options below=4"
+    words += " --trackers my_tracker:Lines"
     done = python(extensions, "-m", "megatron.train", *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     rows = runs.rows(extensions / "out")
     assert len(rows) == 2
+    losses = (extensions / "out" / "losses.txt").read_text().splitlines()
+    assert [line for line in losses if not line.endswith("None")] == [
+        f"{row['iteration']} {row['lm_loss']}" for row in rows
+    ]
     # three of 127 labels, and the ends of documents, are below 4
     assert all(0.9 < row["metrics"]["trained_share"] < 1 for row in rows)
 

@@ -1,6 +1,6 @@
 """Log of a run: one record a step, validation, memory report and timer report, with the same values everywhere.
 
-The records go to stdout and train.log (console.py), metrics.jsonl, TensorBoard and wandb. One rank writes
+The records go to stdout and train.log (console.py), metrics.jsonl, TensorBoard and trackers. One rank writes
 (`writes=True`); on the others every method returns at once. Nothing here communicates: callers pass reduced values.
 """
 
@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 from megatron.observability import step_metrics
 from megatron.observability.console import Console
 from megatron.observability.load_report import LoadReport, load_picture
-from megatron.observability.metric_writers import RowFile, TensorBoardLog, WandbLog
+from megatron.observability.metric_writers import RowFile, TensorBoardLog
 from megatron.observability.rank_times import RankStats
+from megatron.observability.trackers.tracker_log import start_trackers
 from megatron.options.config import Config
 from megatron.plan.flops import FlopsOfSamples
 from megatron.runtime.files import WriteErrors
@@ -103,9 +104,7 @@ class MetricsLog:
             self._open_rows(iteration)
             tensorboard_dir = tensorboard_dir or str(self._folder / "tensorboard")
         self._tensorboard = TensorBoardLog(tensorboard_dir) if tensorboard_dir else None
-        self._wandb: WandbLog | None = None
-        if options.wandb_project is not None:
-            self._wandb = WandbLog(config, resumes=resumed_iteration > 0)
+        self._trackers = start_trackers(config, resumed_iteration)
         self._console = Console(options, self._errors, total_iterations, resumed_iteration, loss_name)
 
     def __enter__(self) -> MetricsLog:
@@ -123,8 +122,8 @@ class MetricsLog:
         # first, so that an error while it closes cannot bring it back here
         self._writes = False
         self._console.close()
-        if self._wandb is not None:
-            self._wandb.close(failed=failed)
+        for tracker in self._trackers:
+            tracker.close(failed=failed)
         if self._tensorboard is not None:
             with self._errors.reported("TensorBoard's event file"):
                 self._tensorboard.close()
@@ -312,8 +311,11 @@ class MetricsLog:
 
     def _write_scalars(self, scalars: dict[str, float], iteration: int, consumed_samples: int | None = None) -> None:
         """Write by iteration and, where `consumed_samples` is given, once more by it."""
-        if self._wandb is not None:
-            self._wandb.log(scalars, iteration, consumed_samples)
+        values = dict(scalars)
+        if consumed_samples is not None:
+            values["consumed_samples"] = consumed_samples
+        for tracker in self._trackers:
+            tracker.log(values, iteration)
         if self._tensorboard is None:
             return
         with self._errors.reported("TensorBoard's event file"):

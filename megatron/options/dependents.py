@@ -43,6 +43,7 @@ TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
 PATIENCE = "early_stopping_patience"
 LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
+MLFLOW = ("mlflow_tracking_uri", "mlflow_run_name", "mlflow_tags")
 FP8 = tuple(field.name for field in fields(Fp8Config) if field.name != "fp8_format")
 ADAPTERS = (
     "lora_alpha",
@@ -116,6 +117,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
         (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
         (logging.wandb_project, "wandb_project", "give one", WANDB),
+        (logging.mlflow_experiment, "mlflow_experiment", "give one", MLFLOW),
         (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
     ]
     for present, needed, remedy, names in needs:

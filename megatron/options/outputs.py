@@ -101,6 +101,16 @@ class CheckpointConfig:
         return self.loads_elsewhere or (names_one and self.load is not None)
 
 
+def account_fault(option: str, address: str) -> str | None:
+    """Describe an address that holds a user and a password, without them: a run stores its options and prints them."""
+    if "@" not in address.partition("://")[2].partition("/")[0]:
+        return None
+    return (
+        f"{option} holds an account, which the run would store; leave it out of the address, and set "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    )
+
+
 @dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
     """Logs, metrics and profiles."""
@@ -149,6 +159,17 @@ class LoggingConfig:
     """wandb: name of the run. Unset: the name of the results folder."""
     wandb_save_dir: str | None = None
     """wandb: folder of its own files. Unset: results_dir."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment to log to, from rank 0. Unset: no MLflow."""
+    mlflow_tracking_uri: str | None = None
+    """mlflow: address of the server, without an account. Unset: the variable MLFLOW_TRACKING_URI."""
+    mlflow_run_name: str | None = None
+    """mlflow: name of the run. Unset: the name of the results folder."""
+    mlflow_tags: tuple[str, ...] = ()
+    """mlflow: NAME=VALUE ...: tags of the run."""
+    trackers: tuple[str, ...] = ()
+    """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.observability.trackers.tracker.Tracker, to log
+    to from rank 0."""
     generate_prompts: str | None = None
     """File of prompts for which the model of now generates answers at the start, every generate_interval steps and at
     the end: one a line, or JSON lines with `prompt` or `messages`. They go to the log, to answers.jsonl in results_dir

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -19,6 +19,7 @@ from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import idle_options, idle_without
 from megatron.options.flags import divisors
 from megatron.options.optimizer import OptimizerConfig
+from megatron.options.outputs import account_fault
 from megatron.options.plugins import import_attribute
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
@@ -347,10 +348,20 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     ranks = " ".join(map(str, logging.profile_ranks))
     if not logging.profile_ranks or max(logging.profile_ranks) >= world_size:
         yield f"profile_ranks={ranks} must name ranks of this launch, which has {world_size}; use 0 to {world_size - 1}"
-    for name in logging.callbacks:
+    if fault := account_fault("mlflow_tracking_uri", logging.mlflow_tracking_uri or ""):
+        yield fault
+    for pair in logging.mlflow_tags:
+        if not pair.partition("=")[0] or "=" not in pair:
+            yield f"mlflow_tags={pair} is not NAME=VALUE; write it so"
+    yield from _plugin_faults("callbacks", logging.callbacks)
+    yield from _plugin_faults("trackers", logging.trackers)
+
+
+def _plugin_faults(option: str, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
         try:
             # imported now, so that a misspelt name is a fault beside the others and does not end a run that has begun
-            import_attribute("callbacks", name)
+            import_attribute(option, name)
         except ConfigError as error:
             yield from error.faults
 

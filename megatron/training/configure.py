@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterable
 from typing import Any
 
+from megatron.observability.trackers.tracker_log import tracker_faults
 from megatron.options.config import Config, ConfigError, on_device
 from megatron.options.dependents import slow_mode
 from megatron.parallel.layout import Layout
@@ -30,7 +30,7 @@ def load_settings(arguments: list[str]) -> Config:
     if _is_first() and not is_launched():
         _warn(idle(command.config))
     check_deepspeed(command.config)
-    check_wandb(command.config)
+    check_trackers(command.config)
     return command.config
 
 
@@ -39,15 +39,10 @@ def check_deepspeed(config: Config) -> dict[str, Any]:
     return deepspeed.deepspeed_config(config, Layout.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
-def check_wandb(config: Config) -> None:
-    """Raise ConfigError if wandb is requested and not installed."""
-    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            [
-                f"wandb_project={config.logging.wandb_project} needs the package wandb, which is not installed; "
-                "pip install wandb, or leave it out"
-            ]
-        )
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError if a tracker is requested that cannot start."""
+    if faults := list(tracker_faults(config)):
+        raise ConfigError(faults)
 
 
 def prepare_device(config: Config) -> tuple[Config, str]:

@@ -315,6 +315,16 @@ def test_variables_count_where_the_command_says_nothing(trl: Path) -> None:
     assert plan.config.training.global_batch_size == 20
 
 
+def test_trackers_are_those_that_the_flag_names(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    logging = planned(f"{SFT} --report_to wandb mlflow --run_name try").config.logging
+    assert (logging.wandb_project, logging.wandb_exp_name) == ("huggingface", "try")
+    assert (logging.mlflow_experiment, logging.mlflow_run_name) == ("ours", "try")
+    logging = planned(f"{SFT} --report_to tensorboard --run_name try").config.logging
+    assert (logging.wandb_project, logging.mlflow_experiment, logging.mlflow_run_name) == (None, None, None)
+
+
 def test_use_mpi_chooses_the_launcher_unless_a_variable_does(trl: Path) -> None:
     command = f"--world_size 2 --use_mpi sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
     assert planned(command).launcher == "mpirun"
@@ -376,7 +386,7 @@ SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
         (f"{SFT} --output_dir", "--output_dir needs a value"),
         (f"{SFT} --fp16", "--fp16=True is not supported: Gaudi trains in bfloat16; use --bf16"),
         (f"{SFT} --do_eval", "a validation needs its part of the data"),
-        (f"{SFT} --report_to mlflow", "has mlflow, which is not supported; use none, tensorboard or wandb"),
+        (f"{SFT} --report_to comet_ml", "has comet_ml, which is not supported; use none, tensorboard, wandb or mlflow"),
         (f"{SFT} --use_peft False --lora_r 4", "--use_peft False trains no adapters; leave --lora_r out"),
         (f"{SFT} --deepspeed none.json", "deepspeed_config='none.json' cannot be read"),
         ("sft.py --dataset_name chats.jsonl", "--model_name_or_path=meta-llama/Llama-2-7b-hf is not a folder"),

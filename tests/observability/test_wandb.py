@@ -16,7 +16,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import RankStats
 from megatron.observability.step_metrics import StepMetrics
 from megatron.options.config import Config, ConfigError, LoggingConfig, TrainingConfig
-from megatron.training.configure import check_wandb
+from megatron.training.configure import check_trackers
 
 
 class Wandb:
@@ -167,9 +167,9 @@ def test_only_the_rank_that_writes_asks_for_it(tmp_path: Path, wandb: Wandb) -> 
 def test_absent_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_wandb(config_of(None, wandb_project=None))
+    check_trackers(config_of(None, wandb_project=None))
     with pytest.raises(ConfigError, match=r"wandb_project=bloom needs the package wandb.*pip install wandb"):
-        check_wandb(config_of(None))
+        check_trackers(config_of(None))
 
 
 def test_not_asked_for_it_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,9 @@ def _buckets(text: str) -> list[tuple[str, str]]:
 
 
 def _report(text: str) -> str:
-    known = ("none", "tensorboard", "wandb")
+    known = ("none", "tensorboard", "wandb", "mlflow")
     if unknown := [word for word in text.split() if word not in known]:
-        raise WrongValueError(f"has {unknown[0]}, which is not supported; use none, tensorboard or wandb")
+        raise WrongValueError(f"has {unknown[0]}, which is not supported; use none, tensorboard, wandb or mlflow")
     return text
 
 
@@ -184,7 +184,8 @@ def _output_flags(folder: str | None, save: str, logging: str | None) -> list[En
         sets(
             "--report_to",
             "report_to",
-            "`none`; `tensorboard`, which is always written; `wandb`: `--wandb-project`",
+            "`none`; `tensorboard`, which is always written; `wandb`: `--wandb-project`; `mlflow`: "
+            "`--mlflow-experiment`",
             _report,
             takes="words",
         ),
@@ -273,7 +274,7 @@ SFT: tuple[Entry, ...] = (
     no_effect("--logging_strategy", "`--logging_steps` counts"),
     no_effect("--logging_first_step", "`--logging_steps` counts", "switch"),
     _to("--logging_dir", "HL_TENSORBOARD_DIR"),
-    _to("--run_name", "run_name", "`--wandb-exp-name`, where `--report_to` names wandb"),
+    _to("--run_name", "run_name", "`--wandb-exp-name` and `--mlflow-run-name`, where `--report_to` names them"),
     # precision, device and graphs
     _variable("--bf16", "HL_BF16"),
     refused("--fp16", "Gaudi trains in bfloat16; use --bf16", "switch"),

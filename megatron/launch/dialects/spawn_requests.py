@@ -329,12 +329,17 @@ def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list
 
 
 def _report(command: SpawnCommand) -> None:
-    if "wandb" not in (command.get("report_to") or "").split():
-        return
-    # the variable is transformers' too
-    command.settings["--wandb-project"] = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
-    if "run_name" in command.settings:
-        command.settings["--wandb-exp-name"] = command.settings["run_name"]
+    trackers = (command.get("report_to") or "").split()
+    # the variables are transformers' too
+    for tracker, project, variable, default, run_name in (
+        ("wandb", "--wandb-project", "WANDB_PROJECT", WANDB_PROJECT, "--wandb-exp-name"),
+        ("mlflow", "--mlflow-experiment", "MLFLOW_EXPERIMENT_NAME", "Default", "--mlflow-run-name"),
+    ):
+        if tracker not in trackers:
+            continue
+        command.settings[project] = os.environ.get(variable, default)
+        if "run_name" in command.settings:
+            command.settings[run_name] = command.settings["run_name"]
 
 
 def named(text: str, sources: Mapping[str, str]) -> str:

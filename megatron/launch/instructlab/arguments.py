@@ -258,11 +258,11 @@ class TrainingArgs(Arguments):
     wandb_run_name: str | None = None
     """Name of the run; may hold {time}, {utc_time}, {rank} and {local_rank}."""
     mlflow_tracking_uri: str | None = None
-    """Refused: there is no MLflow here."""
+    """Log to this server of MLflow too. Unset: the variable MLFLOW_TRACKING_URI, if it is set."""
     mlflow_experiment_name: str | None = None
-    """Refused: there is no MLflow here."""
+    """Experiment there. Unset: the variable MLFLOW_EXPERIMENT_NAME, or `Default`."""
     mlflow_run_name: str | None = None
-    """Refused: there is no MLflow here."""
+    """As wandb_run_name."""
 
     callbacks: list[Any] | None = Field(default=None, exclude=True)
     """Objects of subclasses of TrainerCallback, whose hooks are called during the training."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ _READ_ELSEWHERE = (
     "model_path data_path data_output_dir chat_tmpl_path use_legacy_tmpl process_data data_process_num_cpu_procs "
     "mock_data mock_data_len pretraining_config.document_column_name validation_split distributed_backend "
     "deepspeed_options.* fsdp_options.* lora.* save_samples checkpoint_at_epoch accelerate_full_state_at_epoch "
-    "keep_last_checkpoint_only on_demand_checkpointing log_level wandb_* callbacks engine_options"
+    "keep_last_checkpoint_only on_demand_checkpointing log_level wandb_* mlflow_* callbacks engine_options"
 )
 """Arguments that run_training reads, or that only count with others: the functions of this module."""
 # a list of every field: one without a row ends the translation (`_unknown`)
@@ -98,7 +99,6 @@ ARGUMENTS: tuple[Entry, ...] = (
     sets("tensorboard_log_dir", "tensorboard_dir"),
     # without a counterpart
     refused("trust_remote_code", "code that comes with a model is never run; leave it out", accepts="false"),
-    refused("mlflow_*", "there is no MLflow here; use wandb_project or TensorBoard"),
     no_effect("use_liger", "output projection and cross-entropy are one operation in any case"),
     no_effect("use_dolomite", "InstructLab's own library ignores it too"),
     no_effect("is_padding_free", "InstructLab's own library ignores it too"),
@@ -117,9 +117,10 @@ DIALECT = Dialect(ARGUMENTS, _unknown, refused="{name}={value}: {reason}", no_ef
 def refusals(torch_args: TorchrunArgs, args: TrainingArgs) -> Iterator[str]:
     """Yield what is unsupported or contradictory: the value, the rule and the remedy."""
     yield from _torchrun_faults(torch_args)
-    # {time} and {utc_time}
-    if torch_args.nnodes > 1 and "time}" in (args.wandb_run_name or ""):
-        yield f"wandb_run_name={args.wandb_run_name}: each node would fill in its own clock; name the run yourself"
+    for name in ("wandb_run_name", "mlflow_run_name"):
+        # {time} and {utc_time}
+        if torch_args.nnodes > 1 and "time}" in (getattr(args, name) or ""):
+            yield f"{name}={getattr(args, name)}: each node would fill in its own clock; name the run yourself"
     yield from DIALECT.translate(_given(args)).faults
     for name in ("wandb_entity", "wandb_run_name"):
         if getattr(args, name) is not None and args.wandb_project is None:
@@ -280,7 +281,7 @@ def build_config(args: TrainingArgs, inputs: RunInputs) -> Config:
     }
     values |= DIALECT.translate(_given(args)).settings
     values |= _optimizer(args, inputs) | _data(args, inputs) | _lora(args) | _checkpoint(args, inputs)
-    values |= _wandb(args) | _callbacks(inputs)
+    values |= _wandb(args) | _mlflow(args) | _callbacks(inputs)
     for name in args.engine_options:
         if name not in options():
             near = nearest(name, options())
@@ -415,6 +416,20 @@ def _wandb(args: TrainingArgs) -> dict[str, Any]:
         "wandb_project": args.wandb_project,
         "wandb_entity": args.wandb_entity,
         "wandb_exp_name": _filled_in(args.wandb_run_name),
+    }
+
+
+def _mlflow(args: TrainingArgs) -> dict[str, Any]:
+    # as InstructLab's library, which begins a run of MLflow where any of these says something
+    uri = args.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    experiment = args.mlflow_experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if not (uri or experiment or args.mlflow_run_name):
+        return {}
+    return {
+        # MLflow's own where none is named
+        "mlflow_experiment": experiment or "Default",
+        "mlflow_tracking_uri": uri,
+        "mlflow_run_name": _filled_in(args.mlflow_run_name),
     }
 
 

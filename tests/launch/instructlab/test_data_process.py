@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron import api
 from megatron.api import DataProcessArgs
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.launch.instructlab import data_process
+from megatron.launch.instructlab import data_process, legacy_template
 from megatron.launch.plan import FineTuning
 from tests.finetuning_files import write_chats, write_tokenizer
 
@@ -153,7 +152,7 @@ def test_a_run_loses_no_real_chat_that_is_split(tmp_path: Path, test_data: Path)
 
 
 def test_the_legacy_template_adds_its_tokens(tmp_path: Path) -> None:
-    path = api.legacy_template.__file__
+    path = legacy_template.__file__
     data_process.main(data_args(tmp_path, chat_tmpl_path=path))
     samples = data_process.open_samples(tmp_path / "data")
     plain = json.loads((tmp_path / "model" / "tokenizer.json").read_text())

@@ -96,6 +96,12 @@ def faults_of(torch_args: TorchrunArgs | None = None, **changed: Any) -> str:
         ({"tensorboard_log_dir": "tb"}, {"tensorboard_dir": "tb", "results_dir": "out"}),
         ({"wandb_project": "p", "wandb_entity": "e"}, {"wandb_project": "p", "wandb_entity": "e"}),
         ({"wandb_project": "p", "wandb_run_name": "a{rank}{local_rank}"}, {"wandb_exp_name": "a00"}),
+        (
+            {"mlflow_tracking_uri": "http://h", "mlflow_experiment_name": "e", "mlflow_run_name": "a{rank}"},
+            {"mlflow_tracking_uri": "http://h", "mlflow_experiment": "e", "mlflow_run_name": "a0"},
+        ),
+        ({"mlflow_run_name": "x"}, {"mlflow_experiment": "Default", "mlflow_tracking_uri": None}),
+        ({}, {"mlflow_experiment": None, "mlflow_tracking_uri": None}),
         # their defaults; None: every `_proj` of a Llama, and merged models as exports
         ({"lora": {}}, {"lora_rank": 4, "lora_alpha": 32.0, "lora_dropout": 0.1, "save_hf_merged": True}),
         ({"lora": {}}, {"lora_target_modules": ("all-linear",), "quantize_base": "none"}),
@@ -239,7 +245,6 @@ def test_every_argument_is_among_those_that_are_read() -> None:
         ({"max_batch_len": 100}, "max_batch_len=100 is below max_seq_len=128"),
         ({"pretraining_config": {"block_size": 600}}, "max_batch_len=512 is below pretraining_config.block_size=600"),
         ({"trust_remote_code": True}, "trust_remote_code=True: code that comes with a model is never run"),
-        ({"mlflow_run_name": "x"}, "mlflow_run_name=x: there is no MLflow here; use wandb_project or TensorBoard"),
         ({"wandb_run_name": "x"}, "wandb_run_name=x has no effect without wandb_project"),
         ({"validation_split": 0.1}, "validation_split=0.1 needs validation_frequency"),
         ({"validation_frequency": 3}, "validation_frequency=3 has no effect without validation_split"),
