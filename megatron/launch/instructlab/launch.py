@@ -30,6 +30,14 @@ MEANINGS = {
 POLL_S = 0.1
 
 
+class RunFailedError(RuntimeError):
+    """The ranks did not end well."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def agent_command(torch_args: TorchrunArgs, ranks_per_node: int, train_flags: Sequence[str]) -> list[str]:
     """Return the command that starts the ranks of this node."""
     endpoint = torch_args.rdzv_endpoint
@@ -95,7 +103,8 @@ def run_to_the_end(command: Sequence[str], environment: Mapping[str, str], log: 
         signal.raise_signal(first)
     status = shell_status(process.returncode)
     if status != DONE:
-        raise RuntimeError(f"the training ended with status {status}: {meaning(status)}. The whole output is in {log}")
+        text = f"the training ended with status {status}: {meaning(status)}. The whole output is in {log}"
+        raise RunFailedError(status, text)
 
 
 def meaning(status: int) -> str:
