@@ -77,7 +77,7 @@ class MetricsLog:
         self._world_size = world_size
         self._loss_unit = loss_unit
         # defined for a cross-entropy a token
-        self._has_perplexity = loss_unit == "tokens" and config.training.loss is None
+        self._has_perplexity = loss_unit == "tokens" and config.training.own_loss is None
         # the user's number first, as for a chip that is not in our table or runs at another clock
         self._peak_tflops = config.logging.peak_tflops or device_peak_tflops
         seq_length = config.training.seq_length

@@ -94,6 +94,9 @@ class TrainingConfig:
     of the cross-entropy of pretrain or sft."""
     loss_options: tuple[str, ...] = ()
     """NAME=VALUE ... for a loss of your own: its keyword-only arguments."""
+    trainer: str | None = None
+    """FILE.py:CLASS or package.module:CLASS: your own subclass of transformers' Trainer. Its compute_loss is trained in
+    place of the cross-entropy of pretrain or sft, where it uses the model, its inputs and the loss alone."""
     label_smoothing_factor: Probability = 0.0
     """pretrain, sft: share of each label's probability that is spread evenly over the vocabulary in the loss that is
     trained. Validations measure the plain loss."""
@@ -190,6 +193,13 @@ class TrainingConfig:
         # a YAML list, words on a command line, and Habana's list with commas
         words = " ".join(self.recompute_modules or ("core_attn",)).replace(",", " ").split()
         return frozenset("layernorm" if name == "norm" else name for name in words)
+
+    @property
+    def own_loss(self) -> str | None:
+        """The option that replaces the cross-entropy, as messages name it."""
+        if self.loss is not None:
+            return f"loss={self.loss}"
+        return None if self.trainer is None else f"trainer={self.trainer}"
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

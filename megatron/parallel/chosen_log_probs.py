@@ -1,7 +1,8 @@
 """Log-probabilities of several chosen tokens at each place: the likeliest ones of a teacher, and a student's of these.
 
 B rows of a microbatch, S places of a row, K chosen tokens; N tokens of the microbatch (S x B), C of them in a chunk.
-Like the losses, they hold the logits of one chunk at a time, of a vocabulary cut across tensor-parallel ranks.
+Like the losses, they hold the logits of one chunk at a time, of a vocabulary cut across tensor-parallel ranks; only
+`whole_logits` holds all.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,7 +22,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.losses import Head, InputGradients, head_of, join_rows, label_log_probs
 from megatron.parallel.mappings import all_places, gather_places, own_numbers, own_places, sum_over_context
+from megatron.parallel.operators import products
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, sum_dtype
+from megatron.parallel.phase_clock import WAIT
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -78,6 +82,42 @@ def chosen_log_probs(hidden: Tensor, weight: Tensor, ids_BSK: Tensor, ctx: Paral
     head = head_of(hidden, weight, own_places(ids_BSK.transpose(0, 1), ctx).flatten(0, 1), ctx)
     log_probs_NK = _ChosenLogProbs.apply(head.hidden_NH, head.weight, head)
     return gather_places(log_probs_NK.view(-1, rows, chosen), ctx).transpose(0, 1)
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    """[N, V / tp] of each rank -> [N, V], for a loss that all ranks compute alike: backward keeps own columns."""
+
+    @staticmethod
+    def forward(function: Any, own_NV: Tensor, ctx: ParallelContext) -> Tensor:
+        function.ctx, own_NV = ctx, own_NV.contiguous()
+        parts = [torch.empty_like(own_NV) for _ in range(ctx.tensor_size)]
+        ctx.state.checks.partial(own_NV)
+        with ctx.state.clock.phase(WAIT):
+            dist.all_gather(parts, own_NV, group=ctx.tensor_group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad_NV: Tensor) -> Any:
+        return grad_NV.chunk(function.ctx.tensor_size, -1)[function.ctx.tensor_rank], None
+
+
+def whole_logits(hidden: Tensor, weight: Tensor, ctx: ParallelContext) -> Tensor:
+    """Logits of all tokens, [B, S, vocabulary] float32, equal on all ranks, with their gradient.
+
+    hidden and weight are those of `linear_cross_entropy`, which holds far less: for losses of anything else.
+    """
+    head = head_of(hidden, weight, hidden.new_zeros((0, 0), dtype=torch.int64), ctx)
+    logits = products.linear(head.hidden_NH[:, -head.weight.shape[1] :], head.weight)
+    if head.base is not None:
+        logits = logits + products.linear(head.hidden_NH[:, : head.base.shape[1]], head.base)
+    if head.cap is not None:
+        logits = head.cap * torch.tanh(logits / head.cap)
+    logits = logits.float()
+    if ctx.tensor_size > 1:
+        logits = _GatherVocabulary.apply(logits, ctx)
+    # padded rows are no tokens
+    return gather_places(logits[:, : head.vocabulary].unflatten(0, (-1, hidden.shape[1])), ctx).transpose(0, 1)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ class Task:
 
     Data: ClassVar[type[TaskData]]
     Objective: ClassVar[type[Objective]] = CrossEntropy
-    """Replaced by the user's function, if `--loss` names one."""
+    """Replaced by the user's function or trainer, if `--loss` or `--trainer` names one."""
     Options: ClassVar[type | None] = None
     """Pydantic dataclass of the options in `--task-options NAME=VALUE ...`; None: the task has none."""
     sections: ClassVar[tuple[str, ...]] = ()
@@ -41,6 +41,10 @@ class Task:
             from megatron.tasks.user_loss import UserLoss
 
             kind = UserLoss
+        elif config.training.trainer is not None:
+            from megatron.tasks.trainer.loss import TrainerLoss
+
+            kind = TrainerLoss
         self.objective: Objective = kind(config, options, self.data)
 
     def faults(self, world_size: int) -> Iterator[str]:
@@ -68,12 +72,15 @@ class Task:
     def _loss_faults(self) -> Iterator[str]:
         """Yield a message for options of the cross-entropy where the loss is another one."""
         training = self.config.training
-        if training.loss is not None and not self.predicts_tokens:
-            yield f"loss={training.loss} is given, but task={training.task} has a loss of its own; leave one out"
+        given = training.own_loss
+        if given is not None and not self.predicts_tokens:
+            yield f"{given} is given, but task={training.task} has a loss of its own; leave one out"
+        if training.loss is not None and training.trainer is not None:
+            yield f"{given} and trainer={training.trainer} both replace the cross-entropy; leave one out"
         if not training.label_smoothing_factor:
             return
-        if training.loss is not None:
-            owner = f"loss={training.loss}"
+        if given is not None:
+            owner = given
         elif not self.predicts_tokens:
             owner = f"the loss of task={training.task}"
         else:
@@ -100,7 +107,7 @@ class Task:
         for name in training.teacher:
             if not os.path.isfile(name):
                 yield f"teacher={name} is not a file; give the files that a run with teacher_top_k wrote"
-        if training.teacher and training.loss is None:
+        if training.teacher and training.own_loss is None:
             yield f"teacher={training.teacher[0]} is given, but no loss that takes a teacher; give one, or leave it out"
         if top_k is None:
             return

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Targets:
+class Targets:
     """The targets of a microbatch by their names."""
 
     labels: Tensor
@@ -40,6 +40,8 @@ class _Targets:
     teacher: tuple[Tensor, Tensor] | None = None
     """Log-probabilities and ids, both [B, S, K]."""
     reference: Tensor | None = None
+    inputs: Tensor | None = None
+    """Input tokens [B, S], where the function is a trainer's."""
 
 
 class UserLoss(Objective):
@@ -50,7 +52,7 @@ class UserLoss(Objective):
     def __init__(self, config: Config, options: Any, data: TaskData) -> None:
         """Raise ConfigError if the function cannot be loaded, or declares what it cannot be given."""
         super().__init__(config, options, data)
-        self.function = loss_function.loss_function(config)
+        self.function = self._load(config)
         self.label = self.function.label
         self.loss_name = f"{self.function.name.rpartition(':')[2]} loss"
         arguments = self.function.arguments
@@ -72,12 +74,19 @@ class UserLoss(Objective):
             self._own_metrics = ("nll", *(f"nll/{source}" for source in range(self._num_sources)))
         self._reductions = {**dict.fromkeys(self._own_metrics, "mean"), **self.function.metrics}
         self.metrics = tuple(self._reductions)
-        self.loss_unit = "samples" if self.takes_rows else "tokens"
+        self.loss_unit = self._unit
         # a stored reference costs no pass in a step
         self.num_forwards = 1 if self.needs_reference and not self.stores_reference else 0
         self._is_checked = False
         self._is_in_backward = False
         """The gradient of the function's losses is known, that of its first argument not yet."""
+
+    def _load(self, config: Config) -> loss_function.LossFunction:
+        return loss_function.loss_function(config)
+
+    @property
+    def _unit(self) -> str:
+        return "samples" if self.takes_rows else "tokens"
 
     @property
     def metric_table(self) -> MetricTable:
@@ -124,8 +133,8 @@ class UserLoss(Objective):
             begins[row, places] = places.start or 0
         stored = self.stored_at(self.data.labels.of(dataset).fingerprint, label_places, labels.shape)
         normaliser = batch.normaliser
-        if self.takes_rows:
-            # samples in the loss: one whose labels are all masked has none
+        if self.loss_unit == "samples":
+            # those in the loss: one whose labels are all masked has none
             normaliser = float(sum(bool(weights[row, places].any()) for _, row, places in label_places))
         targets = (labels, weights, sources, begins, *stored)
         return dataclasses.replace(batch, targets=targets, normaliser=normaliser)
@@ -157,7 +166,11 @@ class UserLoss(Objective):
         if given.places is not None:
             # a whole sample here: its loss counts if any of its labels does
             left_out = (batch.weights == 0).all(1)
-            factors = torch.full_like(left_out, scale, dtype=torch.float32)
+            # of a mean over labels a sample counts as often as it has labels
+            counts = torch.ones_like(batch.weights[:, 0])
+            if self.loss_unit == "tokens":
+                counts = batch.weights.sum(1)
+            factors = counts * scale
         values = loss_function.LossArguments(first, batch, extras)
         returned = self._call(values, ctx)
         losses, metrics = self._split(returned, left_out)
@@ -209,7 +222,7 @@ class UserLoss(Objective):
     def _enter_backward(self, _: Tensor) -> None:
         self._is_in_backward = True
 
-    def _targets(self, targets: Any) -> _Targets:
+    def _targets(self, targets: Any) -> Targets:
         labels, weights, sources, begins, *rest = targets
         named: dict[str, Any] = {}
         if self.takes_rows:
@@ -218,10 +231,10 @@ class UserLoss(Objective):
             named["teacher"] = rest.pop(0), rest.pop(0)
         if rest:
             named["reference"] = rest.pop(0)
-        return _Targets(labels, weights, sources, begins, **named)
+        return Targets(labels, weights, sources, begins, **named)
 
     def _inputs(
-        self, outputs: tuple[Tensor, Tensor], given: _Targets, ctx: ParallelContext
+        self, outputs: tuple[Tensor, Tensor], given: Targets, ctx: ParallelContext
     ) -> tuple[Tensor, dict[str, Any], dict[str, Metric]]:
         """Return the function's first argument, those after the batch, and the metrics of the log-probabilities.
 
@@ -256,7 +269,7 @@ class UserLoss(Objective):
             extras["reference"] = loss_function.rows_of(given.reference, given.places, 0.0)
         return found[..., 0], extras, nll
 
-    def _batch(self, given: _Targets, output_weight: Tensor, ctx: ParallelContext) -> loss_function.LossBatch:
+    def _batch(self, given: Targets, output_weight: Tensor, ctx: ParallelContext) -> loss_function.LossBatch:
         parts = (given.labels, given.weights, given.sources, given.begins)
         tokens, weights, sources, begins = (loss_function.rows_of(part, given.places, 0) for part in parts)
         if given.places is not None:
@@ -364,7 +377,7 @@ class UserLoss(Objective):
                 )
         return found
 
-    def _nll(self, log_probs: Tensor, given: _Targets) -> dict[str, Metric]:
+    def _nll(self, log_probs: Tensor, given: Targets) -> dict[str, Metric]:
         nll = -log_probs.masked_fill(given.weights == 0, 0.0) * given.weights
         chosen = [given.sources >= 0, *(given.sources == source for source in range(self._num_sources))]
         return {

@@ -20,6 +20,7 @@ EXAMPLES = {
     "A reference": "drift",
     "A teacher": "teacher_cross_entropy",
     "From hidden states": "small_hidden",
+    "A Trainer of your own": "Ascent",
 }
 
 
@@ -36,7 +37,8 @@ def test_an_example_trains(ranks: RankPools, tmp_path: Path, heading: str, funct
         assert ranks(1)(runs.train, f"{flags} --save {tmp_path / 'teacher'}") == [""]
         assert ranks(1)(runs.train, f"{flags} --load {tmp_path / 'teacher'} --skip-train --teacher-top-k 4") == [""]
         flags += " --teacher " + " ".join(map(str, tmp_path.glob("0.teacher-*")))
-    flags += f" --loss {tmp_path}/my_loss.py:{function}"
+    option = "--trainer" if function == "Ascent" else "--loss"
+    flags += f" {option} {tmp_path}/my_loss.py:{function}"
     if heading == "Options and metrics":
         flags += " --loss-options gamma=1.5"
     if function == "drift":
