@@ -5,7 +5,8 @@
     python -m megatron.gaudi_spawn --world_size 8 run_generation.py --model_name_or_path merged --prompt "..."
     python -m megatron.gaudi_spawn --world_size 7 --use_deepspeed finetune.py --config-name=finetune_lora.yaml
 
-The scripts need not be there: their names choose what runs. One with code of its own is refused.
+The scripts need not be there: their names choose what runs. One with code of its own is refused, but for a trainer's
+loss, which `-- --trainer FILE.py:Class` trains.
 docs/reference/gaudi_spawn_flags.md lists every flag.
 """
 
@@ -26,6 +27,7 @@ from megatron.cli.merging import merge_peft_adapter
 from megatron.launch.dialects import spawn_requests
 from megatron.launch.dialects.hl_requests import inference_request, legend
 from megatron.launch.dialects.published_scripts import check_script
+from megatron.launch.dialects.script_code import read_code
 from megatron.launch.dialects.spawn_flags import GENERATION, TABLES
 from megatron.launch.dialects.spawn_generation import generation_request
 from megatron.launch.inference import refused
@@ -35,6 +37,7 @@ from megatron.options.flags import flag
 from megatron.runtime.commands import DONE, folded, for_stderr
 from megatron.runtime.devices import detect_device, device_fault, find_device
 
+GUIDE = "docs/guides/own_loss.md"
 MARK_STEPS = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
 SCRIPTS = {
     "sft": "fine-tune on chats or questions and answers, with adapters (LoRA) unless --use_peft False",
@@ -67,6 +70,7 @@ class SpawnLine:
     script: str | None = None
     words: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -102,11 +106,23 @@ def read_line(arguments: Sequence[str]) -> SpawnLine:
         line.faults.append(_unknown_script(line))
     else:
         # the name chooses what runs, so a file of that name must be the one that is replaced
-        line.faults += check_script(line.script)
+        check = check_script(line.script, line.words)
+        line.faults += check.faults
+        line.notes += check.notes
+        if check.trainer is not None:
+            line.words += ["--"] * ("--" not in line.words) + ["--trainer", check.trainer]
     return line
 
 
 def _unknown_script(line: SpawnLine) -> str:
+    code = read_code(Path(line.script or "").with_suffix(".py"))
+    if code.remedy:
+        return (
+            f"{line.script} is not run here. It has {code.text}, which sft.py, or finetune.py with a YAML file, can "
+            f"train: give one of them with {code.remedy}"
+        )
+    if code.text:
+        return f"{line.script} is not run here. It has {code.text}; write a loss function ({GUIDE}), or use torchrun"
     if line.name in OTHERS:
         return f"{line.script} is not run here; use {OTHERS[line.name]}"
     near = nearest(line.name, SCRIPTS)
@@ -117,7 +133,7 @@ def _unknown_script(line: SpawnLine) -> str:
 
 def ranks_of(line: SpawnLine) -> spawn_requests.Ranks:
     """Return the ranks that the launcher's own flags request, with every fault."""
-    given, ranks = line.given, spawn_requests.Ranks(faults=list(line.faults))
+    given, ranks = line.given, spawn_requests.Ranks(faults=list(line.faults), notes=list(line.notes))
     numbers = {name: _whole(name, given[name], ranks) for name in ("--world_size", "--master_port") if name in given}
     ranks.world_size, ranks.master_port = numbers.get("--world_size") or 1, numbers.get("--master_port")
     # the same rules as in optimum-habana's launcher

@@ -401,7 +401,7 @@ SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
         ("dpo.py --model_name_or_path stack-llama-2 --max_length 1", "--max_length='1' must be a whole number, 2"),
         ("finetune.py", "--config-name is not given"),
         ("finetune.py --config-name=none.yaml", "there is no file config/none.yaml or none.yaml"),
-        ("finetune.py --config-name=finetune_lora.yaml lr=1", "'lr=1': values of the file are not overridden"),
+        ("finetune.py --config-name=finetune_lora.yaml rl=1", "'rl=1' is not a key of the file; write +rl=1 to add it"),
         ("finetune.py --config-nam=finetune_lora.yaml", "did you mean --config-name?"),
         (
             "run_generation.py --model_name_or_path stack-llama-2 --prompt a --max_input_tokens 5",
@@ -508,9 +508,9 @@ def test_the_published_trainer_is_known(trl: Path, test_data: Path) -> None:
     (trainer,) = (block for block in blocks if "class CustomTrainer" in block)
     (trl / "dataloader.py").write_text(trainer)
     (trl / "finetune.py").unlink(missing_ok=True)
-    assert list(published_scripts.check_script("finetune.py")) == []
+    assert published_scripts.check_script("finetune.py") == published_scripts.ScriptCheck()
     (trl / "dataloader.py").write_text(trainer.replace("loss = outputs.loss", "loss = -outputs.loss"))
-    assert len(list(published_scripts.check_script("finetune.py"))) == 1
+    assert published_scripts.check_script("finetune.py").trainer == "dataloader.py:CustomTrainer"
 
 
 GENERATE = "run_generation.py --model_name_or_path stack-llama-2 --prompt"

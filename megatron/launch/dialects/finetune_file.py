@@ -7,11 +7,12 @@ docs/guides/optimum_habana.md. A key is translated, noted as needless, or refuse
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.launch.dialects.hydra_overrides import overridden, resolved
 from megatron.options.config import ConfigError
 from megatron.options.deepspeed_file import read_settings
 from megatron.options.dialect import (
@@ -22,6 +23,7 @@ from megatron.options.dialect import (
     flag_words,
     no_effect,
     number,
+    refused,
     sets,
     suggestion,
 )
@@ -80,6 +82,8 @@ KEYS: tuple[Entry, ...] = (
     sets("LoRA.dropout", "HL_LORA_DROPOUT", read=number(lambda x: 0 <= x < 1, "must be a number from 0 to below 1")),
     no_effect("model_family", "the tokenizer of the model brings its chat template; HL_CHAT_TEMPLATE gives another"),
     no_effect("gaudi_config_name", "fused operators are chosen by the device"),
+    no_effect("hydra*", "Hydra is not run; results are in save_dir"),
+    refused("defaults*", "write the keys of the files that it lists into this one", accepts="['_self_']"),
 )
 
 
@@ -90,16 +94,21 @@ def _unknown(key: str, value: object, near: str | None) -> str:
 DIALECT = Dialect(KEYS, _unknown)
 
 
-def read_finetune_file(name: str) -> FinetuneFile | None:
-    """Translate a file; return None for a preset, and for what cannot be read, which loading it as one reports."""
+def read_finetune_file(name: str, overrides: Sequence[str] = ()) -> FinetuneFile | None:
+    """Translate a file; return None for a preset, and for what cannot be read, which loading it as one reports.
+
+    `overrides`: Hydra's, of a command line.
+    """
     try:
-        tree = read_preset(name, translated=True)
+        tree, of_words = overridden(read_preset(name, translated=True), overrides)
     except ConfigError:
         return None
     if not is_finetune_file(tree):
         return None
-    result = DIALECT.translate(_flat(tree).items())
+    tree, of_references = resolved(tree)
+    result = DIALECT.translate(_flat(tree))
     settings, faults = result.settings, result.faults
+    faults[:0] = [*of_words, *of_references]
     # the variables go the way of the user's own, which then override the file; the rest becomes flags
     variables = {target: value for target, value in settings.items() if target.startswith("HL_")}
     # without it the choice between adapters and the whole model would be a guess
@@ -124,14 +133,13 @@ def read_finetune_file(name: str) -> FinetuneFile | None:
     )
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are set, with those of the group LoRA as LoRA.r."""
-    flat = {key: value for key, value in tree.items() if value is not None}
-    group = flat.get("LoRA")
-    if isinstance(group, dict):
-        del flat["LoRA"]
-        flat |= {f"LoRA.{key}": value for key, value in group.items() if value is not None}
-    return flat
+def _flat(tree: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values that are set, with those of a group such as LoRA as LoRA.r."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{group}{key}.")
+        elif value is not None:
+            yield f"{group}{key}", value
 
 
 def _samples(result: Translation) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,12 @@ TRANSFORMER_ENGINE = {"PT_TE_ENFORCE_BF16_AMAX_REDUCTION": True, "PT_TE_LIMIT_GR
 """The same with HL_FP8=1. Source: pretrain_llama.sh of HabanaAI/Megatron-LM 1.24."""
 
 
-def from_environment(environment: Mapping[str, str], script: Script, passed_on: list[str]) -> LaunchRequest:
+def from_environment(
+    environment: Mapping[str, str], script: Script, passed_on: list[str], overrides: Sequence[str] = ()
+) -> LaunchRequest:
     """Translate the HL_* variables for one of the scripts that train; its arguments, `passed_on`, override them.
 
-    Every value that cannot be used is in `faults`.
+    `overrides`: Hydra's, of a finetune_lora.yaml. Every value that cannot be used is in `faults`.
     """
     given = hl_variables(environment)
     passed_on = dashed(passed_on)
@@ -60,7 +63,7 @@ def from_environment(environment: Mapping[str, str], script: Script, passed_on: 
     request = LaunchRequest()
     of_file: list[str] = []
     if script == "sft":
-        given, passed_on, of_file = _with_file(given, passed_on, arguments, request)
+        given, passed_on, of_file = _with_file(given, passed_on, overrides, request)
     result = _translate(given, script, request, replaced=_replaced(arguments))
     settings = result.settings
     preset = _preset(settings, script, request, adapts=_requests_adapters(settings, arguments))
@@ -158,18 +161,21 @@ def _replaced(arguments: Mapping[str, object]) -> frozenset[str]:
 
 
 def _with_file(
-    given: dict[str, str], passed_on: list[str], arguments: dict[str, Any], request: LaunchRequest
+    given: dict[str, str], passed_on: list[str], overrides: Sequence[str], request: LaunchRequest
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Return variables and arguments with a finetune_lora.yaml replaced by what it sets, and its flags.
 
     Variables and arguments override the file.
     """
+    arguments = vars(build_parser().parse_known_args(passed_on)[0])
     names = arguments["config"] or [given.get("HL_CONFIG", "")]
     for name in names:
-        file = read_finetune_file(name)
+        file = read_finetune_file(name, overrides)
         if file is not None:
             break
     else:
+        if overrides:
+            request.faults.append(f"{shlex.join(overrides)}: only a finetune_lora.yaml has keys to override")
         return given, passed_on, []
     # what the file sets takes its place
     given = {key: value for key, value in given.items() if key != "HL_CONFIG"}

@@ -1,7 +1,7 @@
 """Check that a script beside the command is the published one, which this project replaces, without code of its own.
 
 The scripts named on a command line are not run: what they do is done here. So a file of that name whose code differs
-from every published one is refused, rather than passed over.
+from every published one is refused, rather than passed over. A trainer in it can be trained: `--trainer FILE.py:Class`.
 
 Sources: the releases of huggingface/optimum-habana and its state of January 2026, and of finetune.py
 NAVER-INTEL-Co-Lab/gaudi-finetune-lora-deepspeed.
@@ -12,8 +12,12 @@ from __future__ import annotations
 import hashlib
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron.launch.dialects.script_code import ScriptCode, read_code
+from megatron.options.flags import cut, dashed
 
 # NL ends an empty line, or one within a statement; the end of a statement is a NEWLINE
 LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
@@ -71,6 +75,8 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 }
 BESIDE = {"finetune": ("dataloader", "data_module", "utils")}
 """Modules beside a script that it takes its code from."""
+TRAINED, TRAINER = "finetune", "CustomTrainer"
+"""Script that trains by a class in its dataloader.py, and the class."""
 
 
 def digest(text: str) -> str:
@@ -117,19 +123,82 @@ def _between(lines: list[str], begin: tuple[int, int], end: tuple[int, int]) -> 
     return "".join(rows)
 
 
-def check_script(script: str) -> Iterator[str]:
-    """Yield a fault for each file with code of its own: the script, and the modules beside it. None need be there."""
-    path = Path(script)
+@dataclass
+class ScriptCheck:
+    """Outcome for the files that a command names."""
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    trainer: str | None = None
+    """Trainer that the command has in them, and does not name."""
+
+
+def check_script(script: str, words: Sequence[str] = ()) -> ScriptCheck:
+    """Check the script and the modules beside it, none of which need be there. `words`: what follows on the command."""
+    path, result, given = Path(script), ScriptCheck(), _given_trainer(words)
     # the modules too: a loss of the user's own stands in dataloader.py
     name = path.name.removesuffix(".py")
-    for module in (name, *BESIDE.get(name, ())):
-        file = path.with_name(f"{module}.py")
-        if file.is_file() and not _is_published(file, module):
-            yield (
-                f"{file} has code of its own, which is not run here: this command does what the published {module}.py "
-                "does. Write a changed loss as --loss FILE.py:FUNCTION (docs/guides/own_loss.md) and remove the file, "
-                "or run it with torchrun"
-            )
+    own = [
+        (module, file)
+        for module in (name, *BESIDE.get(name, ()))
+        for file in (path.with_name(f"{module}.py"), path.with_name(module) / "__init__.py")
+        if file.is_file() and not _is_published(file, module)
+    ]
+    for module, file in own:
+        code = read_code(file)
+        if given is not None:
+            _check_with_trainer(code, given, result)
+        elif name == TRAINED and [file] == [each for _, each in own] and _is_trainer_alone(code):
+            # the published finetune.py trains by this class, and all else is the published too
+            result.trainer = f"{file}:{TRAINER}"
+            result.notes.append(f"{code.text} in {file} is trained, as by --trainer {result.trainer}")
+        else:
+            result.faults.append(_fault(module, code, [read_code(each) for _, each in own]))
+    return result
+
+
+def _is_trainer_alone(code: ScriptCode) -> bool:
+    return code.file.name == "dataloader.py" and [*code.trainers] == [TRAINER] and not code.others and not code.has_more
+
+
+def _fault(module: str, code: ScriptCode, all_code: Sequence[ScriptCode]) -> str:
+    published = f"this command does what the published {module}.py does. "
+    fault = f"{code.file} has code of its own, which is not run here: {published}"
+    if code.text:
+        fault += f"It has {code.text}. "
+    # the trainer may stand in another of the files
+    remedies = [each.remedy for each in all_code if each.remedy]
+    if len(remedies) == 1 and not code.others:
+        return f"{fault}Give {remedies[0]} behind the command to train by that, or run it with torchrun"
+    return (
+        f"{fault}Write a changed loss as --loss FILE.py:FUNCTION (docs/guides/own_loss.md) and remove the file, or run "
+        "it with torchrun"
+    )
+
+
+def _check_with_trainer(code: ScriptCode, given: str, result: ScriptCheck) -> None:
+    """Add what a file trains by beside the trainer that is given: a fault; or a note that nothing else of it is run."""
+    others = [text for name, text in code.trainers.items() if name != given.rpartition(":")[2]]
+    if others or code.others:
+        result.faults.append(
+            f"{code.file} has {' and '.join([*others, *code.others])}, and --trainer names {given}, which alone is "
+            "trained; remove what is not to count"
+        )
+    else:
+        result.notes.append(
+            f"{code.file} has code of its own, of which the loss of --trainer {given} alone is run: model, data and "
+            "adapters follow from the flags and the YAML file"
+        )
+
+
+def _given_trainer(words: Sequence[str]) -> str | None:
+    """Return what --trainer behind -- names."""
+    given, rest = None, iter(dashed(cut(words)[1]))
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "--trainer":
+            given = value if equals else next(rest, None)
+    return given
 
 
 def _is_published(file: Path, module: str) -> bool:

@@ -490,7 +490,9 @@ FINETUNE: tuple[Entry, ...] = (
     sets("--config-name", "name", "the YAML file, in the folder config beside the script, or beside it"),
     sets("--config-path", "path", "another folder than config, from the script's own"),
     sets("--config-dir", "dir", "another folder, from the current one"),
-    refused("key=value", "write it into the file"),
+    honoured("key=value", "overrides a key of the file, as do `+key=value`, `++key=value` and `~key`"),
+    refused("--multirun", "start a command for each value", "switch"),
+    refused("--cfg", "`HL_DRY_RUN=1` in front prints what becomes of the file"),
 )
 """Hydra's words of finetune.py."""
 

@@ -39,8 +39,10 @@ GAUDI_ADAM = ("--adam-beta2", "0.999", "--adam-eps", "1e-6")
 """Settings of GaudiTrainingArguments, which a finetune_lora.yaml has no keys for."""
 PEFT_MODULES = {"llama": "q_proj v_proj", "mixtral": "q_proj v_proj", "bloom": "query_key_value", "gpt2": "c_attn"}
 """Modules that PEFT adapts by default, by the model_type of a config.json."""
-SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir", "-m": "--multirun", "-c": "--cfg"}
 """Hydra's short flags."""
+OVERRIDE = "key=value"
+"""Name of the row of Hydra's overrides."""
 
 
 @dataclass
@@ -350,7 +352,10 @@ def named(text: str, sources: Mapping[str, str]) -> str:
 def finetune_request(script: str, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks) -> LaunchRequest:
     """Return the request of `finetune.py --config-name=FILE`, whose file is found as Hydra does."""
     own, train_flags = cut(words)
-    result = Dialect(FINETUNE, _unknown_word, prefix="--").translate(_hydra_words(own))
+    hydra = list(_hydra_words(own))
+    overrides = [word for name, word in hydra if name == OVERRIDE]
+    given = [(name, value) for name, value in hydra if name != OVERRIDE]
+    result = Dialect(FINETUNE, _unknown_word, prefix="--").translate(given)
     faults, folders = result.faults, _config_folders(Path(script).parent, result.settings)
     name = result.settings.get("name")
     file = None
@@ -368,7 +373,10 @@ def finetune_request(script: str, words: Sequence[str], environment: Mapping[str
             )
     config = [] if file is None else ["--config", str(file)]
     # as arguments, which override the recipe's; the user's own come last
-    request = from_environment({**ranks.variables, **environment}, "sft", [*config, *GAUDI_ADAM, *train_flags])
+    passed_on = [*config, *GAUDI_ADAM, *train_flags]
+    request = from_environment(
+        {**ranks.variables, **environment}, "sft", passed_on, overrides if file is not None else ()
+    )
     if file is None:  # the rest would follow from the missing file
         request.faults, request.unread = [], request.unread | {"config"}
     request.faults[:0] = faults
@@ -385,23 +393,25 @@ def _config_folders(folder: Path, settings: Mapping[str, str]) -> list[Path]:
 
 
 def _hydra_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield Hydra's flags, by their long names, with their values, and all other words with none."""
+    """Yield Hydra's flags, by their long names, with their values, its overrides, and all other words with none."""
     # one iterator: `next` takes the word behind a flag, its value, from the loop
     rest = iter(words)
-    names = [row.name for row in FINETUNE]
+    rows = {row.name: row for row in FINETUNE}
     for word in rest:
         name, equals, value = word.partition("=")
         name = SHORT.get(name, name)
-        if name not in names:
-            yield word, ""
+        if name in rows and name != OVERRIDE:
+            is_switch = rows[name].takes == "switch"
+            if not equals:
+                value = "True" if is_switch else next(rest, "")
+            yield name, value
+        elif not word.startswith("-") and ("=" in word or word.startswith("~")):
+            yield OVERRIDE, word
         else:
-            yield name, value if equals else next(rest, "")
+            yield word, ""
 
 
 def _unknown_word(word: str, value: str, near: str | None) -> str:
-    # Hydra's override of a key, such as lr=1e-4
-    if "=" in word and not word.startswith("-"):
-        return f"{word!r}: values of the file are not overridden on the command line; write it into the file"
     name = word.partition("=")[0]
     near = nearest(name, (row.name for row in FINETUNE if row.outcome == "sets"))
     hint = suggestion(near, "finetune.py has --config-name, --config-path and --config-dir")
