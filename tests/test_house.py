@@ -44,6 +44,7 @@ FLOORS = {
     "api": 11,
     "cli": 11,
     "gaudi_spawn": 11,
+    "pretrain_gpt": 11,
 }
 MOST_FLOORS = 11
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from megatron.runtime.first_steps import end_process_at_interrupt, raise_at_interrupt
 
-COMMANDS = ("megatron.cli", "megatron.cli.data", "megatron.cli.merging")
+COMMANDS = ("megatron.cli", "megatron.cli.data", "megatron.cli.foreign", "megatron.cli.merging")
 FAILED = 1
 
 
@@ -27,6 +27,15 @@ def __getattr__(name: str) -> Callable[[], int]:
 def train() -> NoReturn:
     """Run the process of a rank, which handles signals itself."""
     end_process_at_interrupt()
+    importlib.import_module("megatron.train").process()
+    raise AssertionError("the process of a rank does not return")
+
+
+def pretrain_gpt() -> NoReturn:
+    """Run the process of a rank that is given Megatron's flags."""
+    end_process_at_interrupt()
+    translation = importlib.import_module("megatron.cli.foreign.from_megatron")
+    sys.argv[1:] = translation.rank_arguments(sys.argv[1:])
     importlib.import_module("megatron.train").process()
     raise AssertionError("the process of a rank does not return")
 

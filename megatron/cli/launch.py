@@ -97,7 +97,7 @@ def launch_command(plan: LaunchPlan) -> list[str]:
     # the plan has the default resolved; the command leaves it out
     if plan.min_nodes == plan.nodes:
         given["min_nodes"] = None
-    command = [*_launcher_words(), *_flag_words(LaunchOptions, given)]
+    command = [*launcher_words(), *_flag_words(LaunchOptions, given)]
     data = plan.fine_tuning
     if data is not None:
         rows = {field.name: getattr(data, field.name) for field in dataclasses.fields(RowOptions)}
@@ -116,7 +116,7 @@ def _flag_words(cls: type, options: Mapping[str, Any]) -> list[str]:
     return flag_words({flag(name): value for name, value in options.items() if value != getattr(cls, name)})
 
 
-def _launcher_words() -> list[str]:
+def launcher_words() -> list[str]:
     """Return how to start this launcher: from the checkout, unless it was started as an installed command."""
     script = IMPORT_ROOT / "tools" / "launch.py"
     if Path(sys.argv[0]).name.startswith("megatron-") or not script.is_file():

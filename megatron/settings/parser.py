@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.options.config import ConfigError, options, sections
@@ -133,27 +134,40 @@ def _wrapped(text: str, indent: str = "") -> str:
 ANSWERS = Path(__file__).with_name("megatron_flags.tsv")
 """Answers to flags of Megatron that are not ours, as docs/reference/megatron_flags.md gives them.
 
-A line for each flag: the flag, ours in its place, and what to know. The page is its source (tests/settings/
-test_megatron_flags.py writes it). A flag that ends in * stands for all with that beginning.
+A line for each flag: the flag, ours in its place, what to know, and whether it is refused. The page is its source
+(tests/settings/test_megatron_flags.py writes it). A flag that ends in * stands for all with that beginning.
 """
+
+
+@dataclass(frozen=True)
+class MegatronAnswer:
+    """A flag of Megatron that is not ours, and its outcome."""
+
+    name: str
+    ours: str
+    """Flags of ours in its place, with an example of a value; "": none."""
+    note: str
+    is_refused: bool
+    """It requests what is not here. Otherwise a flag without one of ours is left out."""
 
 
 def answer_to(name: str) -> str | None:
     """Return what to do about a flag of Megatron, to stand after its name; None if it is another's."""
     # Megatron's users write underscores too
     name = name.replace("_", "-")
-    for theirs, (ours, note) in _answers().items():
+    for row in megatron_answers():
         # a family of flags of one subject, such as --mtp-*, has one row on the page
-        if not fnmatch.fnmatchcase(name, theirs):
+        if not fnmatch.fnmatchcase(name, row.name):
             continue
-        answer = f"is {ours} here" if ours else "is not an option here"
-        if note:
-            return f"{answer}: {note}"
-        return answer if ours else f"{answer}; leave it out"
+        answer = f"is {row.ours} here" if row.ours else "is not an option here"
+        if row.note:
+            return f"{answer}: {row.note}"
+        return answer if row.ours else f"{answer}; leave it out"
     return None
 
 
 @functools.cache
-def _answers() -> dict[str, tuple[str, str]]:
-    lines = ANSWERS.read_text(encoding="utf-8").splitlines()
-    return {theirs: (ours, note) for theirs, ours, note in (line.split("\t") for line in lines)}
+def megatron_answers() -> tuple[MegatronAnswer, ...]:
+    """Return the answer to each flag of Megatron that is not ours."""
+    lines = [line.split("\t") for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
+    return tuple(MegatronAnswer(name, ours, note, outcome == "refused") for name, ours, note, outcome in lines)

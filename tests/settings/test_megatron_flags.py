@@ -90,8 +90,9 @@ def answers() -> str:
     lines = []
     for theirs_, *ours, note in rows("Renamed") + rows("Not supported"):
         here = "".join(ours).strip("`—")
+        outcome = "answered" if ours else "refused"
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", note).replace("`", "")
-        lines += [f"{name}\t{here}\t{plain}\n" for name in flags_in(theirs_)]
+        lines += [f"{name}\t{here}\t{plain}\t{outcome}\n" for name in flags_in(theirs_)]
     return "".join(lines)
 
 
