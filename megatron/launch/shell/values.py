@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron.launch.shell.syntax import Assignment, WordPart, ShellError, Word, plain_word, quoted_word
+from megatron.launch.shell.syntax import Assignment, ShellError, Word, WordPart, plain_word, quoted_word
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 """An unknown value within a text, by its number."""
