@@ -25,6 +25,7 @@ from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.first_steps import defer_backends, importing
 from megatron.runtime.network import adopt_mpi_variables
 from megatron.training.configure import load_settings, prepare_device
+from megatron.weights.model_folder import fetch_weights
 
 if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 def main(arguments: list[str], signals: Signals) -> None:
     """Train as a command line says. What it raises, `start` turns into a message and a status."""
     config = load_settings(arguments)  # every fault at once, before torch is imported
+    # before the ranks join: none waits for a download of another
+    fetch_weights(config.checkpoint.load, config.checkpoint.save, config.lora.lora_base)
     with importing():
         config, device = prepare_device(config)  # before anything imports deepspeed
     with joined_ranks(config, device) as (ctx, watchdog):

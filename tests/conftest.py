@@ -17,6 +17,7 @@ from tests.ranks import RankPools
 
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/hub_server.py is a stand-in for it
 if shutil.which("nvidia-smi"):  # the tests mean the CPU; before deepspeed is imported
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

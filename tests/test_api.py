@@ -157,7 +157,7 @@ def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("ibm-granite/no-such-model", "download it with `hf download ibm-granite/no-such-model`"),
+        ("ibm-granite/no-such-model", "run `hf download ibm-granite/no-such-model`"),
         ("models/a/b", "model_path=models/a/b does not exist"),
         (__file__, "is a file; give the folder that transformers wrote"),
         ("adapters", "model_path=adapters holds adapters, not a model; give their base"),
@@ -181,6 +181,7 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "config.json").write_text("{}")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert find_model("org/name", "model_path") == repository / "snapshots" / "abc"
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "options": 1,
     "runtime": 1,
+    "hub": 2,
     "parallel": 2,
     "models": 3,
     "data": 3,

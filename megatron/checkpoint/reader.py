@@ -47,6 +47,7 @@ from megatron.checkpoint.format import (
     safetensors_header,
 )
 from megatron.checkpoint.source import Slice, WeightSource, copy_overlap, regions
+from megatron.hub.names import repository_of
 from megatron.options.config import CheckpointConfig
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import parse_json
@@ -423,7 +424,8 @@ def own_run(options: CheckpointConfig) -> Run | None:
 
 
 def _was_started_by(run: Run, options: CheckpointConfig) -> bool:
-    if _source(run.start.get("load"), options) != _source(options.load, options):
+    load = run.start.get("load")
+    if _source(load, options) != _source(options.load, options) and not _are_of_one_name(load, options.load):
         return False
     # an option that is newer than the record had its default then
     return all(run.start.get(name, DEFAULTS[name]) == getattr(options, name) for name in START_OPTIONS[1:])
@@ -441,6 +443,14 @@ def _source(load: str | None, options: CheckpointConfig) -> str | None:
     if load is None or is_same_folder(load, options.save):
         return None
     return os.path.realpath(load)
+
+
+def _are_of_one_name(one: str | None, other: str | None) -> bool:
+    """Return True for a name on the hub, or its folders in the cache: a later commit makes no other run of it."""
+    if one is None or other is None:
+        return False
+    name = repository_of(one)
+    return name is not None and name == repository_of(other)
 
 
 def is_same_folder(one: str | None, other: str | None) -> bool:

@@ -109,6 +109,15 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_push_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the option that uploads the result."""
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="ORGANISATION/NAME",
+        help="upload the result to this repository on the hub, when it is complete; a new one is private",
+    )
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command_name("convert_checkpoint"),
@@ -119,8 +128,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--load",
         required=True,
         metavar="PATH",
-        help="a Hugging Face folder; a folder that a run saved in, or one checkpoint in it; a checkpoint of DeepSpeed, "
-        "Megatron-DeepSpeed or torchtitan; Meta's weights",
+        help="a Hugging Face folder, or a model's name on the hub; a folder that a run saved in, or one checkpoint in "
+        "it; a checkpoint of DeepSpeed, Megatron-DeepSpeed or torchtitan; Meta's weights",
     )
     parser.add_argument("--save", required=True, metavar="PATH", help="folder to write; must be new or empty")
     parser.add_argument("--to", required=True, choices=("hf", "peft", "native", "universal"), help="what to write")
@@ -137,10 +146,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
         metavar="DIR",
-        help="folder whose tokenizer files are copied into hf or peft (default: --load if hf)",
+        help="folder or name on the hub whose tokenizer files are copied into hf or peft (default: --load if hf)",
     )
+    add_push_flag(parser)
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of an hf weights file (default: 5GB)"
     )
@@ -184,6 +193,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--workers {arguments.workers} must be 1 or more")
     if arguments.workers is not None and arguments.to not in ("hf", "native"):
         parser.error(f"--workers is for --to hf and --to native; {arguments.to} is written by one process")
+    if arguments.push_to_hub and arguments.to not in ("hf", "peft"):
+        parser.error(f"--push-to-hub is for --to hf and --to peft, not for --to {arguments.to}; leave it out")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
 
@@ -246,10 +257,15 @@ def verify(source: WholeModel, opening: Opening, precision: Precision, limit: in
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert and verify. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
+    """Convert and verify. Raises CheckpointError, ConfigError, HubError or OSError, with nothing left behind."""
+    from megatron.hub import download, upload
     from megatron.weights.folder_files import new_folder
 
     began_s = time.monotonic()
+    target = upload.check_target(arguments.push_to_hub) if arguments.push_to_hub else None
+    arguments.load = download.whole_folder(arguments.load, "--load")
+    if arguments.tokenizer is not None:
+        arguments.tokenizer = download.local_folder(arguments.tokenizer, "--tokenizer", "tokenizer")
     # a work folder takes the name at the end, so that nothing half written is ever found there
     with new_folder(Path(arguments.save)) as work:
         if arguments.to == "peft":
@@ -258,7 +274,9 @@ def run(arguments: argparse.Namespace) -> None:
             convert_model(work, arguments)
     num_bytes = sum(path.stat().st_size for path in Path(arguments.save).rglob("*") if path.is_file())
     seconds = time.monotonic() - began_s
-    print(f"wrote {NAMES[arguments.to]}: {arguments.save}, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s")
+    print(f"wrote {NAMES[arguments.to]}: {arguments.save}, {num_bytes / 1e9:.2f} GB in {seconds:.1f} s", flush=True)
+    if target is not None:
+        print(f"pushed: {upload.push(Path(arguments.save), target, f'Upload {NAMES[arguments.to]} export')}")
 
 
 def convert_model(work: Path, arguments: argparse.Namespace) -> None:
@@ -266,7 +284,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights import conversion
     from megatron.weights.folder_files import check_space
 
-    source = conversion.open_model(Path(arguments.load), arguments.config, arguments.max_drift, arguments.architecture)
+    source = conversion.open_model(arguments.load, arguments.config, arguments.max_drift, arguments.architecture)
     precision: Precision = source.config.training.precision
     if arguments.to == "hf" and arguments.dtype:
         precision = DTYPES[arguments.dtype]
@@ -310,7 +328,7 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights.model import count
     from megatron.weights.peft import export
 
-    source = open_adapters(Path(arguments.load), arguments.config, arguments.max_drift)
+    source = open_adapters(arguments.load, arguments.config, arguments.max_drift)
     precision: Precision = DTYPES.get(arguments.dtype, "fp32")
     numel = count(source.shards)
     check_space(work, numel * TYPES[precision].itemsize, "--save")
@@ -344,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.format import CheckpointError
+    from megatron.hub.names import HubError
     from megatron.options.config import ConfigError
 
-    return run_command(lambda: run(arguments), (CheckpointError, ConfigError), arguments.save)
+    return run_command(lambda: run(arguments), (CheckpointError, ConfigError, HubError), arguments.save)

@@ -12,7 +12,6 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -30,7 +29,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Print the model of a Hugging Face folder as the preset of a run that starts from it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="a Hugging Face folder, with its config.json")
+    parser.add_argument(
+        "--load", required=True, metavar="FOLDER", help="a Hugging Face folder, or a model's name on the hub"
+    )
     parser.add_argument(
         "--vocab-size",
         type=int,
@@ -59,17 +60,21 @@ def as_yaml(preset: dict[str, Any], title: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command. Raises CheckpointError or OSError."""
+    """Run the command. Raises CheckpointError, HubError or OSError."""
+    from megatron.hub.download import local_folder
+    from megatron.hub.names import pinned
     from megatron.weights.huggingface_config import described_in, preset_of
 
-    folder = Path(arguments.load)
+    folder = local_folder(arguments.load, "--load")
     preset = preset_of(folder, arguments.vocab_size)
-    sys.stdout.write(as_yaml(preset, f"The model of {folder.name}, by its {described_in(folder)}."))
+    title = f"The model of {pinned(folder) or folder.name}, by its {described_in(folder)}."
+    sys.stdout.write(as_yaml(preset, title))
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from megatron.checkpoint.format import CheckpointError
+    from megatron.hub.names import HubError
 
-    return run_command(lambda: run(arguments), (CheckpointError,), arguments.load)
+    return run_command(lambda: run(arguments), (CheckpointError, HubError), arguments.load)

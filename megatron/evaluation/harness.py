@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,9 @@ from megatron.generation.prompts import PromptEncoder
 from megatron.options.config import ConfigError
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+_hub = sys.modules.get("huggingface_hub.constants")
+if _hub is not None and "HF_HUB_OFFLINE" not in os.environ:  # it was imported for the name of the model
+    _hub.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 for _name in OFFLINE:  # before datasets and huggingface_hub are imported; =0 allows downloads
     os.environ.setdefault(_name, "1")
 

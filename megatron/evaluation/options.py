@@ -129,6 +129,8 @@ def read_command(arguments: Sequence[str]) -> EvaluateCommand:
     namespace, rest = build_evaluate_parser().parse_known_args(flags.dashed(arguments))
     faults = flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
+    if load is not None:
+        load = load.with_local_folders(faults)
     evaluation = flags.read_flags(EvaluationOptions, namespace, faults)
     # of both, so that every fault is listed
     for given in (evaluation, load):

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from megatron.hub.download import Needs, local_folder
+from megatron.hub.names import HubError, name_of, pinned
 from megatron.options import flags, types
 from megatron.options.config import ConfigError
 from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, Probability
@@ -124,13 +126,17 @@ class GenerationOptions:
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerationOptions)}
 
 
+OF_HUB: Mapping[str, Needs] = {"load": "model", "lora_base": "model", "tokenizer_model": "tokenizer"}
+"""Options that take a name on the hub, and the files that are needed of it."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class LoadOptions:
     """Model to load, its precision, and its layout over the ranks."""
 
     load: str
     """Folder of the model: the checkpoints of a run, whatever its layout was; one of them; a Hugging Face model; or
-    adapters in PEFT's format. Options of the model are read from it."""
+    adapters in PEFT's format. Or their name on the hub, ORGANISATION/NAME[@REVISION]."""
     architecture: str | None = None
     """Family outside this package, as module:name, that a Hugging Face folder may be of. A run's checkpoint names its
     own."""
@@ -140,8 +146,8 @@ class LoadOptions:
     """If the newest checkpoint is damaged, use the newest one that is intact, with a warning. Off: it is an error, as
     the results would be those of another model."""
     lora_base: str | None = None
-    """Folder of the base model of adapters: a Hugging Face model, or checkpoints of a run. Unset: the one that they
-    name."""
+    """Folder of the base model of adapters, a Hugging Face model or checkpoints of a run, or its name on the hub.
+    Unset: the one that they name."""
     allow_other_base: bool = False
     """Compute with adapters on another base than the one that they belong to, with a warning."""
     merge_adapter: bool = False
@@ -169,7 +175,8 @@ class LoadOptions:
     tokenizer_type: types.TokenizerType | None = None
     """Kind of tokenizer. Unset: that of the folder, or of the run that saved the checkpoint."""
     tokenizer_model: str | None = None
-    """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
+    """Tokenizer file: a tokenizer.json, its folder or its name on the hub; a SentencePiece model; a tiktoken rank
+    file."""
     vocab_file: str | None = None
     """GPT2BPETokenizer: vocab.json."""
     merge_file: str | None = None
@@ -184,8 +191,40 @@ class LoadOptions:
         """Texts are not cut: copies of the model share the work instead."""
         return 1
 
+    def pinned_flags(self, words: Sequence[str]) -> list[str]:
+        """Return flags that name the folders in the hub's cache with their commits, to stand behind `words`."""
+        names = dict.fromkeys(OF_HUB)
+        flags_of: dict[str, str] = {name: flags.flag(name) for name in names}
+        if any(word.split("=", 1)[0] == "--peft-model" for word in words):  # as `_in_our_words` reads them
+            flags_of |= {"load": "--peft-model", "lora_base": "--load"}
+        found = []
+        for name in names:
+            folder = getattr(self, name)
+            on_hub = None if folder is None else pinned(folder)
+            if on_hub is not None:
+                found += [flags_of[name], on_hub]
+        return found
+
+    def with_local_folders(self, faults: list[str]) -> LoadOptions:
+        """Return the options with folders in the hub's cache in place of names, downloaded but for the weights.
+
+        A name that cannot be resolved is added to `faults`.
+        """
+        found: dict[str, Any] = {}
+        for name, needs in OF_HUB.items():
+            value = getattr(self, name)
+            if value is None or name_of(value) is None:
+                continue
+            try:
+                found[name] = str(local_folder(value, name, needs))
+            except HubError as error:
+                faults.append(str(error))
+        return dataclasses.replace(self, **found)
+
     def faults(self) -> Iterator[str]:
         # without torch only that it exists; its ranks find what it holds
+        if name_of(self.load) is not None:  # reported where it was looked for
+            return
         if not Path(self.load).exists():
             yield f"--load {self.load} does not exist; give the folder of a run's checkpoints or of a model"
 
@@ -332,8 +371,8 @@ REFUSED = {
     "--parallel-strategy": "--tensor-model-parallel-size shares each layer, --pipeline-model-parallel-size the layers",
     "--max-input-tokens": "prompts are read whole; shorten them",
     "--trust-remote-code": "code that comes with a model is never run",
-    "--token": "nothing is downloaded; use hf download",
-    "--model-revision": "nothing is downloaded; use hf download --revision",
+    "--token": "log in with hf auth login, or set HF_TOKEN",
+    "--model-revision": "write it behind the name: --load NAME@REVISION",
     "--quantize-with-bnb": "--quantize-base nf4 holds weights in 4 bits",
     "--bad-words": "tokens cannot be forbidden; leave it out",
     "--force-words": "tokens cannot be required; leave it out",
@@ -372,6 +411,8 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     namespace, rest = build_generate_parser().parse_known_args(words)
     faults += flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
+    if load is not None:
+        load = load.with_local_folders(faults)
     prompts = flags.read_flags(PromptOptions, namespace, faults)
     generation = flags.read_flags(GenerationOptions, namespace, faults)
     # a shell passes "\n" as two characters; after reading, before the rules look at it

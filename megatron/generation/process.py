@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.generation.options import LoadOptions
 from megatron.resilience.process import print_error
 from megatron.runtime.first_steps import importing
+from megatron.weights.model_folder import fetch_weights
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -21,6 +22,8 @@ def work_with_model(
 
     `use_graphs`: passes are to be replayed as graphs of the device.
     """
+    # before the ranks join: none waits for a download of another
+    fetch_weights(load.load, lora_base=load.lora_base)
     # within the function: a command that only checks its options must not wait for torch
     from megatron.runtime import accelerator
     from megatron.runtime.devices import set_graph_variables

@@ -31,6 +31,7 @@ from megatron.options.flags import KEYWORD, flag, read_values
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.accelerator import choose_device
 from megatron.runtime.devices import find_device
+from megatron.weights.model_folder import fetch_weights
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages: [{"role": "user", "content": "Hello"}, ...]."""
@@ -119,13 +120,17 @@ def _requests(session: Session, rows: Sequence[dict[str, Any]], *, names_prompts
 def load_text_model(folder: str | Path, options: Mapping[str, Any]) -> TextModel:
     """Load the model in a folder, on this process alone or on the ranks that a launcher has started. Collective.
 
-    `options`: those of LoadOptions. Raises ConfigError, CheckpointError, DataError or DeviceError.
+    `options`: those of LoadOptions. Raises ConfigError, CheckpointError, DataError, DeviceError or
+    HubError.
     """
     names = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "load"]
     faults = _unknown(options, names)
     load = read_values(LoadOptions, {"load": str(folder), **_of(options, names)}, faults, KEYWORD)
+    if load is not None:
+        load = load.with_local_folders(faults)
     if faults or load is None:
         raise ConfigError(faults)
+    fetch_weights(load.load, lora_base=load.lora_base)
     device = choose_device(load.device)  # before anything imports deepspeed
     # WORLD_SIZE is what a launcher sets for its ranks
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -22,6 +22,7 @@ from megatron.checkpoint.folders import (
 from megatron.checkpoint.foreign import foreign_format, needless_step, not_deepspeed
 from megatron.checkpoint.model_options import check_model_options, saved_model_options
 from megatron.generation.options import LoadOptions
+from megatron.hub.names import snapshot_of
 from megatron.launch.addresses import endpoint_fault, is_own, split_endpoint
 from megatron.launch.host_environment import CoresError, deepspeed_env_lines, own_sockets, rank_cores
 from megatron.launch.plan import FineTuning, LaunchRequest
@@ -41,9 +42,8 @@ from megatron.training.deepspeed.config import check_deepspeed
 from megatron.weights.folder_files import missing_base, own_file, read_json
 from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, recognise
 from megatron.weights.huggingface_config import config_of, other_model, read_config
-from megatron.weights.model_folder import find_base, nothing_to_load
+from megatron.weights.model_folder import base_of_adapters, find_base, nothing_to_load
 
-BASE = "base_model_name_or_path"
 # the index of several files counts too: what it names is looked for by name
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
 CHECKED_SEQUENCES = 1 << 24
@@ -135,7 +135,9 @@ def _check_run(folder: Path, config: Config) -> None:
 
 
 def _lacking_weights(folder: Path) -> Iterator[str]:
-    """Yield which files of weights a folder of transformers lacks, by their names."""
+    """Yield which files of weights a folder of transformers lacks, by their names; the hub's are downloaded later."""
+    if snapshot_of(folder) is not None:
+        return
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
         yield foreign_format(folder) or f"{folder} holds config.json, but no weights; copy the whole folder"
     for index in sorted(folder.glob("*.index.json")):
@@ -150,8 +152,7 @@ def _lacking_weights(folder: Path) -> Iterator[str]:
 def _check_base(folder: Path, config: Config) -> Iterator[str]:
     """Yield the faults of the base model of adapters in PEFT's format."""
     theirs = read_json(own_file(folder, "adapter_config.json"))
-    name, revision = (value if isinstance(value, str) else None for value in (theirs.get(BASE), theirs.get("revision")))
-    base = find_base(folder, name or None, revision or None, config.lora.lora_base)
+    base = find_base(folder, *base_of_adapters(theirs), config.lora.lora_base, download=True)
     if not base.is_dir():
         yield missing_base(folder, str(base))
     elif HUGGINGFACE.holds(base) or META.holds(base):

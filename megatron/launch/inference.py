@@ -31,9 +31,10 @@ from megatron.options.flags import add_flags, dashed, read_known_flags
 from megatron.parallel.layout import Layout
 from megatron.resilience.process import leave, status_of
 from megatron.runtime import devices
-from megatron.runtime.commands import DONE, REFUSED, command_name, for_stderr
+from megatron.runtime.commands import DONE, REFUSED, UserError, command_name, for_stderr
 from megatron.runtime.device_hpu import LAZY_MODE
 from megatron.runtime.devices import detect_device
+from megatron.weights.model_folder import names_on_hub
 
 
 class Command(Protocol):
@@ -204,6 +205,11 @@ def plan_ranks(
     if is_chat and hosts:
         request.faults.append("--chat needs its ranks on this machine; leave the hostsfile out")
     environment = _rank_environment(request, command, device, num_devices)
+    models: tuple[str, ...] = ()
+    try:
+        models = names_on_hub(load.load, None, load.lora_base)
+    except UserError as error:
+        request.faults.append(str(error))
     if hosts:
         environment = sent_variables(os.environ) | environment
     return LaunchPlan(
@@ -211,12 +217,14 @@ def plan_ranks(
         # no training: what runs is in the flags
         config=Config(),
         # chosen here, so that no rank detects another one
-        train_flags=(*flags, "--device", device),
+        # with the commits that were resolved here, so that all hosts have one model
+        train_flags=(*flags, "--device", device, *load.pinned_flags(flags)),
         hosts=tuple(hosts),
         environment=environment,
         warnings=(),
         notes=tuple(request.notes),
         run_id=run_id(request, flags),
+        models=models,
         main=main,
         is_chat=is_chat,
     )

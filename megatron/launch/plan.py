@@ -141,6 +141,8 @@ class LaunchPlan(LaunchOptions):
     """Equal on all nodes; agents on other machines are found by it in their command lines."""
     fine_tuning: FineTuning | None = None
     """Data to process before the ranks start, and the folder for it."""
+    models: tuple[str, ...] = ()
+    """Names on the hub, with their commits, of the models that each host has to have before its ranks start."""
     main: str = "megatron.train"
     """Module that each rank runs; the flags are its own."""
     is_chat: bool = False

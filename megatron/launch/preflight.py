@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.hub.names import pinned
 from megatron.launch import checks, plan
 from megatron.launch.agents.mpirun import check_mpirun
 from megatron.launch.checks import check_start, is_empty, missing_start
@@ -36,10 +37,11 @@ from megatron.runtime import devices
 from megatron.runtime.device import Device
 from megatron.runtime.device_hpu import LAZY_MODE
 from megatron.runtime.devices import detect_device
-from megatron.settings.command_line import CommandLine, read_command_line
+from megatron.settings.command_line import OF_HUB, CommandLine, read_command_line
 from megatron.settings.stand_ins import faults_in_all
 from megatron.settings.validation import check, idle
 from megatron.training.deepspeed.config import check_deepspeed
+from megatron.weights.model_folder import names_on_hub
 
 SIZES = frozenset({"nodes", "devices_per_node", "data_parallel_size"})
 MEETING = frozenset({"hostsfile", "rendezvous"})
@@ -119,7 +121,8 @@ def _plan(draft: _Draft, warnings: list[str]) -> LaunchPlan:
     """Return the plan of a request without faults, so that there is one layout."""
     (layout,), given, request, lazy = draft.layouts, draft.command.config, draft.request, draft.lazy
     # behind the user's own, so that all ranks have what was resolved here
-    flags = [*draft.flags, *_flags_of_layout(given, layout.config)]
+    flags = [*draft.flags, *_flags_of_layout(given, layout.config), *_pinned_flags(layout.config)]
+    checkpoint = layout.config.checkpoint
     environment = _rank_environment(request, layout, lazy=lazy)
     if draft.hosts:
         # ssh passes on nothing of the environment that a run is launched from
@@ -144,6 +147,7 @@ def _plan(draft: _Draft, warnings: list[str]) -> LaunchPlan:
         notes=(*request.notes, *draft.command.notes, *_notes_of_device(layout, lazy=lazy)),
         run_id=run_id(request, flags),
         fine_tuning=data,
+        models=names_on_hub(checkpoint.load, checkpoint.save, layout.config.lora.lora_base),
     )
 
 
@@ -347,6 +351,17 @@ def _flags_of_layout(given: Config, config: Config) -> list[str]:
         flags += ["--device", config.parallel.device]
     if config.training.torch_compile and given.training.torch_compile is None:
         flags += [flag("torch_compile"), "true"]
+    return flags
+
+
+def _pinned_flags(config: Config) -> list[str]:
+    """Return the flags that name models on the hub with the commits that were resolved here, for all hosts."""
+    flags = []
+    for name, (section, _) in OF_HUB.items():
+        folder = getattr(getattr(config, section), name)
+        on_hub = None if folder is None else pinned(folder)
+        if on_hub is not None:
+            flags += [flag(name), on_hub]
     return flags
 
 

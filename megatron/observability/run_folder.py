@@ -28,6 +28,7 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import read_latest
 from megatron.data.blend import Drawn, describe_mix
 from megatron.data.index.indexed import DataError
+from megatron.hub.names import pinned
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.step_metrics import LossAt, RunTotals
 from megatron.options.config import Config
@@ -324,7 +325,19 @@ def _start(config: Config, ctx: ParallelContext, hosts: list[str], progress: Pro
             **accelerator.current().software(),
         },
         "project": _project(),
+        **_on_hub(config),
     }
+
+
+def _on_hub(config: Config) -> dict[str, Any]:
+    """Return the names on the hub, with their commits, of what the start was given; nothing where it has none."""
+    given = {
+        "load": config.checkpoint.load,
+        "lora_base": config.lora.lora_base,
+        "tokenizer_model": config.data.tokenizer_model,
+    }
+    names = {option: name for option, folder in given.items() if folder is not None and (name := pinned(folder))}
+    return {"hub": names} if names else {}
 
 
 def _last_of_jobs(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -37,7 +37,8 @@ class DataConfig:
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer, if one is needed (eod_mask_loss, reset_*)."""
     tokenizer_model: str | None = None
-    """Tokenizer file: a tokenizer.json or its folder, a SentencePiece model, or a tiktoken rank file."""
+    """Tokenizer file: a tokenizer.json, its folder or its name on the hub; a SentencePiece model; a tiktoken rank
+    file."""
     vocab_file: str | None = None
     """GPT2BPETokenizer: vocab.json."""
     merge_file: str | None = None

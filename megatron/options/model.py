@@ -389,9 +389,9 @@ class LoraConfig:
     lora_alpha_pattern: tuple[str, ...] = ()
     """NAME=ALPHA ...: another lora_alpha for the modules of this name. The first that matches applies."""
     lora_base: str | None = None
-    """Folder of the base model: a Hugging Face model, or checkpoints of a run. Unset: load, where that holds a model;
-    for a checkpoint of adapters, the folder of the base that they were trained on; for a folder of PEFT, its
-    base_model_name_or_path, a folder or the name of a downloaded model."""
+    """Folder of the base model, a Hugging Face model or checkpoints of a run, or its name on the hub. Unset: load,
+    where that holds a model; for a checkpoint of adapters, the base that they were trained on; for a folder of PEFT,
+    its base_model_name_or_path."""
     allow_other_base: bool = False
     """Start from adapters on another base than the one that they belong to, with a warning."""
 

@@ -55,7 +55,8 @@ class CheckpointConfig:
     """Before saving, check that all ranks' copies of a parameter are bitwise equal."""
     load: str | None = None
     """Folder to start from, until the run has saved a checkpoint of its own: checkpoints of a run, or a Hugging Face
-    model, of which only the weights are loaded, or adapters in PEFT's format, with their options. A folder that
+    model, of which only the weights are loaded, or adapters in PEFT's format, with their options. Or the name of such
+    a model or adapters on the hub, ORGANISATION/NAME[@REVISION]; a folder of that name comes first. A folder that
     holds none of these is an error; only the one in save may be missing or empty, as it is at a first start."""
     ckpt_step: NonNegative | None = None
     """Iteration of the checkpoint to load. Unset: the newest."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.folders import holds_checkpoints
+from megatron.hub.download import Needs, hidden_name, local_folder
+from megatron.hub.names import HubError, name_of, pinned
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dialect import nearest, suggestion
 from megatron.options.extension import with_lengths, without_replaced_scaling
@@ -25,6 +28,14 @@ from megatron.weights.model_folder import model_options
 
 DESCRIBING = ("architecture", "num_layers", "hidden_size", "num_attention_heads")
 """Options of which one at least is given wherever a model is described."""
+
+
+OF_HUB: Mapping[str, tuple[str, Needs]] = {
+    "load": ("checkpoint", "model"),
+    "lora_base": ("lora", "model"),
+    "tokenizer_model": ("data", "tokenizer"),
+}
+"""Options that take a name on the hub: their section, and the files that are needed of it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     flags = _flag_values(namespace, reading)
     # last: a flag counts more than any preset
     tree = merged(tree, flags, notes)
+    tree = _with_local_folders(tree, notes, reading)
     # a folder that cannot be read might describe any option, so it counts as an unread preset does
     with reading.faults_kept():
         tree = with_loaded_model(tree, notes)
@@ -95,6 +107,38 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
         configs = [with_loaded_adapters(config, given) for config in configs]
     configs = _extended(configs, given, reading)
     return CommandLine(configs, reading.faults + wrong, notes, given, namespace)
+
+
+def _with_local_folders(tree: dict[str, Any], notes: list[str], reading: _Reading) -> dict[str, Any]:
+    """Return the values with the folders in the cache in place of names on the hub, which are downloaded if need be."""
+    sections = {name: dict(values) if isinstance(values, dict) else values for name, values in tree.items()}
+    for option, (section, needs) in OF_HUB.items():
+        values = sections.get(section)
+        given = values.get(option) if isinstance(values, dict) else None
+        if not isinstance(given, str) or (option == "load" and _is_not_read(tree["checkpoint"])):
+            continue
+        if name_of(given) is None:
+            notes += hidden_name(given, option)
+            continue
+        try:
+            folder = local_folder(given, option, needs)
+        except HubError as error:
+            reading.faults.append(str(error))
+            # a model that cannot be read might describe any option
+            reading.unread |= {option} if needs == "tokenizer" else {option, "config"}
+            continue
+        sections[section][option] = str(folder)
+        notes.append(f"{option}={given} is {pinned(folder)}, in {folder}")
+    return sections
+
+
+def _is_not_read(checkpoint: Any) -> bool:
+    """Return whether a run goes on in `save`: it reads `load` no more, and needs no network for it."""
+    load, save = checkpoint.get("load"), checkpoint.get("save")
+    if not isinstance(save, str):
+        return False
+    # a run's own folder is empty at its first start, and no name
+    return load == save or (Path(save).is_dir() and holds_checkpoints(Path(save)))
 
 
 def with_loaded_model(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:

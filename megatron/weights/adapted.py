@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
+from megatron.hub.download import find
+from megatron.hub.names import HubName
 from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.options.extension import EXTENDED, position_changes
@@ -177,7 +179,9 @@ def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelCont
 def _open_peft(trained: PeftSource, config: Config, ctx: ParallelContext) -> AdaptedSource:
     """Return the start from adapters of PEFT, whose config names their base. Collective."""
     named, given = trained.base, config.lora.lora_base
-    folder = raise_on_all_ranks(ctx, lambda: find_base(trained.folder, named.name, named.revision, given))
+    folder = raise_on_all_ranks(
+        ctx, lambda: find_base(trained.folder, named.name, named.revision, given, download=False)
+    )
 
     def opened() -> WeightSource:
         base = open_base(folder, Given(config))
@@ -230,8 +234,20 @@ def base_of(trained: WeightSource, config: Config) -> WeightSource:
     record = trained.metadata["base"]
     folder = Path(record["folder"])
     if not folder.exists():
-        raise CheckpointError(
-            f"{trained.folder} holds adapters of the base model in {folder}, which is not there; give its folder as "
-            "--lora-base"
-        )
+        folder = _base_in_cache(trained, folder)
     return open_base(folder, Given(_extending(config, record)), record.get("format"))
+
+
+def _base_in_cache(trained: WeightSource, folder: Path) -> Path:
+    """Return the folder in the hub's cache of a base whose recorded folder has gone. Raises CheckpointError."""
+    identity, remedy = recorded_identity(trained), ""
+    if identity is not None and identity.name is not None:
+        name = HubName(identity.name, identity.revision)
+        found = find(name)
+        if found is not None:
+            return found
+        remedy = f", or run `{name.download_command}`"
+    raise CheckpointError(
+        f"{trained.folder} holds adapters of the base model in {folder}, which is not there; give its folder as "
+        f"--lora-base{remedy}"
+    )

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from megatron.checkpoint.folders import CheckpointError
 from megatron.checkpoint.source import Slice, WeightSource, bands, regions
+from megatron.hub.names import snapshot_of
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.runtime.files import write_durably
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.huggingface import MappedTensor, name_map, parameters_of
 from megatron.weights.huggingface_files import StoredTensor
-from megatron.weights.model_folder import hub_name_of
 
 FILE = "base_model.json"
 ALGORITHM = "row-column-sum-1"
@@ -192,8 +192,10 @@ class BaseIdentity:
         """Return the identity of a base by the sums of all ranks. Its folder may be a snapshot of the hub's."""
         if folder is None:
             return BaseIdentity(joined(totals))
-        name, revision = hub_name_of(folder)
-        return BaseIdentity(joined(totals), name, revision)
+        snapshot = snapshot_of(folder)
+        if snapshot is None:
+            return BaseIdentity(joined(totals))
+        return BaseIdentity(joined(totals), snapshot.name.repo, snapshot.name.revision)
 
     def label(self, names: Iterable[str]) -> str:
         """Return the name and a digest of these tensors, for messages."""

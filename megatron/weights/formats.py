@@ -75,7 +75,7 @@ def _adapted_config(folder: Path, given: Given) -> Config:
     A generation has no options of the model: those of the base are its folder's.
     """
     named = open_adapter(folder, ForeignFiles()).base
-    base = open_base(find_base(folder, named.name, named.revision, given.lora_base), given)
+    base = open_base(find_base(folder, named.name, named.revision, given.lora_base, download=False), given)
     return with_options_of(config_of_source(base), folder, ())
 
 

@@ -1,24 +1,23 @@
-"""Location of a model's folder: given by its path, downloaded from the hub, or left by an earlier run.
+"""Location of a model's folder: given by its path, named on the hub, or left by an earlier run.
 
 Imports no torch, so that a launcher can read a model's config.json.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.folders import CheckpointError, checkpoint_folders
+from megatron.checkpoint.folders import CheckpointError, checkpoint_folders, holds_checkpoints
 from megatron.checkpoint.model_options import saved_model_options
+from megatron.hub.download import find, local_folder, with_weights
+from megatron.hub.names import SCHEME, HubError, parse_name, pinned
 from megatron.options.config import ConfigError
 from megatron.options.model import ModelConfig
 from megatron.weights.folder_files import (
@@ -32,10 +31,18 @@ from megatron.weights.folder_files import (
 from megatron.weights.huggingface_config import described, described_in, preset_of
 from megatron.weights.meta.params import is_meta_folder
 
+BASE = "base_model_name_or_path"
+
 
 def find_model(model: str, option: str) -> Path:
-    """Return the folder of a model, in huggingface_hub's cache if it was downloaded. Raises ConfigError."""
-    folder = Path(model)
+    """Return the folder of a model that is given by its path, or its name on the hub. Raises ConfigError.
+
+    Of a name it is that in huggingface_hub's cache, with everything but the weights, downloaded if need be.
+    """
+    try:
+        folder = local_folder(model, option)
+    except HubError as error:
+        raise ConfigError([str(error)]) from None
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
         raise ConfigError(
             [
@@ -47,47 +54,14 @@ def find_model(model: str, option: str) -> Path:
         return folder
     if folder.exists():
         raise ConfigError([f"{option}={model} is a file; give the folder that transformers wrote"])
-    if not _is_hub_name(model):
-        raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
-    downloaded = find_hub_folder(model, "model")
-    if downloaded is None:
-        raise ConfigError(
-            [
-                f"{option}={model} is not a folder, and no model of this name has been downloaded; download it "
-                f"with `hf download {model}`, or give the folder of a model"
-            ]
-        )
-    return downloaded
+    raise ConfigError([f"{option}={model} does not exist; give the folder of a model that transformers wrote"])
 
 
-def find_hub_folder(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> Path | None:
-    """Return the folder in huggingface_hub's cache of what was downloaded under a name, if it was."""
-    if not _is_hub_name(name):
-        return None
-    with contextlib.suppress(Exception):  # not installed, not downloaded, no such name: all end alike
-        hub = importlib.import_module("huggingface_hub")
-        # local_files_only: a launch reports what is missing, it downloads nothing
-        return Path(hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
-    return None
+def find_base(folder: Path, name: str | None, revision: str | None, given: str | None, *, download: bool) -> Path:
+    """Return the base's folder of the adapters in `folder`: the given one, or the one of that path or name.
 
-
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
-
-
-def hub_name_of(folder: Path) -> tuple[str, str] | tuple[None, None]:
-    """Return name and revision of a model whose folder is in huggingface_hub's cache; None, None of another folder."""
-    # models--OWNER--NAME/snapshots/COMMIT; a name with -- of its own is refused by the hub
-    match = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", os.path.realpath(folder))
-    if match is None:
-        return None, None
-    return match[1].replace("--", "/"), match[2]
-
-
-def find_base(folder: Path, name: str | None, revision: str | None, given: str | None) -> Path:
-    """Return the base's folder of the adapters in `folder`: the given one, or the one of that name, also of the hub's.
-
-    Raises CheckpointError.
+    `download`: it may be downloaded, without its weights; no rank does so while others wait for it. Raises
+    CheckpointError.
     """
     if given is not None:
         return Path(given)
@@ -95,25 +69,73 @@ def find_base(folder: Path, name: str | None, revision: str | None, given: str |
         raise CheckpointError(missing_base(folder, name))
     if Path(name).is_dir():
         return Path(name)
-    downloaded = find_hub_folder(name, "model", revision)
-    if downloaded is None:
+    on_hub = parse_name(name)
+    if on_hub is None:
         raise CheckpointError(missing_base(folder, name))
-    return downloaded
+    on_hub = replace(on_hub, revision=revision or on_hub.revision)
+    if not download:
+        base = find(on_hub)
+        if base is None:
+            raise CheckpointError(f"{missing_base(folder, name)}, or run `{on_hub.download_command}`")
+        return base
+    try:
+        return local_folder(f"{SCHEME}{on_hub}", BASE)
+    except HubError as error:
+        raise CheckpointError(
+            f"{folder} holds adapters of the base model {name}, which is not a folder on this machine ({error}); give "
+            "the base's folder as --lora-base"
+        ) from None
 
 
 def nothing_to_load(load: str | None, *, skip_train: bool) -> str:
     """Return the fault of a `load` that is missing or empty; None: it is not given."""
     if skip_train or load is None:
         return f"skip_train evaluates a checkpoint, and {load} holds none; give its folder as --load"
-    exists = os.path.lexists(load)
-    downloaded = None if exists else find_hub_folder(load, "model")
-    if downloaded is not None:
-        return f"load={load} is a name on the hub, not a folder; give the folder of its download, {downloaded}"
-    state = "is empty" if exists else "does not exist"
+    state = "is empty" if os.path.lexists(load) else "does not exist"
     return (
         f"load={load} {state}: there are no weights to start from; correct it, or leave it out (with finetune, "
         "ckpt_step and universal_checkpoint) to train from random weights"
     )
+
+
+def base_of_adapters(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return name and revision of the base that an adapter_config.json names; None: it names none."""
+    name, revision = config.get(BASE), config.get("revision")
+    return name if isinstance(name, str) and name else None, revision if isinstance(revision, str) else None
+
+
+def _base_in(folder: Path) -> Path:
+    """Return the folder of the base that adapters name. Raises CheckpointError."""
+    name, revision = base_of_adapters(read_json(own_file(folder, ADAPTER_CONFIG)))
+    return find_base(folder, name, revision, None, download=True)
+
+
+def loaded_folders(load: str | None, save: str | None, lora_base: str | None) -> dict[str, Path]:
+    """Return the folders of the models that a start reads, by the option that names each, the base of adapters too.
+
+    A run that goes on in `save` reads its base alone. Raises CheckpointError, HubError.
+    """
+    folders = {}
+    goes_on = save is not None and load != save and holds_checkpoints(Path(save))
+    if load is not None and not goes_on:
+        folders["load"] = Path(load)
+        if lora_base is None and is_adapter_folder(Path(load)):
+            folders["the base of load"] = _base_in(Path(load))
+    if lora_base is not None:
+        folders["lora_base"] = Path(lora_base)
+    return folders
+
+
+def names_on_hub(load: str | None, save: str | None, lora_base: str | None) -> tuple[str, ...]:
+    """Return the names with their commits of those models of `loaded_folders` that are the hub's."""
+    names = map(pinned, loaded_folders(load, save, lora_base).values())
+    return tuple(name for name in names if name is not None)
+
+
+def fetch_weights(load: str | None, save: str | None = None, lora_base: str | None = None) -> None:
+    """Download the weights that a start reads, where they are the hub's and not in its cache. Raises as above."""
+    for option, folder in loaded_folders(load, save, lora_base).items():
+        with_weights(folder, option)
 
 
 @dataclass(frozen=True)
@@ -140,9 +162,10 @@ def model_options(load: str, save: Any, lora_base: Any) -> LoadedModel:
     folder = Path(load)
     try:
         if is_adapter_folder(folder):
-            base = lora_base or read_json(own_file(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
-            if isinstance(base, str):
-                folder = Path(base)
+            theirs = read_json(own_file(folder, ADAPTER_CONFIG))
+            base, revision = base_of_adapters(theirs)
+            if lora_base or base:
+                folder = find_base(folder, base, revision, lora_base, download=True)
         if is_model_folder(folder) or is_meta_folder(folder):
             options = preset_of(folder)["model"]
             return LoadedModel(str(folder / described_in(folder)), options, options.get("max_position_embeddings"))

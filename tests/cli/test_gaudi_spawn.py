@@ -389,11 +389,11 @@ SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
         (f"{SFT} --report_to comet_ml", "has comet_ml, which is not supported; use none, tensorboard, wandb or mlflow"),
         (f"{SFT} --use_peft False --lora_r 4", "--use_peft False trains no adapters; leave --lora_r out"),
         (f"{SFT} --deepspeed none.json", "deepspeed_config='none.json' cannot be read"),
-        ("sft.py --dataset_name chats.jsonl", "--model_name_or_path=meta-llama/Llama-2-7b-hf is not a folder"),
+        ("sft.py --dataset_name chats.jsonl", "--model_name_or_path=meta-llama/Llama-2-7b-hf is not here as a folder"),
         (f"sft.py --model_name_or_path {LLAMA}", "--dataset_name is not given"),
         (
             f"sft.py --model_name_or_path {LLAMA} --dataset_name org/none",
-            "--dataset_name=org/none is neither a file nor",
+            "--dataset_name=hf://datasets/org/none?split=train is not here as a folder",
         ),
         (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --subset no", f"{PAIRED} has no folder no"),
         (f"sft.py --model_name_or_path {LLAMA} --dataset_name {PAIRED} --split test", "--split test: no file of"),

@@ -142,7 +142,7 @@ def test_the_stage_and_the_offload_of_the_json_are_followed(folder: Path) -> Non
         ({"without": ("model_id",), "data_path": None}, ["HL_MODEL is not set", "HL_DATA is not set"]),
         (
             {"model_id": "org/name"},
-            ["HL_MODEL=org/name is not a folder, and no model of this name has been downloaded"],
+            ["HL_MODEL=org/name is not here as a folder, and not whole in huggingface_hub's cache"],
         ),
         ({"split": "forget10"}, ["HL_DATA=data/forget10.jsonl is not a file"]),
         ({"data_path": "data/full.jsonl", "split": "forget10"}, ["split=forget10 selects a file of a folder"]),

@@ -99,7 +99,7 @@ def test_everything_that_is_wrong_is_reported_at_once(folder: Path) -> None:
 
 
 def test_a_model_and_chats_are_needed(folder: Path) -> None:
-    assert "HL_MODEL is not set; set it to the folder" in refused(folder)
+    assert "HL_MODEL is not set; set it to the folder or the name on the hub" in refused(folder)
     assert "HL_DATA is not set; set it to a JSONL file of chats" in refused(folder, **TINY)
 
 

@@ -30,7 +30,6 @@ from megatron.weights.base_identity import (
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import MappedTensor
 from megatron.weights.huggingface_files import open_safetensors
-from megatron.weights.model_folder import hub_name_of
 
 
 def sum_of(values: Tensor) -> int:
@@ -202,7 +201,8 @@ def test_a_snapshot_of_the_hub_has_the_name_that_was_given(tmp_path: Path) -> No
     snapshot = tmp_path / "hub/models--meta-llama--Llama-2-7b-hf/snapshots/0123abcd"
     snapshot.mkdir(parents=True)
     (tmp_path / "link").symlink_to(snapshot)
-    assert hub_name_of(snapshot) == hub_name_of(tmp_path / "link") == ("meta-llama/Llama-2-7b-hf", "0123abcd")
-    assert hub_name_of(tmp_path) == (None, None)
     named = BaseIdentity.of_base(snapshot, {})
+    assert named == BaseIdentity.of_base(tmp_path / "link", {})
+    assert (named.name, named.revision) == ("meta-llama/Llama-2-7b-hf", "0123abcd")
+    assert BaseIdentity.of_base(tmp_path, {}).name is None
     assert named.label([]).startswith("meta-llama/Llama-2-7b-hf (")

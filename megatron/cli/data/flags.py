@@ -126,7 +126,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--tokenizer-model": {
         "metavar": "PATH",
-        "help": "tokenizer.json or its folder; SentencePiece .model; tiktoken rank file, or Megatron's JSON vocabulary",
+        "help": "tokenizer.json, its folder, or a name on the hub; SentencePiece .model; tiktoken rank file, or "
+        "Megatron's JSON vocabulary",
     },
     "--vocab-file": {"metavar": "PATH", "help": "GPT2BPETokenizer: vocab.json"},
     "--merge-file": {"metavar": "PATH", "help": "GPT2BPETokenizer: merges.txt"},
@@ -339,7 +340,7 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
 
     return build_tokenizer(
         arguments.tokenizer_type,
-        arguments.tokenizer_model,
+        tokenizer_folder(arguments.tokenizer_model),
         arguments.vocab_file,
         arguments.merge_file,
         arguments.vocab_size,
@@ -349,3 +350,17 @@ def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
         tiktoken_pattern=arguments.tiktoken_pattern,
         tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
     )
+
+
+def tokenizer_folder(given: str | None) -> str | None:
+    """Return --tokenizer-model, of a name on the hub the folder in its cache. Raises DataError."""
+    if given is None:
+        return None
+    from megatron.data.index.indexed import DataError
+    from megatron.hub.download import local_folder
+    from megatron.hub.names import HubError
+
+    try:
+        return str(local_folder(given, "--tokenizer-model", "tokenizer"))
+    except HubError as error:
+        raise DataError(str(error)) from None

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.cli.command import run_command
+from megatron.cli.data.flags import tokenizer_folder
 from megatron.runtime.commands import DONE
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def job_of(kind: type[Job], arguments: argparse.Namespace, **values: Any) -> Job
         if field.name not in values and flag in given:
             # a job is frozen, so a list becomes a tuple
             value = given[flag]
+            if flag == "tokenizer_model":
+                value = tokenizer_folder(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     # samples may be shown without any output
     values["output_prefix"] = values["output_prefix"] or ""

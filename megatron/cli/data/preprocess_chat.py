@@ -45,11 +45,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_flags(source, "--input", help=files)
     flags.add_flags(source, *flags.FILES[1:])
-    flags.add_flags(source, "--split", help="read the files of this split of a downloaded dataset, such as train")
+    flags.add_flags(source, "--split", help="read this split of a dataset, also on the hub, such as train")
     flags.add_flags(source, "--row-format", "--prompt-template", "--answer-key", "--ignore-columns", *flags.SHARE)
     flags.add_flags(source, "--bad-rows", "--skip-bad-rows")
     text = parser.add_argument_group("tokenizer and template")
-    flags.add_flags(text, "--tokenizer-model", required=True, help="tokenizer.json, or its folder")
+    flags.add_flags(
+        text, "--tokenizer-model", required=True, help="tokenizer.json, its folder, or a model's name on the hub"
+    )
     template = "a preset, a .jinja file, or a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS (default: the tokenizer's)"
     flags.add_flags(text, "--chat-template", help=template)
     flags.add_flags(text, "--add-special-tokens", "--tokenizer-output")

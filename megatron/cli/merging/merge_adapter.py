@@ -22,22 +22,23 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.cli.command import command, run_command
+from megatron.cli.convert_checkpoint import add_push_flag
 from megatron.runtime.commands import command_name
 
 EXPORT = re.compile(r"samples_\d+")
 """Name of a run's export: training/exports.py."""
 
 
-def weighted(text: str) -> tuple[Path, float]:
+def weighted(text: str) -> tuple[str, float]:
     """Return the folder and weight of FOLDER or FOLDER=WEIGHT. Raises ValueError for a weight that is not finite."""
     # from the right, and never within the name of a folder that is there
     folder, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
-        return Path(text), 1.0
+        return text, 1.0
     weight = float(number)
     if not math.isfinite(weight) or not folder:
         raise ValueError(text)
-    return Path(folder), weight
+    return folder, weight
 
 
 def newest_export(folder: Path) -> Path:
@@ -77,7 +78,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--base", required=True, type=Path, metavar="FOLDER", help="the Hugging Face model, in safetensors, unquantized"
+        "--base",
+        required=True,
+        metavar="FOLDER",
+        help="the Hugging Face model, in safetensors, unquantized: its folder, or its name on the hub",
     )
     parser.add_argument(
         "--adapter",
@@ -85,8 +89,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=weighted,
         metavar="FOLDER[=WEIGHT]",
-        help="adapters of PEFT, or a run's folder or its hf_format, whose newest are taken; a weight multiplies what "
-        "they change (default: 1)",
+        help="adapters of PEFT, also by their name on the hub, or a run's folder or its hf_format, whose newest are "
+        "taken; a weight multiplies what they change (default: 1)",
     )
     parser.add_argument(
         "--save", required=True, type=Path, metavar="FOLDER", help="folder to write; must be new or empty"
@@ -101,6 +105,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="read the result again, and compare it with base and adapters; takes about as long as merging",
     )
+    add_push_flag(parser)
     return parser.parse_args(argv)
 
 
@@ -109,13 +114,24 @@ def progress_bar(numel: int, what: str) -> tqdm[Any]:
 
 
 def run(
-    base: Path, adapters: Sequence[tuple[Path, float]], save: Path, *, verify: bool, allow_other_base: bool
+    base_text: str,
+    given: Sequence[tuple[str, float]],
+    save: Path,
+    *,
+    verify: bool,
+    allow_other_base: bool,
+    push_to_hub: str | None,
 ) -> None:
-    """Merge. Raises CheckpointError or OSError, with nothing left behind."""
+    """Merge. Raises CheckpointError, HubError or OSError, with nothing left behind."""
+    from megatron.hub import upload
+    from megatron.hub.download import whole_folder
     from megatron.weights.folder_files import new_folder
     from megatron.weights.peft.adapter_merge import Merge
 
     began_s = time.monotonic()
+    target = upload.check_target(push_to_hub) if push_to_hub else None
+    base = whole_folder(base_text, "--base")
+    adapters = [(whole_folder(text, "--adapter"), weight) for text, weight in given]
     # once, before the work: a run that still trains may write another export meanwhile
     found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
@@ -134,28 +150,29 @@ def run(
                 print(f"verified: {merge.verify(work, bar.update)}")
     num_bytes = sum(path.stat().st_size for path in save.iterdir())
     changed = f"{len(merge.changes)} of {len(merge.tensors)} tensors merged"
-    print(f"wrote {save}: {changed}, {num_bytes / 1e9:.2f} GB in {time.monotonic() - began_s:.1f} s")
+    print(f"wrote {save}: {changed}, {num_bytes / 1e9:.2f} GB in {time.monotonic() - began_s:.1f} s", flush=True)
+    if target is not None:
+        print(f"pushed: {upload.push(save, target, 'Upload merged model')}")
 
 
 def merge_command(
-    base: Path,
-    adapters: Sequence[tuple[Path, float]],
+    base: str,
+    adapters: Sequence[tuple[str, float]],
     save: Path,
     *,
     verify: bool = False,
     allow_other_base: bool = False,
+    push_to_hub: str | None = None,
 ) -> int:
     """Merge, and return the exit status."""
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.folders import CheckpointError
+    from megatron.hub.names import HubError
 
-    return run_command(
-        lambda: run(base, adapters, save, verify=verify, allow_other_base=allow_other_base),
-        (CheckpointError,),
-        str(save),
-    )
+    options: dict[str, Any] = {"verify": verify, "allow_other_base": allow_other_base, "push_to_hub": push_to_hub}
+    return run_command(lambda: run(base, adapters, save, **options), (CheckpointError, HubError), str(save))
 
 
 @command
@@ -167,4 +184,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.save,
         verify=arguments.verify,
         allow_other_base=arguments.allow_other_base,
+        push_to_hub=arguments.push_to_hub,
     )

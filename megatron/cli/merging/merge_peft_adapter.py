@@ -2,7 +2,7 @@
 
     python tools/merge_peft_adapter.py --base_model_name=Llama-2-7b-hf --adapter_model_name=sft --output_name=sft/merged
 
-Names are folders on this disk: nothing is downloaded or uploaded.
+Models are folders, or names on the hub. TRL's script uploads its result; this one does with --push-to-hub NAME alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
+from megatron.cli.convert_checkpoint import add_push_flag
 from megatron.cli.merging.merge_adapter import merge_command
 from megatron.runtime.commands import command_name
 
@@ -23,11 +24,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     for flag, text in (
-        ("--base_model_name", "folder of the Hugging Face model"),
-        ("--adapter_model_name", "folder of the adapter"),
+        ("--base_model_name", "folder of the Hugging Face model, or its name on the hub"),
+        ("--adapter_model_name", "folder of the adapter, or its name on the hub"),
         ("--output_name", "folder to write; must be new or empty"),
     ):
-        parser.add_argument(flag, required=True, type=Path, metavar="FOLDER", help=text)
+        parser.add_argument(flag, required=True, metavar="FOLDER", help=text)
     parser.add_argument(
         # not TRL's: in our spelling, and in that of its other flags
         "--allow-other-base",
@@ -35,6 +36,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="merge with a warning into another base than the one that the adapter was trained on",
     )
+    add_push_flag(parser)
     return parser.parse_args(argv)
 
 
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return merge_command(
         arguments.base_model_name,
         [(arguments.adapter_model_name, 1.0)],
-        arguments.output_name,
+        Path(arguments.output_name),
         allow_other_base=arguments.allow_other_base,
+        push_to_hub=arguments.push_to_hub,
     )

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.read.archives import read_batches
 from megatron.data.read.document_blocks import Block, Position, ReadingRules
+from megatron.data.read.hub_dataset import is_dataset, with_split
 from megatron.data.read.input_shards import InputShard, of_split, shard_of
 from megatron.data.read.search import find_sources
 from megatron.data.read.sources import STDIN_FILENAME, UNCOMPRESSED_ONLY, InputListing, InputRules, SourceFile
@@ -31,7 +32,7 @@ class PreparationJob(ABC):
     workers: int = 1
     """Largest number of threads or processes."""
     split: str | None = None
-    """Read the files of this split of a downloaded dataset."""
+    """Read the files of this split of a dataset, downloaded or on the hub."""
     exclude: tuple[str, ...] = ()
     """Patterns of files that are passed over."""
     stdin_filename: str = STDIN_FILENAME
@@ -85,8 +86,10 @@ def find_input(job: PreparationJob) -> JobInput:
 
 def find_files(inputs: Sequence[str], rules: ReadingRules, split: str | None = None) -> InputListing:
     """Return the files to read. Raises DataError, also for a table without the columns that are needed."""
+    inputs, split = with_split(inputs, split)
     listing = find_sources(inputs, rules.names)
-    if rules.as_rows:
+    # a dataset of the hub has chosen by its own splits
+    if rules.as_rows and not all(map(is_dataset, inputs)):
         # text has no splits: a corpus is divided when it is trained on
         listing = of_split(listing, split, inputs)
     if any(source.kind in UNCOMPRESSED_ONLY for source in listing.sources):

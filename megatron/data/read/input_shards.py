@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.data.index.indexed import DataError
 from megatron.data.read.json_array import holds_array
-from megatron.data.read.sources import InputListing, PassedOver, SourceFile
+from megatron.data.read.sources import SPLIT_NAMES, InputListing, PassedOver, SourceFile
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,6 @@ def _can_be_cut(source: SourceFile) -> bool:
     return not (is_json and holds_array(source))
 
 
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "test": "test",
-    "testing": "test",
-    "eval": "validation",
-    "evaluation": "validation",
-    "dev": "validation",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-}
-"""Words in names of files and folders -> split, as Hugging Face's datasets reads them: train-00000-of-00002.parquet."""
-
-
 def of_split(listing: InputListing, split: str | None, inputs: Sequence[str]) -> InputListing:
     """Return the files of a split; without one, all files.
 
@@ -131,12 +116,12 @@ def of_split(listing: InputListing, split: str | None, inputs: Sequence[str]) ->
     if split is None:
         _check_one_split(listing, inputs)
         return listing
-    wanted = SPLITS.get(split, split)
+    wanted = SPLIT_NAMES.get(split, split)
     chosen: list[SourceFile] = []
     passed_over = list(listing.passed_over)
     known: set[str] = set()
     for source in listing.sources:
-        splits = _splits_of(source, split)
+        splits = splits_in(source.relative_name, split)
         known |= splits
         if wanted in splits:
             chosen.append(source)
@@ -153,7 +138,7 @@ def _check_one_split(listing: InputListing, inputs: Sequence[str]) -> None:
     known: set[str] = set()
     for source in listing.sources:
         if source.name not in inputs:
-            known |= _splits_of(source, None)
+            known |= splits_in(source.relative_name, None)
     if "train" in known and len(known) > 1:
         raise DataError(
             f"--input holds the splits {', '.join(sorted(known))}, which would be read as one; choose one with "
@@ -161,13 +146,13 @@ def _check_one_split(listing: InputListing, inputs: Sequence[str]) -> None:
         )
 
 
-def _splits_of(source: SourceFile, split: str | None) -> set[str]:
+def splits_in(relative_name: str, split: str | None) -> set[str]:
     """Return the splits that a file is of: those in its name, else those in the innermost folder with one."""
-    for part in reversed(source.relative_name.split("/")):
+    for part in reversed(relative_name.split("/")):
         words = re.split(r"[^a-z0-9]+", part.lower())
-        names = {SPLITS[word] for word in words if word in SPLITS}
+        names = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
         if split is not None and re.search(rf"(?:^|[-._ ]){re.escape(split)}(?:[-._ ]|$)", part):
-            names.add(SPLITS.get(split, split))
+            names.add(SPLIT_NAMES.get(split, split))
         if names:
             return names
     return set()

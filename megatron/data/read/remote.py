@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from megatron.data.index.indexed import DataError
+from megatron.hub.download import downloaded_file
 from megatron.runtime.files import path_matches
 
 WEB = ("http://", "https://")
@@ -99,6 +100,10 @@ def _relative_name(name: str, top: str) -> str:
 
 def open_remote(url: str, *, in_order: bool) -> IO[bytes]:
     """Open a file for reading, `in_order` or at any place. Raises DataError."""
+    # one of the hub's, in its cache
+    downloaded = downloaded_file(url)
+    if downloaded is not None:
+        return downloaded.open("rb")
     with _named_errors(url):
         system, path = _file_system(url)
         options = {}

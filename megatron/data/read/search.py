@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megatron.data.index.indexed import DataError
 from megatron.data.read import sources
+from megatron.data.read.hub_dataset import find_dataset, is_dataset
 from megatron.data.read.remote import RemoteFile, find_remote
 from megatron.runtime.files import path_matches
 
@@ -273,7 +274,8 @@ class _Finder:
         self.listing.sources.append(sources.SourceFile(name, *form, None, "pipe", given))
 
     def _add_remote(self, url: str) -> None:
-        for file, is_named in find_remote(url):
+        found = find_dataset(url) if is_dataset(url) else find_remote(url)
+        for file, is_named in found:
             self._add_remote_file(file, is_named)
 
     def _add_remote_file(self, file: RemoteFile, is_named: bool) -> None:

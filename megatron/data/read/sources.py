@@ -56,6 +56,19 @@ COMPANIONS = {
 """Files without a known ending that come with data and hold none."""
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "cache-*.arrow")
 """Files of Hugging Face's datasets that describe a downloaded or saved dataset, or cache another form of it."""
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "validation",
+    "evaluation": "validation",
+    "dev": "validation",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+}
+"""Words in names of files and folders -> split, as Hugging Face's datasets reads them: train-00000-of-00002.parquet."""
 STDIN = "-"
 STDIN_FILENAME = "stdin.jsonl"
 UNKNOWN = "has an unknown ending"

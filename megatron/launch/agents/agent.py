@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
+from megatron.hub.download import whole_folder
+from megatron.hub.names import HubError
 from megatron.launch.agents import rendezvous
 from megatron.launch.agents.agent_command import AgentOptions, announce, parse
 from megatron.launch.agents.helper_processes import HelperProcesses
@@ -306,6 +308,10 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             if options.nodes > 1:
                 with interruptible(SIGNALS, received):
                     find_secret(options.secret_file)
+            # before the nodes join each other, and before any rank waits for another
+            if options.models:
+                with interruptible(SIGNALS, received):
+                    fetch_models(options.models.split())
             with adopted_orphans():
                 return Agent(options, helpers, train_flags, received).run()
         # a signal before the ranks have run: nothing is to be saved
@@ -319,9 +325,15 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
         except (MissingSecretError, rendezvous.DifferentCodeError) as error:
             report(str(error))
             return REFUSED
-        except rendezvous.RendezvousFailedError as error:
+        except (HubError, rendezvous.RendezvousFailedError) as error:
             report(str(error))
             return FAILED
+
+
+def fetch_models(names: Sequence[str]) -> None:
+    """Download the models of the hub that this host lacks. Raises HubError."""
+    for name in names:
+        whole_folder(name, "load")
 
 
 def start_method_of(options: AgentOptions) -> str:

@@ -131,6 +131,8 @@ class AgentOptions(NodeOptions):
     cores_per_rank: int = 0
     """Cores that each rank is bound to. 0: ranks are not bound."""
     ranks_per_socket: int = 0
+    models: str | None = None
+    """Names on the hub of the models whose weights this host is to have before its ranks start."""
     secret_file: str | None = None
     """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
@@ -203,6 +205,7 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         by_mpirun=plan.launcher == "mpirun",
         cores_per_rank=plan.cores_per_rank,
         ranks_per_socket=plan.ranks_per_socket,
+        models=" ".join(plan.models) or None,
     )
 
 

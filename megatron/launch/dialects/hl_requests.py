@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folders import CheckpointError
+from megatron.data.read.hub_dataset import is_dataset
 from megatron.launch.dialects.finetune_file import read_finetune_file
 from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import (
@@ -401,7 +402,9 @@ def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: 
             "ones"
         )
     if model is None:
-        request.faults.append("HL_MODEL is not set; set it to the folder of a model that transformers wrote")
+        request.faults.append(
+            "HL_MODEL is not set; set it to the folder or the name on the hub of a model that transformers wrote"
+        )
         request.unread |= {"config", "model"}
         return
     try:
@@ -442,7 +445,8 @@ def _check_files(given: FineTuning, rows: str, request: LaunchRequest) -> None:
         request.unread.add("data_path")
         return
     for file in files:
-        if not Path(file).is_file():
+        # a dataset on the hub is looked for where it is processed
+        if not is_dataset(file) and not Path(file).is_file():
             which = "" if len(files) == 1 else f": {file}"
             request.faults.append(f"HL_DATA={given.data}{which} is not a file; set it to a JSONL file of {rows}")
 

@@ -114,12 +114,13 @@ _VALIDATION = (
     "a validation needs its part of the data; leave it out, and set `HL_EVAL_ITERS` and `HL_EVAL_INTERVAL`, with "
     "`-- --split 949,50,1` at the end of the command"
 )
-_DOWNLOAD = "nothing is downloaded or uploaded; use `hf download` or `hf upload`, and leave it out"
+_TOKEN = "tokens are the hub's own matter: `hf auth login`, or `HF_TOKEN`; leave it out"
+_UPLOAD = "merge or convert the export with --push-to-hub NAME, or use `hf upload`; leave it out"
 
 
 def _model_flags(model: str) -> tuple[Entry, ...]:
     return (
-        _to("--model_name_or_path", "HL_MODEL", ": a folder, or the hub name of a downloaded model", default=model),
+        _to("--model_name_or_path", "HL_MODEL", ": a folder, or a name on the hub", default=model),
         _to("--lora_r", "HL_LORA_RANK", default="8"),
         _to("--lora_alpha", "HL_LORA_ALPHA", default="16"),
         _to("--lora_dropout", "HL_LORA_DROPOUT", default="0.05"),
@@ -130,7 +131,7 @@ def _model_flags(model: str) -> tuple[Entry, ...]:
             "`q_proj v_proj` for a Llama, `query_key_value` for a BLOOM, `c_attn` for a GPT-2",
             takes="words",
         ),
-        refused("--token", _DOWNLOAD),
+        refused("--token", _TOKEN),
         refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
     )
 
@@ -219,8 +220,8 @@ def _deepspeed_flag() -> Entry:
 SFT: tuple[Entry, ...] = (
     # model and data
     *_model_flags("meta-llama/Llama-2-7b-hf"),
-    _to("--dataset_name", "dataset", "`HL_DATA`: a file, or the folder of a downloaded dataset; nothing is downloaded"),
-    _to("--subset", "subset", "a folder in that of `--dataset_name`", default="data/finetune"),
+    _to("--dataset_name", "dataset", "`HL_DATA`: a file, a folder, or a dataset on the hub"),
+    _to("--subset", "subset", "a configuration or a folder of `--dataset_name`", default="data/finetune"),
     _to("--split", "split", "the files of that split in the folder", default="train"),
     honoured("--streaming", "files of any size are read in blocks, and mapped into memory as tokens"),
     no_effect("--shuffle_buffer", "each epoch shuffles all samples"),
@@ -327,8 +328,8 @@ SFT: tuple[Entry, ...] = (
     refused("--profiling_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts="0"),
     refused("--profiling_warmup_steps", "use HL_PROFILE and HL_PROFILE_STEPS", accepts="0"),
     refused("--fsdp", "use --deepspeed with stage 3", "words"),
-    refused("--push_to_hub", _DOWNLOAD, "switch"),
-    refused("--hub_model_id", _DOWNLOAD),
+    refused("--push_to_hub", _UPLOAD, "switch"),
+    refused("--hub_model_id", _UPLOAD),
     _deepspeed_flag(),
 )
 
@@ -341,7 +342,7 @@ DPO: tuple[Entry, ...] = (
     _to(
         "--dataset",
         "dataset",
-        "`HL_DATA`: a file, or the folder of a downloaded dataset; this flag is not dpo.py's, which has one dataset",
+        "`HL_DATA`: a file, a folder, or a dataset on the hub; this flag is not dpo.py's, which has one dataset",
         default="lvwerra/stack-exchange-paired",
     ),
     _to("--beta", "HL_BETA", default="0.1"),
@@ -378,7 +379,7 @@ DPO: tuple[Entry, ...] = (
 
 GENERATION: tuple[Entry, ...] = (
     # model, prompts and the choice of tokens
-    _to("--model_name_or_path", "--load", ": a folder, or the hub name of a downloaded model"),
+    _to("--model_name_or_path", "--load", ": a folder, or a name on the hub"),
     sets("--peft_model", "adapter", "`--load`, with the model as `--lora-base`"),
     _to("--device", "--device"),
     _on_off(
@@ -459,8 +460,8 @@ GENERATION: tuple[Entry, ...] = (
         "ranks share each layer; leave it out",
         accepts="none tp",
     ),
-    refused("--token", "nothing is downloaded; use `hf download`"),
-    refused("--model_revision", "nothing is downloaded; use `hf download --revision`", accepts="main"),
+    refused("--token", _TOKEN),
+    refused("--model_revision", "write it behind the name: NAME@REVISION", accepts="main"),
     refused("--trust_remote_code", "code that comes with a model is never run; leave it out", "switch"),
     refused("--trust_remote_code_tokenizer", "code that comes with a model is never run; leave it out", "switch"),
     refused("--profiling_steps", _PROFILER, accepts="0"),

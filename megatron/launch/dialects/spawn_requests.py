@@ -13,8 +13,12 @@ from typing import Any, Literal
 
 from megatron.checkpoint.folders import CheckpointError
 from megatron.data.index.indexed import DataError
+from megatron.data.read.hub_dataset import PREFIX as DATASETS
+from megatron.data.read.hub_dataset import urls_of
 from megatron.data.read.input_shards import of_split
 from megatron.data.read.search import find_sources
+from megatron.hub.download import downloaded_dataset
+from megatron.hub.names import name_of
 from megatron.launch.dialects.finetune_file import deepspeed_flags
 from megatron.launch.dialects.hl_requests import from_environment, hl_variables
 from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
@@ -24,7 +28,7 @@ from megatron.options.dialect import Dialect, Entry, Translation, flag_words, ne
 from megatron.options.flags import cut, dashed, flag
 from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
-from megatron.weights.model_folder import find_hub_folder, find_model
+from megatron.weights.model_folder import find_model
 
 Kind = Literal["sft", "dpo"]
 STACK_EXCHANGE = "lvwerra/stack-exchange-paired"
@@ -300,24 +304,29 @@ def _name_data(kind: Kind, command: SpawnCommand, variables: Mapping[str, str]) 
 
 
 def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list[str]:
-    """Return the files of a split of a dataset: of a file, a folder, or a dataset in huggingface_hub's cache.
+    """Return the files of a split of a dataset: of a file, a folder, or a dataset on the hub.
 
-    `subset` is a folder in it, or None's name; if it is not given, it may be missing. Raises ConfigError.
+    `subset` is a configuration or a folder in it, or None's name; if it is not given, it may be missing. Raises
+    ConfigError.
     """
     path = Path(name)
     if path.is_file():
         return [name]
-    folder = path if path.is_dir() else find_hub_folder(name, "dataset")
+    wanted = None if subset in ("", "None") else subset.strip("/")
+    on_hub = name_of(name, "dataset")
+    folder = path if path.is_dir() or on_hub is None else downloaded_dataset(on_hub)
     if folder is None:
-        raise ConfigError(
-            [
-                f"{name} is neither a file nor a folder, and no dataset of this name has been downloaded; nothing is "
-                f"downloaded here: give a file, or run `hf download {name} --repo-type dataset` first"
-            ]
-        )
-    if subset and subset != "None" and (folder / subset).is_dir():
+        return _hub_files(f"{DATASETS}{on_hub}", wanted, is_given=is_given, split=split)
+    if not folder.is_dir():
+        raise ConfigError([f"{name} is neither a file nor a folder, nor the name of a dataset on the hub; correct it"])
+    return _folder_files(folder, name, wanted, is_given=is_given, split=split)
+
+
+def _folder_files(folder: Path, name: str, subset: str | None, *, is_given: bool, split: str) -> list[str]:
+    """Return the files of a split in the folder of a dataset. Raises ConfigError."""
+    if subset is not None and (folder / subset).is_dir():
         folder = folder / subset
-    elif is_given and subset != "None":
+    elif is_given and subset is not None:
         raise ConfigError([f"{name} has no folder {subset}; give one of its folders as --subset, or None"])
     try:
         listing = find_sources([str(folder)])
@@ -328,6 +337,21 @@ def dataset_files(name: str, subset: str, *, is_given: bool, split: str) -> list
         # the reader's messages name the flag of the commands for data
         raise ConfigError([f"{name}: {error}".replace("--input", str(folder))]) from None
     return [source.name for source in listing.sources]
+
+
+def _hub_files(url: str, subset: str | None, *, is_given: bool, split: str) -> list[str]:
+    """Return the URLs of a split of a dataset on the hub, which the preprocessing streams. Raises ConfigError."""
+    try:
+        if subset is not None:
+            try:
+                return urls_of(f"{url}?config={subset}&split={split}")
+            except DataError:
+                # the scripts' default is of one dataset, and others have no such folder
+                if is_given:
+                    raise
+        return urls_of(f"{url}?split={split}")
+    except DataError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _report(command: SpawnCommand) -> None:

@@ -172,7 +172,7 @@ class TrainingArgs(Arguments):
     """Arguments of a training run."""
 
     model_path: str
-    """Folder of a model that transformers wrote, or a hub name that has been downloaded."""
+    """Folder of a model that transformers wrote, or its name on the hub."""
     data_path: str | list[str | float]
     """Messages, a chat a line: a file, or a list of files, each with a weight before it or none."""
     ckpt_output_dir: str
