@@ -178,6 +178,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+ONLY_FOR = {
+    "dtype": (("hf", "peft"), "holds float32 weights"),
+    "tokenizer": (("hf", "peft"), "holds float32 weights"),
+    "push_to_hub": (("hf", "peft"), "is read by this project and DeepSpeed"),
+    "workers": (("hf", "native"), "is written by one process"),
+}
+"""Options of some targets alone, and why the others have none."""
+
+
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Read the largest size of a file, and exit with a message for flags that contradict each other."""
     size = re.fullmatch(r"([0-9]+) *([KMG]I?B)?", arguments.max_shard_size.upper())
@@ -186,15 +195,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             f"--max-shard-size {arguments.max_shard_size} must be a positive number with KB, MB, GB, KiB, MiB or GiB"
         )
     arguments.max_shard_bytes = int(size[1]) * UNITS[size[2] or ""]
-    for name in ("dtype", "tokenizer"):
-        if getattr(arguments, name) and arguments.to not in ("hf", "peft"):
-            parser.error(f"--{name} is for --to hf and --to peft; {arguments.to} holds float32 weights")
     if arguments.workers is not None and arguments.workers < 1:
         parser.error(f"--workers {arguments.workers} must be 1 or more")
-    if arguments.workers is not None and arguments.to not in ("hf", "native"):
-        parser.error(f"--workers is for --to hf and --to native; {arguments.to} is written by one process")
-    if arguments.push_to_hub and arguments.to not in ("hf", "peft"):
-        parser.error(f"--push-to-hub is for --to hf and --to peft, not for --to {arguments.to}; leave it out")
+    for name, (kinds, reason) in ONLY_FOR.items():
+        if getattr(arguments, name) and arguments.to not in kinds:
+            targets = " and ".join(f"--to {kind}" for kind in kinds)
+            parser.error(f"--{name.replace('_', '-')} is for {targets}; {arguments.to} {reason}")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
 
