@@ -410,12 +410,9 @@ def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: 
     try:
         model = str(find_model(model, "HL_MODEL"))
         options = preset_of(Path(model))["model"]
-    except ConfigError as error:
-        request.faults.append(error.faults[0])
-        request.unread |= {"config", "model"}
-        return
-    except CheckpointError as error:
-        request.faults.append(f"HL_MODEL={model} cannot be fine-tuned: {error}")
+    except (ConfigError, CheckpointError) as error:
+        wrong = error.faults[0] if isinstance(error, ConfigError) else f"HL_MODEL={model} cannot be fine-tuned: {error}"
+        request.faults.append(wrong)
         request.unread |= {"config", "model"}
         return
     request.fine_tuning = dataclasses.replace(request.fine_tuning, model=model)
@@ -445,7 +442,6 @@ def _check_files(given: FineTuning, rows: str, request: LaunchRequest) -> None:
         request.unread.add("data_path")
         return
     for file in files:
-        # a dataset on the hub is looked for where it is processed
         if not is_dataset(file) and not Path(file).is_file():
             which = "" if len(files) == 1 else f": {file}"
             request.faults.append(f"HL_DATA={given.data}{which} is not a file; set it to a JSONL file of {rows}")
