@@ -238,7 +238,7 @@ def test_ascent_of_the_walk_through_raises_the_loss_of_what_is_forgotten(tmp_pat
     (tmp_path / "config" / "finetune_lora.yaml").write_text(FINETUNE)
     text = "import torch\nfrom optimum.habana import GaudiTrainer\n" + ASCENT.replace("BASE", "GaudiTrainer")
     (tmp_path / "dataloader.py").write_text(text)
-    words = [*ONE, "num_epochs=4", "lr=1e-2", "LoRA.dropout=0.0"]
+    words = [*ONE, "num_epochs=8", "lr=1e-2", "LoRA.dropout=0.0"]
     found = []
     for name, sign in (("ascent", "-"), ("descent", "")):
         (tmp_path / "dataloader.py").write_text(text.replace("-outputs", f"{sign}outputs"))
@@ -267,4 +267,4 @@ def test_ascent_of_the_walk_through_raises_the_loss_of_what_is_forgotten(tmp_pat
     (tmp_path / "dataloader.py").write_text(text)
     run(tmp_path, two)
     again = [row["lm_loss"] for row in runs.rows(tmp_path / "two") if row["kind"] == "train"]
-    assert again == pytest.approx([row["lm_loss"] for row in ascent], rel=2e-2)
+    assert again == pytest.approx([row["lm_loss"] for row in ascent], rel=1e-3)
