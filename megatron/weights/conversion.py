@@ -32,7 +32,7 @@ from megatron.options.stored import from_dict, read_preset
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.shards import named_parameters, shard_of
-from megatron.runtime.accelerator import choose_device, free_memory_bytes
+from megatron.runtime.accelerator import free_memory_bytes
 from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
@@ -173,9 +173,9 @@ class Workers:
 
     def __init__(self, model: WholeModel, opening: Opening, count: int) -> None:
         self._model, self._opening, self.count = model, opening, count
-        # spawned: a fork of a process that has computed with several threads may hang
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(count, context, initializer=_begin_worker)
+        # forked, all of them now: otherwise each would import torch for longer than it works on many a model
+        self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_begin_worker)
+        self._pool.submit(_begin_worker).result()
 
     def __enter__(self) -> Workers:
         return self
@@ -224,8 +224,7 @@ class Workers:
 
 
 def _begin_worker() -> None:
-    # before anything imports deepspeed
-    choose_device("cpu")
+    # never the threads of OpenMP, which a fork does not have
     torch.set_num_threads(1)
 
 
