@@ -63,3 +63,8 @@ def module_of(name: str) -> str:
         if importlib.util.find_spec(f"{package}.{name}") is not None:
             return f"{package}.{name}"
     raise AttributeError(f"no command is named {name}")
+
+
+if __name__ == "__main__":
+    # how megatron.api and the scripts of an installed package start a command: -m megatron.cli.entry NAME FLAGS
+    sys.exit(_run(sys.argv.pop(1)))

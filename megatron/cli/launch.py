@@ -92,23 +92,28 @@ def command_text(plan: LaunchPlan) -> str:
 
 
 def launch_command(plan: LaunchPlan) -> list[str]:
-    """Return the words of this launcher that make the plan, without variables."""
+    """Return the command that launches the plan, without variables."""
+    return [*launcher_words(), *launch_words(plan)]
+
+
+def launch_words(plan: LaunchPlan) -> list[str]:
+    """Return the arguments of this launcher that make the plan."""
     given = {name: value for name, value in plan.options().items() if name not in IN_TRAIN_FLAGS}
     # the plan has the default resolved; the command leaves it out
     if plan.min_nodes == plan.nodes:
         given["min_nodes"] = None
-    command = [*launcher_words(), *_flag_words(LaunchOptions, given)]
+    words = _flag_words(LaunchOptions, given)
     data = plan.fine_tuning
     if data is not None:
         rows = {field.name: getattr(data, field.name) for field in dataclasses.fields(RowOptions)}
-        command += _flag_words(ChatOptions, {"chats": data.data or data.folder, **rows})
+        words += _flag_words(ChatOptions, {"chats": data.data or data.folder, **rows})
     threads = threads_per_rank(plan.devices_per_node)
     # what the launcher derives again needs no --env
     derived = rank_variables(plan.config.parallel.device) | {"OMP_NUM_THREADS": threads}
     for name, value in sorted(plan.environment.items()):
         if derived.get(name) != value:
-            command += ["--env", f"{name}={value}"]
-    return [*command, "--", *plan.train_flags]
+            words += ["--env", f"{name}={value}"]
+    return [*words, "--", *plan.train_flags]
 
 
 def _flag_words(cls: type, options: Mapping[str, Any]) -> list[str]:

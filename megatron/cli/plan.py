@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.cli.command import command
@@ -21,7 +22,8 @@ from megatron.options.flags import HelpFormatter
 from megatron.parallel.layout import Layout
 from megatron.plan.campaign.question import Question
 from megatron.plan.describe import describe
-from megatron.plan.page.page import check_output, plan_content, write_page
+from megatron.plan.page.content import PageContent
+from megatron.plan.page.page import PlannedTimes, check_output, plan_content, write_page
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.text import for_rates, rates_of_plan
 from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, for_stderr
@@ -60,6 +62,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
     if options.output is not None:
         check_output(options.output)
+    plan = plan_run(options, flags)
+    sys.stdout.write(plan.text)
+    if options.output is not None:
+        write_page(plan.content(), options.output)
+        print(f"\nwrote {options.output}")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A valid run on a number of devices, with what is predicted of its time."""
+
+    title: str
+    config: Config
+    nodes: int
+    devices_per_node: int
+    times: PlannedTimes
+
+    @property
+    def text(self) -> str:
+        sizes = {"nodes": self.nodes, "devices_per_node": self.devices_per_node}
+        text = describe(self.config, **sizes, title=self.title, check=check, rates=self.times.rates)
+        return text + times_text(self.times)
+
+    def content(self) -> PageContent:
+        sizes = {"nodes": self.nodes, "devices_per_node": self.devices_per_node}
+        return plan_content(self.config, **sizes, title=self.title, times=self.times)
+
+
+def plan_run(options: argparse.Namespace, flags: list[str]) -> PlannedRun:
+    """Return the plan of a run. Raises ConfigError with every fault."""
     config = read_command_line(flags).config  # its faults come with all others below
     num_devices = options.num_devices
     if num_devices is None:
@@ -76,18 +108,12 @@ def _print_plan(options: argparse.Namespace, flags: list[str]) -> None:
     if num_devices % per_node:
         raise ConfigError([f"num_devices={num_devices} is not a multiple of devices_per_node={per_node}; change one"])
     nodes = num_devices // per_node
-    title = f"Plan of {title_of(flags)}"
     # a run's own config may name them
     rates = rates_of_plan(options.rates or config.logging.rates, config)
     if rates is not None:
         config = for_rates(config, rates)
     times = planned_times(config, Cluster.of(nodes, per_node), rates, options)
-    text = describe(config, nodes=nodes, devices_per_node=per_node, title=title, check=check, rates=rates)
-    sys.stdout.write(text + times_text(times))
-    if options.output is not None:
-        content = plan_content(config, nodes=nodes, devices_per_node=per_node, title=title, times=times)
-        write_page(content, options.output)
-        print(f"\nwrote {options.output}")
+    return PlannedRun(f"Plan of {title_of(flags)}", config, nodes, per_node, times)
 
 
 def _with_data(flags: list[str], config: Config) -> list[str]:
