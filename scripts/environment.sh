@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Read by the scripts that start ranks: sets `repository` and `python`, and activates what HL_QNPU_DIR names.
+# Read by the scripts that start ranks: sets `python` and `start`, and activates what HL_QNPU_DIR names.
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [[ -n ${HL_QNPU_DIR:-} && -r $HL_QNPU_DIR/activate ]]; then
@@ -11,3 +11,10 @@ fi
 
 python=${PYTHON:-$repository/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
+
+# start COMMAND FLAGS: the command of this checkout, or, where these files lie without one, of the installed package
+start() {
+    local command=("$repository/tools/$1.py")
+    [[ -f ${command[0]} ]] || command=(-m megatron.cli.entry "$1")
+    exec "$python" "${command[@]}" "${@:2}"
+}

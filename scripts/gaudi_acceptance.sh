@@ -9,4 +9,4 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-exec "$python" "$repository/tools/gaudi_acceptance.py" "$@"
+start gaudi_acceptance "$@"

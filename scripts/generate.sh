@@ -10,4 +10,4 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-exec "$python" "$repository/tools/generate.py" --variables generate "$@"
+start generate --variables generate "$@"

@@ -37,4 +37,4 @@ export HL_PP="${HL_PP:-${layout[2]}}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-exec "$python" "$repository/tools/launch.py" --variables llama -- "$@"
+start launch --variables llama -- "$@"

@@ -25,4 +25,4 @@ export HL_PP="${HL_PP:-1}"
 export HL_RESULTS_DIR_PREFIX="${HL_RESULTS_DIR_PREFIX:-.}"
 export HL_SAVE="${HL_SAVE:-1}"
 
-exec "$python" "$repository/tools/launch.py" --variables sft -- "$@"
+start launch --variables sft -- "$@"

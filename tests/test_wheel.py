@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from megatron import api
 from megatron.options.stored import PRESETS_DIR
 from megatron.plan.rates.files import machine_names
 from tests.ranks import HANG_S
@@ -29,7 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 EXTENSIONS = ("megatron/data/helpers", "megatron/parallel/token_operators")
-OTHERS = (".css", ".js", ".tsv")
+OTHERS = (".css", ".js", ".tsv", ".typed")
+SHARED = ("scripts", "examples", "docs")
+OF_A_CHECKOUT = {"check.sh", "quickstart.sh", "setup.sh", "test.sh"}
 WHEELS = ("from the sdist", "from the checkout")
 
 
@@ -68,7 +71,8 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     """An sdist, the wheel of it, and the wheel of a copy of the checkout."""
     work = tmp_path_factory.mktemp("builds")
     checkout, unpacked = work / "checkout", work / "unpacked"
-    shutil.copytree(ROOT / "megatron", checkout / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for folder in ("megatron", *SHARED):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in SOURCES:
         shutil.copy2(ROOT / name, checkout)
     build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
@@ -80,6 +84,16 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
         reuse_compiled_extensions(source)
         wheels[name] = pip_wheel(source, work / name)
     return Builds(sdist, wheels)
+
+
+def shared_files() -> set[str]:
+    """Return what users start, read and change."""
+    files = (path for folder in SHARED for path in (ROOT / folder).rglob("*"))
+    return {
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.is_file() and "__pycache__" not in path.parts and path.name not in OF_A_CHECKOUT
+    }
 
 
 def reuse_compiled_extensions(source: Path) -> None:
@@ -104,7 +118,8 @@ class Environment:
         return Path(sysconfig.get_path("purelib", vars={"base": str(self.root)}))
 
     def run(self, program: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        return call([self.root / "bin" / program, *arguments], self.folder, **variables)
+        own = self.root / "bin" / program
+        return call([own if own.exists() else program, *arguments], self.folder, **variables)
 
 
 @pytest.fixture(scope="module", params=WHEELS)
@@ -132,8 +147,8 @@ def test_the_sdist_holds_what_a_build_needs_and_no_tests(builds: Builds) -> None
     with tarfile.open(builds.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     native = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/*/native/*")}
-    assert {*SOURCES, *native} - {"MANIFEST.in"} <= names
-    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "examples"))]
+    assert {*SOURCES, *native, *shared_files()} - {"MANIFEST.in"} <= names
+    assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks"))]
 
 
 def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
@@ -143,11 +158,27 @@ def test_both_wheels_hold_every_module_and_preset(builds: Builds) -> None:
     presets |= {f"megatron/plan/machines/{name}.yaml" for name in machine_names()}
     others = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*") if path.suffix in OTHERS}
     expected = modules | presets | others | {f"{extension}.pyi" for extension in EXTENSIONS}
+    expected |= {f"megatron/share/{name}" for name in shared_files()}
     for wheel in builds.wheels.values():
         with zipfile.ZipFile(wheel) as archive:
             names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert {name for name in names if not name.endswith(".so")} == expected
         assert {name.partition(".")[0] for name in names if name.endswith(".so")} == set(EXTENSIONS)
+
+
+def test_the_version_stands_in_one_place_and_the_changelog_begins_with_it(builds: Builds) -> None:
+    version = PROJECT["version"]
+    assert builds.sdist.name == f"megatron_3d-{version}.tar.gz"
+    assert all(wheel.name.startswith(f"megatron_3d-{version}-") for wheel in builds.wheels.values())
+    newest = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
+    assert re.fullmatch(rf"(\[Unreleased\]|\[?\d{{4}}-\d\d-\d\d\]?) - {re.escape(version)}", newest)
+
+
+def test_a_wheel_needs_no_library_but_those_of_every_linux(builds: Builds) -> None:
+    """auditwheel's policies: it would name a manylinux tag for no wheel that links others."""
+    wheel = builds.wheels[WHEELS[0]]
+    shown = " ".join(call([sys.executable, "-m", "auditwheel", "show", wheel], builds.sdist.parent).stdout.split())
+    assert re.search(r'consistent with the following platform tag: "manylinux_2_\d+_', shown), shown
 
 
 def test_the_installed_package_is_the_one_imported(installed: Environment) -> None:
@@ -213,7 +244,49 @@ def test_text_becomes_a_dataset_that_two_ranks_and_then_one_train_on(installed: 
 
     plan = installed.run(*launch, "--dry-run", "--", *flags, "--tensor-model-parallel-size", "2")
     assert "TP 2" in plan.stdout
-    two = installed.run(*launch, "--", *flags, "--tensor-model-parallel-size", "2", "--results-dir", "two")
+    variables = {"HL_CONFIG": "tiny_llama", "HL_DEVICE": "cpu", "HL_TP": "2", "HL_RESULTS_DIR": "two"}
+    variables |= {"HL_DATA_DIR_ROOT": ".", "HL_DATA_FILE_PREFIX": "corpus_text_document"}
+    two = installed.run("megatron-run", "llama", *flags[2:], **variables)
     one = installed.run("megatron-train", *flags, "--results-dir", "one", OMP_NUM_THREADS="1")
     for done in (two, one):
         assert re.search(r"iteration +10/ +10 ", done.stdout), done.stdout
+
+
+def test_scripts_examples_and_pages_are_reached_from_an_empty_folder(installed: Environment) -> None:
+    variables = {"HL_CONFIG": "tiny_llama", "HL_TP": "2", "HL_DEVICE": "cpu", "HL_DRY_RUN": "1"}
+    plan = installed.run("megatron-run", "llama", "--seq-length", "32", **variables).stdout
+    assert "sequence 32" in plan
+    assert "megatron-launch" in plan
+    assert (
+        str(installed.packages / "megatron" / "share" / "scripts" / "run_bloom13b.sh")
+        in installed.run("megatron-run").stdout
+    )
+    installed.run("megatron-run", "--copy", "work")
+    assert {str(path.relative_to(installed.folder / "work")) for path in (installed.folder / "work").rglob("*")} >= (
+        shared_files()
+    )
+    # beside no tools/: the copy starts the installed package
+    copied = installed.run(
+        "bash", "work/scripts/run_llama.sh", PYTHON=str(installed.root / "bin" / "python"), **variables
+    )
+    assert "Plan of tiny_llama" in copied.stdout
+
+
+def test_the_calls_of_python_plan_as_those_of_the_checkout(installed: Environment) -> None:
+    code = "from megatron import api; print(api.plan(config='bloom_13b', device='gaudi2', num_devices=64), end='')"
+    here = api.plan(config="bloom_13b", device="gaudi2", num_devices=64)
+    assert installed.run("python", "-c", code).stdout == str(here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", WHEELS[:1], indirect=True, scope="module")
+def test_a_type_checker_reads_the_types_of_the_installed_calls(installed: Environment) -> None:
+    code = "from megatron.api import plan, train\nreveal_type(plan(config='a').step_seconds)\ntrain(1, config='a')\n"
+    (installed.folder / "service.py").write_text(code)
+    own = ["--python-executable", str(installed.root / "bin" / "python"), "--follow-imports", "silent"]
+    command = [sys.executable, "-m", "mypy", *own, "--cache-dir", "cache", "service.py"]
+    done = subprocess.run(command, cwd=installed.folder, capture_output=True, text=True, timeout=HANG_S)
+    assert re.search(r'Revealed type is "(float \| None|.*Union\[.*float.*None\])"', done.stdout), (
+        done.stdout + done.stderr
+    )
+    assert 'Argument 1 to "train" has incompatible type "int"' in done.stdout
