@@ -468,6 +468,7 @@ def test_every_import_is_required() -> None:
     declared |= {"fsspec", "bitsandbytes", "lm_eval"}  # the extras `remote`, `qlora` and `eval`
     # triton: comes with torch's CUDA builds, imported on CUDA; liger_kernel: an optional peer of benchmarks/loss.py
     declared |= {"triton", "liger_kernel"}
+    declared |= {"mkdocs"}  # the extra `docs`: tools/document_site.py, which mkdocs imports
     declared |= {"hypothesis"}  # the extra `test`: the drawn cases of benchmarks/plan_time.py
     declared |= {"pydantic_core"}  # comes with pydantic
     declared |= {"peft"}  # a peer of benchmarks/merge_adapter.py, in an environment of its own

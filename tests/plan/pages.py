@@ -95,7 +95,8 @@ class Browser:
         message: dict[str, Any] = json.loads(text)
         return message
 
-    def open(self, page: Path, width: int, scheme: str) -> None:
+    def open(self, page: Path | str, width: int, scheme: str) -> None:
+        """Open a file, or an address."""
         self._session = {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -105,7 +106,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self.named("Page.loadEventFired"):
             self.events.append(self._next())
 
