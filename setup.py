@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 SHARED = ("scripts", "examples", "docs")
 OF_A_CHECKOUT = ("check.sh", "quickstart.sh", "setup.sh", "test.sh")
 SHARE = "megatron/share"
-"""Folder of the wheel, which `megatron-run` reads (megatron/cli/run.py)."""
+"""Folder of the wheel, which `megatron-run` reads (megatron/cli/calls/run.py)."""
 
 
 class BuildWithShared(build_py):

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from megatron.runtime.first_steps import end_process_at_interrupt, raise_at_interrupt
 
-COMMANDS = ("megatron.cli", "megatron.cli.data", "megatron.cli.foreign", "megatron.cli.merging")
+COMMANDS = ("megatron.cli", "megatron.cli.calls", "megatron.cli.data", "megatron.cli.foreign", "megatron.cli.merging")
 FAILED = 1
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli import run
+from megatron.cli.calls import run
 from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.files import IMPORT_ROOT
 
