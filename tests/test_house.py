@@ -53,7 +53,7 @@ MOST_FLOORS = 11
 LIMITS = {
     "files below 60 code lines with one importer": 8,
     "ternaries in 1,000 code lines": 22,
-    "branches in 1,000 code lines": 234,
+    "branches in 1,000 code lines": 236,
     "functions of more than 12 branches": 0,
     "lines of imports, % of the code lines": 10.1,
 }

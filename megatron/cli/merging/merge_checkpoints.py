@@ -42,8 +42,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=weighted,
         metavar="FOLDER[=WEIGHT]",
-        help="checkpoints in any format that convert_checkpoint reads, oldest first; weights are divided by their sum "
-        "(default: 1)",
+        help="checkpoints in any format that convert_checkpoint reads, oldest first, or names on the hub; weights "
+        "are divided by their sum (default: 1)",
     )
     parser.add_argument(
         "--save", required=True, type=Path, metavar="PATH", help="folder to write; must be new or empty"
@@ -59,7 +59,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="an exponential moving average: it starts as the oldest, and each later one takes 1 - DECAY of it",
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the hf weights (default: the run's precision)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder whose tokenizer files are copied into hf")
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="folder or name on the hub whose tokenizer files are copied into hf"
+    )
     arguments = parser.parse_args(argv)
     has_weights = any(weight != 1 for _, weight in arguments.load)
     if arguments.last is not None and (len(arguments.load) > 1 or has_weights or arguments.last < 2):
@@ -76,13 +78,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Average. Raises CheckpointError, ConfigError or OSError, with nothing left behind."""
+    """Average. Raises CheckpointError, ConfigError, HubError or OSError, with nothing left behind."""
+    from megatron.hub.download import local_folder, whole_folder
     from megatron.weights import conversion
     from megatron.weights.folder_files import check_space, new_folder
     from megatron.weights.merging import checkpoints
 
     began_s = time.monotonic()
-    folders, weights = [folder for folder, _ in arguments.load], [weight for _, weight in arguments.load]
+    folders = [whole_folder(text, "--load") for text, _ in arguments.load]
+    weights = [weight for _, weight in arguments.load]
+    tokenizer = arguments.tokenizer and local_folder(arguments.tokenizer, "--tokenizer", "tokenizer")
     if arguments.last is not None:
         folders, weights = checkpoints.newest_of_run(folders[0], arguments.last), [1.0] * arguments.last
     shares = checkpoints.mean_shares(weights)
@@ -106,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
                     work,
                     precision=precision,
                     max_shard_bytes=MAX_SHARD_BYTES,
-                    tokenizer=arguments.tokenizer,
+                    tokenizer=tokenizer,
                     progress=bar.update,
                 )
         with progress_bar(mean, "verifying") as bar:
@@ -127,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
     from megatron.checkpoint.format import CheckpointError
+    from megatron.hub.names import HubError
     from megatron.options.config import ConfigError
 
-    return run_command(lambda: run(arguments), (CheckpointError, ConfigError), str(arguments.save))
+    return run_command(lambda: run(arguments), (CheckpointError, ConfigError, HubError), str(arguments.save))
