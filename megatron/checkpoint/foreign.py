@@ -5,6 +5,8 @@ Imports no torch, so that a launcher can name what a folder holds.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,9 @@ from pathlib import Path
 from megatron.checkpoint.folders import MANIFEST, CheckpointError
 from megatron.runtime.commands import command_name
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's record of its newest checkpoint, in the folder that it saves to."""
+_ITERATION = re.compile(r"iter_\d{7,}|release")
 SEARCHED_FOLDERS = 1000
 """Folders below the given one that are looked into."""
 
@@ -39,9 +44,9 @@ DEEPSPEED = ForeignFormat(
 FORMATS = (
     DEEPSPEED,
     ForeignFormat(
-        "a distributed checkpoint of megatron-core",
+        "a distributed checkpoint of megatron-core in the format zarr, or not whole",
         (("common.pt", "metadata.json"), ("common.pt", ".metadata"), ("common.pt", "*.distcp")),
-        f"{_TO_TRANSFORMERS} with Megatron-Bridge (AutoBridge.export_ckpt), and give that",
+        "copy the whole folder, or save it with --ckpt-format torch_dist",
     ),
     ForeignFormat(
         "a checkpoint of Megatron-LM in its legacy format",
@@ -143,6 +148,52 @@ def deepspeed_folder(path: Path) -> Path | None:
         if (path / tag).is_dir() and _has_signs(path / tag, DEEPSPEED):
             return path / tag
     return None
+
+
+def megatron_core_folder(path: Path, step: int | None = None) -> Path | None:
+    """Return the folder of one iteration in megatron-core's format torch_dist: `path`, or the one in it that is newest.
+
+    `step`: the iteration wanted. Returns None where it holds no such checkpoint. Raises CheckpointError for a record of
+    the newest that names no iteration, or one that is not there.
+    """
+    return _iteration(path, step, _is_megatron_core, "common.pt, .metadata and .distcp files")
+
+
+def _iteration(path: Path, step: int | None, is_one: Callable[[Path], bool], files: str) -> Path | None:
+    if not path.is_dir():
+        return None
+    if is_one(path):
+        if step is None or path.name == _iteration_folder(step):
+            return path
+        raise CheckpointError(f"load={path} is one checkpoint; leave ckpt_step out, or give {path.parent}")
+    # others keep such a folder beside their own files: NeMo's `weights`
+    if not any(is_one(folder) for folder in _folders_in(path) if _ITERATION.fullmatch(folder.name)):
+        return None
+    name = _newest_iteration(path / TRACKER) if step is None else _iteration_folder(step)
+    if not is_one(path / name):
+        raise CheckpointError(f"{path / name} is not there, or holds no {files}; copy it, or give another")
+    return path / name
+
+
+def _is_megatron_core(folder: Path) -> bool:
+    # .metadata comes last: a save that was killed has none
+    return (folder / "common.pt").is_file() and (folder / ".metadata").is_file()
+
+
+def _iteration_folder(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def _newest_iteration(tracker: Path) -> str:
+    """Return the name of the newest checkpoint's folder. Raises CheckpointError."""
+    if not tracker.is_file():
+        raise CheckpointError(f"{tracker} is not there, which names the newest; give the folder of an iteration")
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}; it must be a number of steps, or release")
+    return _iteration_folder(int(text))
 
 
 def not_deepspeed(path: Path) -> str:

@@ -91,6 +91,8 @@ class WeightSource(ABC):
         """Model that the files describe; None: it is yet to be read from `metadata`."""
         self.uncompared: Sequence[str] = ()
         """Options of the run's model that nothing in the files settles."""
+        self.optimizer_fault: str | None = None
+        """Reason for which the optimizer that the files hold cannot be read, with the remedy."""
 
     @property
     def parts(self) -> Sequence[WeightSource]:

@@ -76,7 +76,13 @@ def served(content: Mapping[str, Any], architecture: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
-NAMES = {"hf": "Hugging Face", "peft": "PEFT", "native": "native", "universal": "DeepSpeed universal"}
+NAMES = {
+    "hf": "Hugging Face",
+    "peft": "PEFT",
+    "native": "native",
+    "universal": "DeepSpeed universal",
+    "megatron-core": "megatron-core",
+}
 DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 VERIFY_LIMIT = 2 * 10**9
@@ -121,7 +127,8 @@ def add_push_flag(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=command_name("convert_checkpoint"),
-        description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal; adapters to PEFT.",
+        description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal, megatron-core; "
+        "adapters to PEFT.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -129,10 +136,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="PATH",
         help="a Hugging Face folder, or a model's name on the hub; a folder that a run saved in, or one checkpoint in "
-        "it; a checkpoint of DeepSpeed, Megatron-DeepSpeed or torchtitan; Meta's weights",
+        "it; a checkpoint of DeepSpeed, Megatron-DeepSpeed, megatron-core or torchtitan; Meta's weights",
     )
     parser.add_argument("--save", required=True, metavar="PATH", help="folder to write; must be new or empty")
-    parser.add_argument("--to", required=True, choices=("hf", "peft", "native", "universal"), help="what to write")
+    parser.add_argument("--to", required=True, choices=tuple(NAMES), help="what to write")
     add_source_flags(parser)
     parser.add_argument(
         "--architecture",
@@ -219,6 +226,9 @@ def write(model: WholeModel, folder: Path, arguments: argparse.Namespace, worker
             return
         if arguments.to == "universal":
             conversion.write_universal(model, folder, bar.update)
+            return
+        if arguments.to == "megatron-core":
+            conversion.write_megatron_core(model, folder, bar.update)
             return
         copied = conversion.write_huggingface(
             model,

@@ -113,6 +113,8 @@ def _saved_optimizer(
     saved = checkpoint.metadata.get("optimizer")
     if options.no_load_optim:
         return None, ["the optimizer was not restored (no_load_optim); it starts from zero"]
+    if checkpoint.optimizer_fault is not None:
+        raise CheckpointError(checkpoint.optimizer_fault)
     # converted weights, or those of a run with --no-save-optim
     if saved is None or (kept and not held):
         return None, [

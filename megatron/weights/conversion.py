@@ -36,10 +36,21 @@ from megatron.runtime.accelerator import free_memory_bytes
 from megatron.runtime.commands import command_name, train_name
 from megatron.weights.deepspeed import universal
 from megatron.weights.folder_files import Precision
-from megatron.weights.formats import DEEPSPEED, HUGGINGFACE, META, NATIVE, PEFT, TORCHTITAN, Format, Given
+from megatron.weights.formats import (
+    DEEPSPEED,
+    HUGGINGFACE,
+    MEGATRON_CORE,
+    META,
+    NATIVE,
+    PEFT,
+    TORCHTITAN,
+    Format,
+    Given,
+)
 from megatron.weights.huggingface import NameMap, export_huggingface, name_map, parameters_of, write_tensors
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import DTYPES, WeightsWriter
+from megatron.weights.megatron_core import export as megatron_core
 from megatron.weights.model import ReportNumel, WholeModel, whole_model
 from megatron.weights.peft.export import NativeAdapter, native_adapter
 from megatron.weights.tokenizer_files import tokenizer_files
@@ -48,7 +59,7 @@ log = logging.getLogger(__name__)
 
 NATIVE_TAG = "global_step0"
 
-Target = Literal["hf", "native", "universal"]
+Target = Literal["hf", "native", "universal", "megatron-core"]
 CHUNK_NUMEL = 1 << 22
 """Elements of a tensor compared at a time."""
 LOGIT_TOLERANCE = 1e-4
@@ -61,7 +72,7 @@ def recognise(path: Path) -> Format:
         there = "a file" if path.exists() else "not there"
         raise CheckpointError(foreign_format(path) or f"--load {path} is {there}; give a folder")
     # apart from config.json, to see whether a folder is two things at once
-    held = next((known for known in (NATIVE, DEEPSPEED) if known.holds(path)), None)
+    held = next((known for known in (NATIVE, DEEPSPEED, MEGATRON_CORE) if known.holds(path)), None)
     if TORCHTITAN.holds(path):
         return TORCHTITAN
     has_config = (path / "config.json").exists()
@@ -81,7 +92,7 @@ def recognise(path: Path) -> Format:
     raise CheckpointError(
         foreign_format(path)
         or f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor params.json (Meta), nor "
-        "checkpoint.json there or a folder below (native), nor DeepSpeed's files"
+        "checkpoint.json there or a folder below (native), nor the files of DeepSpeed or megatron-core"
     )
 
 
@@ -92,14 +103,15 @@ def open_any(path: Path, preset: str | None = None, max_drift: float | None = No
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
-    return _opened(path, NATIVE if NATIVE.holds(path) else DEEPSPEED, preset, max_drift)
+    known = next((known for known in (NATIVE, MEGATRON_CORE) if known.holds(path)), DEEPSPEED)
+    return _opened(path, known, preset, max_drift)
 
 
 def _opened(
     path: Path, known: Format, preset: str | None, max_drift: float | None, architecture: str | None = None
 ) -> WeightSource:
     """Open a folder of this format. Raises CheckpointError also for options that would have no effect on it."""
-    if known not in (DEEPSPEED, TORCHTITAN) and preset is not None:
+    if known not in (DEEPSPEED, TORCHTITAN, MEGATRON_CORE) and preset is not None:
         raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
     if known is not DEEPSPEED and max_drift is not None:
         raise CheckpointError(f"--max-drift {max_drift}: {path} has no copies that may differ; leave the option out")
@@ -298,6 +310,11 @@ def write_universal(model: WholeModel, folder: Path, progress: ReportNumel) -> N
         if not source.holds_run:
             source = write_native(model, Path(native), progress)
         universal.write(source, folder)
+
+
+def write_megatron_core(model: WholeModel, folder: Path, progress: ReportNumel) -> None:
+    """Write the weights as iteration 0 in megatron-core's format. Raises CheckpointError where it has no such model."""
+    megatron_core.write(model, folder, progress)
 
 
 def write_huggingface(

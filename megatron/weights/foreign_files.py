@@ -12,11 +12,12 @@ each read as an inert record. Tensors stay mapped files until their bytes are ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,7 +38,10 @@ EAGER_BYTES = 1 << 20
 """Entries up to this size, the pickle among them, are checked when a file is opened; tensors may wait for `verify`."""
 
 ALLOWED = (
+    "_io.BytesIO",
     "argparse.Namespace",
+    "pathlib.PosixPath",
+    "signal.Signals",
     "types.SimpleNamespace",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
     "deepspeed.runtime.bf16_optimizer.fragment_address",
@@ -46,8 +50,21 @@ ALLOWED = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "megatron.core.enums.Fp4Recipe",
+    "megatron.core.enums.Fp8Recipe",
     "megatron.core.enums.ModelType",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.ModelType",
+    "megatron.enums.ModelType",
     "megatron.enums.PositionEmbeddingType",
+    "megatron.legacy.model.enums.ModelType",
+    "megatron.legacy.model.enums.PositionEmbeddingType",
+    "megatron.model.enums.ModelType",
     "megatron.model.enums.PositionEmbeddingType",
     # NumPy's random state, which Megatron saves
     "numpy.core.multiarray._reconstruct",
@@ -71,6 +88,18 @@ class Inert:
 
     def get(self, field: str) -> Any:
         return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+@contextlib.contextmanager
+def _only_safe(names: list[Any]) -> Iterator[None]:
+    """Let torch open pickles that name these alone: libraries, such as megatron-core, register classes of their own."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals(names):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(others)
 
 
 @dataclass
@@ -167,7 +196,7 @@ def load_plain(source: str | IO[bytes], where: str, *, mmap: bool = False) -> An
     try:
         # torch takes Inert for the name in the pickle, and imports nothing
         names: list[Any] = [(Inert, name) for name in ALLOWED]
-        with torch.serialization.safe_globals(names), warnings.catch_warnings():
+        with _only_safe(names), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about a pickle that this refuses
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError:
@@ -206,3 +235,10 @@ def compare_checksums(where: Path | str, descriptor: int, entries: Iterable[ZipE
                 f"{where} is damaged: its entry {entry.name} has the checksum {checksum:08x}, not {entry.crc32:08x}; "
                 f"{REMEDY}"
             )
+
+
+def is_plain(value: Any) -> bool:
+    """Return True for what JSON can hold: others, such as enumerations, are records without meaning."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)

@@ -15,6 +15,7 @@ from megatron.weights.deepspeed import deepspeed_checkpoint
 from megatron.weights.folder_formats import FolderFormat
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface_source import HuggingFaceSource
+from megatron.weights.megatron_core.source import open_megatron_core
 from megatron.weights.meta.source import MetaSource
 from megatron.weights.meta.torchtitan import TitanSource
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
@@ -92,7 +93,10 @@ PEFT = _opened(folder_formats.PEFT, _open_peft)
 TORCHTITAN = _opened(folder_formats.TORCHTITAN, lambda folder, given: TitanSource(folder, given.base_config))
 META = _opened(folder_formats.META, lambda folder, given: MetaSource(folder, given.base_config))
 DEEPSPEED = _opened(folder_formats.DEEPSPEED, _open_deepspeed)
-FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, TORCHTITAN, NATIVE, DEEPSPEED)}
+MEGATRON_CORE = _opened(
+    folder_formats.MEGATRON_CORE, lambda folder, given: open_megatron_core(folder, given.base_config)
+)
+FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, TORCHTITAN, NATIVE, DEEPSPEED, MEGATRON_CORE)}
 
 
 def recognise(folder: Path) -> Format:

@@ -17,8 +17,8 @@ from megatron.weights.conversion import recognise
 
 FOLDERS = {
     "megatron-core": (
-        "latest_checkpointed_iteration.txt iter_0000100/metadata.json iter_0000100/.metadata iter_0000100/common.pt",
-        "Megatron-Bridge",
+        "latest_checkpointed_iteration.txt iter_0000100/metadata.json iter_0000100/common.pt",
+        "--ckpt-format torch_dist",
     ),
     "of Megatron-LM in its legacy": (
         "latest_checkpointed_iteration.txt iter_0000100/mp_rank_00/model_optim_rng.pt",

@@ -317,7 +317,12 @@ def test_what_a_foreign_checkpoint_does_not_say_is_a_warning() -> None:
     """One of Megatron's, converted: without moments, seed and data, and with few of its arguments."""
     metadata = {"progress": asdict(Progress(5, 40)), "optimizer": {"step": 5}}
     foreign: Any = SimpleNamespace(
-        folder="run", kinds=("weight",), metadata=metadata, uncompared=["rotary_base"], holds_run=True
+        folder="run",
+        kinds=("weight",),
+        metadata=metadata,
+        uncompared=["rotary_base"],
+        optimizer_fault=None,
+        holds_run=True,
     )
     config = config_of(f"{ROPE} --load run --universal-checkpoint")
     assert plan_restore(foreign, Progress(5, 40), config, config.checkpoint).lines == [
