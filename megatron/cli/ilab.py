@@ -23,7 +23,6 @@ from megatron.launch.instructlab.ilab import IlabTraining, read_ilab_config, rea
 from megatron.launch.instructlab.ilab_options import SHORT, SWITCHES, flag_of, flag_texts
 from megatron.launch.instructlab.launch import RunFailedError
 from megatron.launch.instructlab.phases import train_phases
-from megatron.launch.instructlab.run import count_samples, run_training
 from megatron.options.config import ConfigError
 from megatron.options.dialect import nearest, suggestion
 from megatron.runtime.commands import DONE, for_stderr
@@ -71,6 +70,8 @@ def read_command(argv: Sequence[str]) -> IlabTraining:
 
 def run(training: IlabTraining) -> None:
     """Train. Raises what run_training raises."""
+    from megatron.launch.instructlab.run import count_samples, run_training  # it imports torch
+
     if training.phases is None:
         run_training(training.torch_args, training.train_args)
         return

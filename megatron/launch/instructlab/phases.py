@@ -20,7 +20,6 @@ import orjson
 import yaml
 
 from megatron.launch.instructlab.arguments import TorchrunArgs, TrainingArgs
-from megatron.launch.instructlab.mapping import steps_of
 from megatron.options.config import ConfigError
 from megatron.runtime.files import replacing
 from megatron.runtime.result_files import METRICS_FILE
@@ -230,6 +229,8 @@ def _arguments(phases: LabPhases, phase: LabPhase, args: TrainingArgs, model: st
     own = TrainingArgs(**{**dict(args), **changes})
     if phases.checkpoint == "best" and own.validation_frequency is None:
         # at the end of each epoch, where an export is made
+        from megatron.launch.instructlab.mapping import steps_of  # it imports torch
+
         steps = steps_of(own.model_copy(update={"num_epochs": 1}), count(own))
         own = own.model_copy(update={"validation_frequency": steps})
     return own

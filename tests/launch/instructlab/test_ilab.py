@@ -387,6 +387,6 @@ def test_the_command_reports_faults_and_a_failed_run_by_their_statuses(
     def fails(*given: Any) -> None:
         raise ilab.RunFailedError(3, "the training ended with status 3")
 
-    monkeypatch.setattr(ilab, "run_training", fails)
+    monkeypatch.setattr("megatron.launch.instructlab.run.run_training", fails)
     assert ilab.main([*words, "cpu", "-y"]) == 3
     assert "note: skip_user_confirm=True has no effect" in capsys.readouterr().err
