@@ -14,6 +14,8 @@ from pathlib import Path
 from megatron.checkpoint.folders import MANIFEST, CheckpointError
 from megatron.runtime.commands import command_name
 
+MODEL_OPTIM_RNG = "model_optim_rng.pt"
+"""File of each model-parallel rank in Megatron-LM's legacy format, in a folder of its own."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's record of its newest checkpoint, in the folder that it saves to."""
 _ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -49,9 +51,9 @@ FORMATS = (
         "copy the whole folder, or save it with --ckpt-format torch_dist",
     ),
     ForeignFormat(
-        "a checkpoint of Megatron-LM in its legacy format",
-        (("mp_rank_*/model_optim_rng.pt",), ("mp_rank_*/model_rng.pt",)),
-        f"{_TO_TRANSFORMERS} with the tools/checkpoint/convert.py of its Megatron-LM, and give that",
+        "a checkpoint of Megatron-LM in the legacy format of 2023, with the optimizer apart",
+        (("mp_rank_*/model_rng.pt",),),
+        "load it with its Megatron-LM, and save it with --ckpt-format torch or torch_dist",
     ),
     ForeignFormat(
         "a checkpoint of NeMo",
@@ -150,12 +152,17 @@ def deepspeed_folder(path: Path) -> Path | None:
     return None
 
 
-def megatron_core_folder(path: Path, step: int | None = None) -> Path | None:
-    """Return the folder of one iteration in megatron-core's format torch_dist: `path`, or the one in it that is newest.
+def megatron_lm_folder(path: Path, step: int | None = None) -> Path | None:
+    """Return the folder of one iteration in Megatron-LM's legacy format: `path`, or the one in it that is newest.
 
     `step`: the iteration wanted. Returns None where it holds no such checkpoint. Raises CheckpointError for a record of
     the newest that names no iteration, or one that is not there.
     """
+    return _iteration(path, step, _is_megatron_lm, f"mp_rank_*/{MODEL_OPTIM_RNG}")
+
+
+def megatron_core_folder(path: Path, step: int | None = None) -> Path | None:
+    """Return the folder of one iteration in megatron-core's format torch_dist; as `megatron_lm_folder` otherwise."""
     return _iteration(path, step, _is_megatron_core, "common.pt, .metadata and .distcp files")
 
 
@@ -178,6 +185,10 @@ def _iteration(path: Path, step: int | None, is_one: Callable[[Path], bool], fil
 def _is_megatron_core(folder: Path) -> bool:
     # .metadata comes last: a save that was killed has none
     return (folder / "common.pt").is_file() and (folder / ".metadata").is_file()
+
+
+def _is_megatron_lm(folder: Path) -> bool:
+    return any(folder.glob(f"mp_rank_*/{MODEL_OPTIM_RNG}"))
 
 
 def _iteration_folder(step: int) -> str:

@@ -103,15 +103,14 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="PRESET",
-        help="model of a source without a config (Megatron-DeepSpeed, torchtitan): a preset (megatron/presets/) or a "
-        "YAML file",
+        help="model of a source without a config (Megatron, torchtitan): a preset (megatron/presets/) or a YAML file",
     )
     parser.add_argument(
         "--max-drift",
         type=fraction,
         metavar="FRACTION",
-        help="Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks that is "
-        "averaged, as a fraction of its largest value (default: 0.0156)",
+        help="Megatron-LM, Megatron-DeepSpeed: largest drift of a norm's or bias's copies over tensor-parallel ranks "
+        "that is averaged, as a fraction of its largest value (default: 0.0156)",
     )
 
 

@@ -19,7 +19,13 @@ from megatron.checkpoint.folders import (
     holds_checkpoints,
     iteration_of,
 )
-from megatron.checkpoint.foreign import foreign_format, megatron_core_folder, needless_step, not_deepspeed
+from megatron.checkpoint.foreign import (
+    foreign_format,
+    megatron_core_folder,
+    megatron_lm_folder,
+    needless_step,
+    not_deepspeed,
+)
 from megatron.checkpoint.model_options import check_model_options, saved_model_options
 from megatron.generation.options import LoadOptions
 from megatron.hub.names import snapshot_of
@@ -39,8 +45,9 @@ from megatron.runtime.messages import MissingSecretError, run_secret
 from megatron.settings.validation import check
 from megatron.tasks.registry import load_task
 from megatron.training.deepspeed.config import check_deepspeed
+from megatron.weights import folder_formats
 from megatron.weights.folder_files import missing_base, own_file, read_json
-from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, MEGATRON_CORE, META, NATIVE, PEFT, recognise
+from megatron.weights.folder_formats import DEEPSPEED, HUGGINGFACE, MEGATRON_CORE, MEGATRON_LM, META, NATIVE, PEFT
 from megatron.weights.huggingface_config import config_of, other_model, read_config
 from megatron.weights.model_folder import base_of_adapters, find_base, nothing_to_load
 
@@ -93,11 +100,13 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
         if not DEEPSPEED.holds(folder):
             yield not_deepspeed(folder)
         return
-    known = recognise(folder)
+    known = folder_formats.recognise(folder)
     if known in (HUGGINGFACE, META):
         yield from _check_model(folder, config)
     elif known is PEFT:
         yield from _check_base(folder, config)
+    elif known is MEGATRON_LM:
+        megatron_lm_folder(folder, options.ckpt_step)
     elif known is MEGATRON_CORE:
         megatron_core_folder(folder, options.ckpt_step)
     # one checkpoint, where the folder of all of them is wanted
@@ -107,7 +116,7 @@ def _faults_in(folder: Path, config: Config) -> Iterator[str]:
         yield _strange(folder)
     else:
         _check_run(folder, config)
-    if known not in (NATIVE, MEGATRON_CORE) and options.ckpt_step is not None:
+    if known not in (NATIVE, MEGATRON_CORE, MEGATRON_LM) and options.ckpt_step is not None:
         yield needless_step(str(folder), options.ckpt_step, known.title)
 
 

@@ -40,6 +40,7 @@ from megatron.weights.formats import (
     DEEPSPEED,
     HUGGINGFACE,
     MEGATRON_CORE,
+    MEGATRON_LM,
     META,
     NATIVE,
     PEFT,
@@ -72,7 +73,7 @@ def recognise(path: Path) -> Format:
         there = "a file" if path.exists() else "not there"
         raise CheckpointError(foreign_format(path) or f"--load {path} is {there}; give a folder")
     # apart from config.json, to see whether a folder is two things at once
-    held = next((known for known in (NATIVE, DEEPSPEED, MEGATRON_CORE) if known.holds(path)), None)
+    held = next((known for known in (NATIVE, DEEPSPEED, MEGATRON_CORE, MEGATRON_LM) if known.holds(path)), None)
     if TORCHTITAN.holds(path):
         return TORCHTITAN
     has_config = (path / "config.json").exists()
@@ -92,18 +93,19 @@ def recognise(path: Path) -> Format:
     raise CheckpointError(
         foreign_format(path)
         or f"--load {path} holds no checkpoint: neither config.json (Hugging Face), nor params.json (Meta), nor "
-        "checkpoint.json there or a folder below (native), nor the files of DeepSpeed or megatron-core"
+        "checkpoint.json there or a folder below (native), nor the files of DeepSpeed, megatron-core or Megatron-LM"
     )
 
 
 def open_any(path: Path, preset: str | None = None, max_drift: float | None = None) -> WeightSource:
-    """Open a native or DeepSpeed checkpoint, or the newest of a run's folder; `preset` describes one without a config.
+    """Open a checkpoint of a run, of DeepSpeed or of Megatron-LM, or the newest of a run's folder.
 
+    `preset` describes a model without a config.
     `max_drift`, of Megatron's copies, replaces deepspeed_checkpoint.MAX_DRIFT. Raises CheckpointError, ConfigError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
-    known = next((known for known in (NATIVE, MEGATRON_CORE) if known.holds(path)), DEEPSPEED)
+    known = next((known for known in (NATIVE, MEGATRON_CORE, MEGATRON_LM) if known.holds(path)), DEEPSPEED)
     return _opened(path, known, preset, max_drift)
 
 
@@ -111,9 +113,9 @@ def _opened(
     path: Path, known: Format, preset: str | None, max_drift: float | None, architecture: str | None = None
 ) -> WeightSource:
     """Open a folder of this format. Raises CheckpointError also for options that would have no effect on it."""
-    if known not in (DEEPSPEED, TORCHTITAN, MEGATRON_CORE) and preset is not None:
+    if known not in (DEEPSPEED, MEGATRON_CORE, MEGATRON_LM, TORCHTITAN) and preset is not None:
         raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
-    if known is not DEEPSPEED and max_drift is not None:
+    if known not in (DEEPSPEED, MEGATRON_LM) and max_drift is not None:
         raise CheckpointError(f"--max-drift {max_drift}: {path} has no copies that may differ; leave the option out")
     if known is not HUGGINGFACE and architecture is not None:
         raise CheckpointError(f"--architecture {architecture}: {path} names its own family; leave the option out")

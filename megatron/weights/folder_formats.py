@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.folders import MANIFEST, CheckpointError, holds_checkpoints
-from megatron.checkpoint.foreign import deepspeed_folder, megatron_core_folder
+from megatron.checkpoint.foreign import deepspeed_folder, megatron_core_folder, megatron_lm_folder
 from megatron.weights.folder_files import is_adapter_folder, is_model_folder
 from megatron.weights.meta.params import is_meta_folder
 from megatron.weights.meta.torchtitan_folder import is_titan_folder
@@ -51,13 +51,19 @@ PEFT = FolderFormat("peft", "a folder of PEFT", is_adapter_folder)
 TORCHTITAN = FolderFormat("torchtitan", "a checkpoint of torchtitan", is_titan_folder)
 META = FolderFormat("meta", "a Llama as Meta publishes it", is_meta_folder)
 DEEPSPEED = FolderFormat("deepspeed", "a checkpoint of DeepSpeed", lambda folder: deepspeed_folder(folder) is not None)
+MEGATRON_LM = FolderFormat(
+    "megatron-lm",
+    "a checkpoint of Megatron-LM",
+    # a run that began there may save there, and resumes what it saved itself
+    lambda folder: not holds_checkpoints(folder) and megatron_lm_folder(folder) is not None,
+)
 MEGATRON_CORE = FolderFormat(
     "megatron-core",
     "a checkpoint of megatron-core",
     # a run that began there may save there, and resumes what it saved itself
     lambda folder: not holds_checkpoints(folder) and megatron_core_folder(folder) is not None,
 )
-LOADED_AS_THEY_ARE = (MEGATRON_CORE, HUGGINGFACE, PEFT, META, TORCHTITAN)
+LOADED_AS_THEY_ARE = (MEGATRON_CORE, HUGGINGFACE, PEFT, META, TORCHTITAN, MEGATRON_LM)
 """Formats that need no option; whatever is of none of them is opened as checkpoints of a run, which says what it is."""
 
 

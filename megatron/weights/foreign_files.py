@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from isal import isal_zlib
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megatron.checkpoint.folders import open_file
 from megatron.checkpoint.format import PIECE_BYTES, CheckpointError
@@ -40,7 +41,6 @@ EAGER_BYTES = 1 << 20
 ALLOWED = (
     "_io.BytesIO",
     "argparse.Namespace",
-    "pathlib.PosixPath",
     "signal.Signals",
     "types.SimpleNamespace",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
@@ -235,6 +235,14 @@ def compare_checksums(where: Path | str, descriptor: int, entries: Iterable[ZipE
                 f"{where} is damaged: its entry {entry.name} has the checksum {checksum:08x}, not {entry.crc32:08x}; "
                 f"{REMEDY}"
             )
+
+
+def dense(tensor: Any, path: Path, what: str) -> Tensor:
+    """Return `tensor` if it is a dense floating point tensor; raise CheckpointError otherwise."""
+    if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point():
+        return tensor
+    kind = f"a {tensor.layout} {tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise CheckpointError(f"{path} holds {kind} as {what}; it must be a dense floating point tensor")
 
 
 def is_plain(value: Any) -> bool:

@@ -16,6 +16,7 @@ from megatron.weights.folder_formats import FolderFormat
 from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.megatron_core.source import open_megatron_core
+from megatron.weights.megatron_lm.source import open_megatron_lm
 from megatron.weights.meta.source import MetaSource
 from megatron.weights.meta.torchtitan import TitanSource
 from megatron.weights.model import base_config, check_model, config_of_source, holds_adapters
@@ -93,10 +94,16 @@ PEFT = _opened(folder_formats.PEFT, _open_peft)
 TORCHTITAN = _opened(folder_formats.TORCHTITAN, lambda folder, given: TitanSource(folder, given.base_config))
 META = _opened(folder_formats.META, lambda folder, given: MetaSource(folder, given.base_config))
 DEEPSPEED = _opened(folder_formats.DEEPSPEED, _open_deepspeed)
+MEGATRON_LM = _opened(
+    folder_formats.MEGATRON_LM,
+    lambda folder, given: open_megatron_lm(folder, given.base_config, given.max_drift),
+)
 MEGATRON_CORE = _opened(
     folder_formats.MEGATRON_CORE, lambda folder, given: open_megatron_core(folder, given.base_config)
 )
-FORMATS = {known.name: known for known in (HUGGINGFACE, PEFT, META, TORCHTITAN, NATIVE, DEEPSPEED, MEGATRON_CORE)}
+FORMATS = {
+    known.name: known for known in (HUGGINGFACE, PEFT, META, TORCHTITAN, NATIVE, DEEPSPEED, MEGATRON_LM, MEGATRON_CORE)
+}
 
 
 def recognise(folder: Path) -> Format:

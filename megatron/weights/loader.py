@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.checkpoint.folders import MANIFEST, Run
-from megatron.checkpoint.foreign import deepspeed_folder, megatron_core_folder, needless_step
+from megatron.checkpoint.foreign import deepspeed_folder, megatron_core_folder, megatron_lm_folder, needless_step
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, newest_checkpoint
 from megatron.checkpoint.source import Slice, WeightSource
@@ -26,7 +26,16 @@ from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_passing, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_same_start
-from megatron.weights.formats import DEEPSPEED, FORMATS, MEGATRON_CORE, NATIVE, TORCHTITAN, Given, recognise
+from megatron.weights.formats import (
+    DEEPSPEED,
+    FORMATS,
+    MEGATRON_CORE,
+    MEGATRON_LM,
+    NATIVE,
+    TORCHTITAN,
+    Given,
+    recognise,
+)
 from megatron.weights.huggingface import parameters_of
 from megatron.weights.meta.torchtitan_folder import titan_folder
 from megatron.weights.model import check_model, config_of_source, holds_adapters
@@ -78,15 +87,16 @@ def open_source(load: Load, ctx: ParallelContext) -> WeightSource | None:
     if known in (DEEPSPEED, TORCHTITAN):
         find = deepspeed_folder if known is DEEPSPEED else titan_folder
         folder = raise_on_all_ranks(ctx, lambda: find(folder)) or folder
-    elif known is MEGATRON_CORE:
+    elif known in (MEGATRON_CORE, MEGATRON_LM):
+        newest = megatron_core_folder if known is MEGATRON_CORE else megatron_lm_folder
         # the newest may change while ranks look: rank 0's counts
-        chosen = raise_on_all_ranks(ctx, lambda: None if ctx.rank else megatron_core_folder(folder, load.step))
+        chosen = raise_on_all_ranks(ctx, lambda: None if ctx.rank else newest(load.folder, load.step))
         folder = ctx.broadcast_object(chosen) or folder
     elif load.step is not None:
         raise CheckpointError(needless_step(str(folder), load.step, known.title))
     # before it is opened: hosts whose disks differ would raise different errors, or none
     check_same_start(ctx, load.folder, folder)
-    source = raise_on_all_ranks(ctx, lambda: known.open(folder if known is MEGATRON_CORE else load.folder, load.given))
+    source = raise_on_all_ranks(ctx, lambda: known.open(folder, load.given))
     raise_on_all_ranks(ctx, lambda: source.verify((ctx.rank, ctx.world_size)))
     return source
 

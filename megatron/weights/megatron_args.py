@@ -89,17 +89,22 @@ def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
         position = "rope"
     if position is not None:
         options["position_embedding_type"] = position
-    # a release without the argument says nothing of it, which is not the same as off
-    if "use_rope_scaling" in arguments:
-        factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
-        options["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
-        if arguments["use_rope_scaling"]:
-            options["rope_scaling_type"] = "llama3"
-    if divisor := arguments.get("rotary_seq_len_interpolation_factor"):
-        options |= {"rope_scaling_factor": float(divisor), "rope_scaling_type": "linear"}
+    options |= _rope_scaling(arguments)
     if arguments.get("num_experts"):
         options |= _expert_options(arguments)
     return options | _window_options(arguments)
+
+
+def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if divisor := arguments.get("rotary_seq_len_interpolation_factor"):
+        return {"rope_scaling_factor": float(divisor), "rope_scaling_type": "linear"}
+    # a release without the argument says nothing of it, which is not the same as off
+    if "use_rope_scaling" not in arguments:
+        return {}
+    if not arguments["use_rope_scaling"]:
+        return {"rope_scaling_factor": None}
+    factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
+    return {"rope_scaling_factor": factor, "rope_scaling_type": "llama3"}
 
 
 def _window_options(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,10 @@ FOLDERS = {
         "latest_checkpointed_iteration.txt iter_0000100/metadata.json iter_0000100/common.pt",
         "--ckpt-format torch_dist",
     ),
-    "of Megatron-LM in its legacy": (
-        "latest_checkpointed_iteration.txt iter_0000100/mp_rank_00/model_optim_rng.pt",
-        "convert.py",
+    "the legacy format of 2023": (
+        "latest_checkpointed_iteration.txt iter_0000100/mp_rank_00_000/model_rng.pt",
+        "save it with --ckpt-format torch or torch_dist",
     ),
-    "its legacy format in release": ("release/mp_rank_00_001/model_optim_rng.pt", "convert.py"),
     "Mistral": ("params.json consolidated.safetensors tekken.json", "in transformers' format"),
     "Meta's Llama without their params.json": ("consolidated.00.pth tokenizer.model", "params.json"),
     "of NeMo": ("weights/common.pt weights/metadata.json context/model.yaml", "NeMo"),

@@ -27,8 +27,8 @@ from megatron.runtime.commands import FAILED
 from megatron.settings.command_line import parse_arguments
 from megatron.training.guard import checkpoint_before
 from megatron.training.resume import RestorePlan, Start, find_start, plan_restore, read_progress
-from megatron.weights.deepspeed.deepspeed_checkpoint import model_options
 from megatron.weights.loader import find_checkpoint
+from megatron.weights.megatron_args import model_options
 from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts
 

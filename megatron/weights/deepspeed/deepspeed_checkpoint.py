@@ -30,59 +30,9 @@ from megatron.weights.deepspeed.files import (
     numbered,
 )
 from megatron.weights.deepspeed.origins import Origin, is_megatron, megatron_origins, our_origins
-from megatron.weights.foreign_files import Inert
+from megatron.weights.foreign_files import Inert, is_plain
+from megatron.weights.megatron_args import model_options
 from megatron.weights.model import check_parameters
-
-_NAMES = {
-    "num_layers": ("num_layers",),
-    "hidden_size": ("hidden_size",),
-    "num_attention_heads": ("num_attention_heads",),
-    "kv_channels": ("kv_channels",),
-    "norm_epsilon": ("norm_epsilon", "layernorm_epsilon"),
-    "rotary_base": ("rope_theta", "rotary_base"),
-    "rotary_percent": ("rotary_percent",),
-}
-"""Their names for each of ours; the first that is there counts."""
-_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "rotary": "rope", "alibi": "alibi"}
-
-
-def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the arguments say of the model, in our options. Arguments that are missing or None are left out."""
-    options = {}
-    for ours, names in _NAMES.items():
-        values = [arguments[name] for name in names if arguments.get(name) is not None]
-        if values:
-            options[ours] = values[0]
-    groups = _query_groups(arguments)
-    if groups is not None:
-        options["num_query_groups"] = groups
-    position = _POSITIONS.get(str(arguments.get("position_embedding_type")))
-    # an older switch, beside which position_embedding_type may still have its default
-    if arguments.get("use_rotary_position_embeddings"):
-        position = "rope"
-    if position is not None:
-        options["position_embedding_type"] = position
-    # a release without the argument says nothing of it, which is not the same as off
-    if "use_rope_scaling" in arguments:
-        factor = arguments.get("rope_scaling_factor") or 8.0  # Megatron's default
-        options["rope_scaling_factor"] = factor if arguments["use_rope_scaling"] else None
-        if arguments["use_rope_scaling"]:
-            options["rope_scaling_type"] = "llama3"
-    if divisor := arguments.get("rotary_seq_len_interpolation_factor"):
-        options |= {"rope_scaling_factor": float(divisor), "rope_scaling_type": "linear"}
-    return options
-
-
-def _query_groups(arguments: Mapping[str, Any]) -> Any:
-    # without group_query_attention Megatron ignores its num_query_groups
-    if arguments.get("group_query_attention"):
-        return arguments.get("num_query_groups")
-    # Megatron-DeepSpeed's own argument
-    groups = arguments.get("num_key_value_heads")
-    if groups is None and "group_query_attention" in arguments:
-        return arguments.get("num_attention_heads")
-    return groups
-
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +127,8 @@ class DeepSpeedCheckpoint(WeightSource):
 
     def _assembled(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
         if origin.cut.dim is None:
-            return self._one_of_copies(origin, name, kind, local)
+            where = f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name}"
+            return agreed_copy(local, where, self._max_drift if origin.is_megatron else 0.0)
         # with one rank not assembled: that copies, and the tensor may be a mapped file
         full = local[0] if len(local) == 1 else origin.cut.assemble(local)
         length = origin.shard.shape[origin.cut.dim]
@@ -190,38 +141,6 @@ class DeepSpeedCheckpoint(WeightSource):
         full = full.narrow(origin.cut.dim, 0, length)
         return origin.reordered(full)
 
-    def _one_of_copies(self, origin: Origin, name: str, kind: str, local: Sequence[Tensor]) -> Tensor:
-        """Return the tensor of which each tensor-parallel rank holds a copy: Megatron's may have drifted a little."""
-        if len(local) == 1:
-            return local[0]
-        where = f"{self._source.path(origin.theirs[0], kind)}: {kind} of {name}"
-        for rank, tensor in enumerate(local):
-            if not tensor.isfinite().all():
-                raise CheckpointError(
-                    f"{where} is not finite on tensor-parallel rank {rank}; load an earlier checkpoint"
-                )
-        if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
-            return local[0]
-        if not origin.is_megatron:
-            raise CheckpointError(
-                f"{where} differs between tensor-parallel ranks, which must hold equal copies; load an earlier "
-                "checkpoint"
-            )
-        copies = torch.stack([tensor.float() for tensor in local])
-        mean = copies.mean(dim=0)
-        drift = float((copies - mean).abs().max() / copies.abs().max())
-        if not drift <= self._max_drift:
-            raise CheckpointError(
-                f"{where} differs between tensor-parallel ranks by {drift:.2g} of its largest value, above the limit "
-                f"of {self._max_drift:.2g}: the ranks trained apart. Load an earlier checkpoint, or convert with "
-                "--max-drift to take the mean all the same"
-            )
-        # BLOOM's norms drifted apart in training; its own conversion averages them too
-        log.warning(
-            "%s differs between tensor-parallel ranks by %.2g of its largest value; taking their mean", where, drift
-        )
-        return mean
-
     def read(self, at: Slice, kind: str = "weight") -> Tensor:
         """Reads the full tensor for it."""
         local = at.shard.take(self.read_full(at.name, kind), at.tensor_rank, at.tensor_size)
@@ -229,6 +148,38 @@ class DeepSpeedCheckpoint(WeightSource):
 
     def verify(self, share: tuple[int, int] = (0, 1), kinds: Collection[str] | None = None) -> str:
         return self._source.files.verify(self.folder.rglob("*.pt"), share)
+
+
+def agreed_copy(local: Sequence[Tensor], where: str, max_drift: float) -> Tensor:
+    """Return the tensor of which each tensor-parallel rank holds a copy: Megatron's may have drifted a little.
+
+    `max_drift`: as MAX_DRIFT; 0: the copies must be equal. Raises CheckpointError, beginning with `where`.
+    """
+    if len(local) == 1:
+        return local[0]
+    for rank, tensor in enumerate(local):
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{where} is not finite on tensor-parallel rank {rank}; load an earlier checkpoint")
+    if all(torch.equal(tensor, local[0]) for tensor in local[1:]):
+        return local[0]
+    if not max_drift:
+        raise CheckpointError(
+            f"{where} differs between tensor-parallel ranks, which must hold equal copies; load an earlier checkpoint"
+        )
+    copies = torch.stack([tensor.float() for tensor in local])
+    mean = copies.mean(dim=0)
+    drift = float((copies - mean).abs().max() / copies.abs().max())
+    if not drift <= max_drift:
+        raise CheckpointError(
+            f"{where} differs between tensor-parallel ranks by {drift:.2g} of its largest value, above the limit of "
+            f"{max_drift:.2g}: the ranks trained apart. Load an earlier checkpoint, or convert with --max-drift to "
+            "take the mean all the same"
+        )
+    # BLOOM's norms drifted apart in training; its own conversion averages them too
+    log.warning(
+        "%s differs between tensor-parallel ranks by %.2g of its largest value; taking their mean", where, drift
+    )
+    return mean
 
 
 def _metadata(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,7 +304,7 @@ def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     # Megatron saves an argparse.Namespace, which is read as a record without behaviour
     if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
         # what JSON can hold: other values, such as enumerations, are records without meaning here
-        args = {name: value for name, value in arguments.state.items() if _is_plain(value)}
+        args = {name: value for name, value in arguments.state.items() if is_plain(value)}
     progress = _progress(folder).get("progress") or {}
     # our counters first, then Megatron's, then those of DeepSpeed's engine
     candidates: dict[str, list[Any]] = {
@@ -387,9 +338,3 @@ def _client_metadata(folder: Path, text: Any) -> dict[str, Any] | None:
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{folder}: the metadata in its model states are not a JSON object; copy it again")
     return metadata
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)

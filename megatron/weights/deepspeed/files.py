@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
 from megatron.parallel.shards import Shard
-from megatron.weights.foreign_files import ForeignFiles, Inert
+from megatron.weights.foreign_files import ForeignFiles, Inert, dense
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,6 @@ FILE_OF_KIND = {
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
-def _checked(tensor: Any, path: Path, what: str) -> Tensor:
-    """Return `tensor` if it is a dense floating point tensor; raise CheckpointError otherwise."""
-    if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point():
-        return tensor
-    kind = f"a {tensor.layout} {tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-    raise CheckpointError(f"{path} holds {kind} as {what}; it must be a dense floating point tensor")
 
 
 def _mapping(content: Any, path: Path, what: str) -> dict[Any, Any]:
@@ -130,7 +122,7 @@ class UniversalFolder:
 
     def _tensor(self, name: str, kind: str) -> Tensor:
         content = self._content(name, kind)
-        tensor = _checked(content.get("param"), self.path(name, kind), "'param'")
+        tensor = dense(content.get("param"), self.path(name, kind), "'param'")
         shape = self._shapes.get(name)
         if tensor.dim() == 1 and shape is not None and tensor.numel() == math.prod(shape):
             tensor = tensor.view(shape)  # ZeRO-3's are flat
@@ -295,10 +287,10 @@ class ZeroShards:
 
     def _flat_tensors(self, weight: object, moments: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
         """Return the flat tensors of a group by kind, and note the optimizer's step."""
-        flat = {"weight": _checked(weight, path, "float32 weights")}
+        flat = {"weight": dense(weight, path, "float32 weights")}
         for kind in FILE_OF_KIND:
             if isinstance(moments.get(kind), Tensor):
-                flat[kind] = _checked(moments[kind], path, kind)
+                flat[kind] = dense(moments[kind], path, kind)
         # all groups of an optimizer step together, so the first that counts is enough
         if self._step is None and "step" in moments:
             self._step = _as_int(moments["step"])
@@ -380,7 +372,7 @@ class ModelFiles:
             if not isinstance(name, str):
                 raise CheckpointError(f"{path} names a tensor {name!r}; it is not a DeepSpeed file")
             if isinstance(tensor, Tensor):  # modules may keep other values beside
-                self._state.setdefault(prefix + name, {})[rank] = path, _checked(tensor, path, name)
+                self._state.setdefault(prefix + name, {})[rank] = path, dense(tensor, path, name)
 
     def kinds(self, name: str) -> tuple[str, ...]:
         return ("weight",)
