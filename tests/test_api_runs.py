@@ -163,14 +163,15 @@ def test_the_readmes_shorter_examples_run_adapters_included(examples: list[str],
     assert changed == {name for name in before if "_proj" in name}
 
 
-def test_the_documentations_example_prepares_its_run(tmp_path: Path) -> None:
+def test_the_documentations_example_prepares_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "models" / "base")
     write_chats(tmp_path / "chats.jsonl")
     instead = "from megatron.launch.instructlab import run\n"
     instead += "run.run_to_the_end = lambda command, environment, log: print(*command)\n"
     said = end(start(tmp_path, instead + blocks(DOCUMENTATION.read_text(encoding="utf-8"))[0]))
     assert "-- --config out/run_training.yaml" in said
-    config = load_config(["--config", str(tmp_path / "out" / "run_training.yaml")], 1)
+    monkeypatch.chdir(tmp_path)  # in which the example's folders are
+    config = load_config(["--config", "out/run_training.yaml"], 1)
     assert (config.checkpoint.save_hf, config.checkpoint.save_hf_last_only) == ("out/hf_format", True)
 
 

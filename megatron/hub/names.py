@@ -15,11 +15,18 @@ from megatron.runtime.commands import UserError
 
 Kind = Literal["model", "dataset"]
 SCHEME = "hf://"
+DATASETS = f"{SCHEME}datasets/"
+"""Begin of the address of a dataset: data/read/hub_dataset.py."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # as the hub allows them: no part begins or ends with . or -
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?:{SCHEME})?({_PART}/{_PART})(?:@([A-Za-z0-9_][A-Za-z0-9._/-]*))?")
 _SNAPSHOT = re.compile(r"/(model|dataset)s--([^/]+)/snapshots/([^/]+)$")
+
+
+def is_dataset(text: str) -> bool:
+    """Return True for the address of a dataset on the hub."""
+    return text.startswith(DATASETS)
 
 
 def package() -> Any:

@@ -13,10 +13,11 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.read.archives import read_batches
 from megatron.data.read.document_blocks import Block, Position, ReadingRules
-from megatron.data.read.hub_dataset import is_dataset, with_split
+from megatron.data.read.hub_dataset import with_split
 from megatron.data.read.input_shards import InputShard, of_split, shard_of
 from megatron.data.read.search import find_sources
 from megatron.data.read.sources import STDIN_FILENAME, UNCOMPRESSED_ONLY, InputListing, InputRules, SourceFile
+from megatron.hub.names import is_dataset
 
 SHOWN_FAULTS = 10
 

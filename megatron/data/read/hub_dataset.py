@@ -19,11 +19,10 @@ from megatron.data.read.input_shards import splits_in
 from megatron.data.read.remote import RemoteFile, open_remote
 from megatron.data.read.sources import KNOWN_NAMES, SPLIT_NAMES, InputRules
 from megatron.hub.download import downloaded_dataset, explained_error, listing
-from megatron.hub.names import HubError, HubName, parse_name
+from megatron.hub.names import DATASETS, HubError, HubName, is_dataset, parse_name
 from megatron.runtime.files import path_matches
 
-PREFIX = "hf://datasets/"
-FORM = f"{PREFIX}ORGANISATION/NAME[@REVISION][/PATH][?config=NAME&split=NAME]"
+FORM = f"{DATASETS}ORGANISATION/NAME[@REVISION][/PATH][?config=NAME&split=NAME]"
 CONVERTED = "refs/convert/parquet"
 """Branch on which the hub keeps a dataset's rows as Parquet: CONFIG/SPLIT/0000.parquet."""
 README = "README.md"
@@ -49,7 +48,7 @@ class DatasetUrl:
     @classmethod
     def parse(cls, text: str) -> DatasetUrl:
         """Raises DataError for another form."""
-        address, _, query = text.removeprefix(PREFIX).partition("?")
+        address, _, query = text.removeprefix(DATASETS).partition("?")
         # a revision may have slashes itself, which a path behind it would continue: refs/pr/1
         match = re.fullmatch(r"([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?", address)
         name = None if match is None else parse_name(match[1], "dataset")
@@ -68,7 +67,7 @@ class DatasetUrl:
     def __str__(self) -> str:
         query = "&".join(f"{key}={getattr(self, key)}" for key in QUERY if getattr(self, key) is not None)
         path = f"/{self.path}" if self.path else ""
-        return f"{PREFIX}{self.name}{path}" + (f"?{query}" if query else "")
+        return f"{DATASETS}{self.name}{path}" + (f"?{query}" if query else "")
 
 
 def _query(text: str, query: str) -> dict[str, str]:
@@ -79,10 +78,6 @@ def _query(text: str, query: str) -> dict[str, str]:
     if not is_known or not all(values.values()) or (query and not values):
         raise DataError(f"{text} is not {FORM}; correct it")
     return values
-
-
-def is_dataset(text: str) -> bool:
-    return text.startswith(PREFIX)
 
 
 def with_split(inputs: Sequence[str], split: str | None) -> tuple[list[str], str | None]:
@@ -106,7 +101,7 @@ class _Dataset:
     default: str | None = None
 
     def address(self, path: str) -> str:
-        return f"{PREFIX}{self.url.name.repo}@{self.commit}/{path}"
+        return f"{DATASETS}{self.url.name.repo}@{self.commit}/{path}"
 
 
 def urls_of(text: str) -> list[str]:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from megatron.data.index.indexed import DataError
 from megatron.data.read import sources
-from megatron.data.read.hub_dataset import find_dataset, is_dataset
+from megatron.data.read.hub_dataset import find_dataset
 from megatron.data.read.remote import RemoteFile, find_remote
+from megatron.hub.names import is_dataset
 from megatron.runtime.files import path_matches
 
 SHOWN_REFUSALS = 10

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folders import CheckpointError
-from megatron.data.read.hub_dataset import is_dataset
+from megatron.hub.names import is_dataset
 from megatron.launch.dialects.finetune_file import read_finetune_file
 from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import (

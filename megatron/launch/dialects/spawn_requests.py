@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from megatron.checkpoint.folders import CheckpointError
 from megatron.data.index.indexed import DataError
-from megatron.data.read.hub_dataset import PREFIX as DATASETS
 from megatron.data.read.hub_dataset import urls_of
 from megatron.data.read.input_shards import of_split
 from megatron.data.read.search import find_sources
 from megatron.hub.download import downloaded_dataset
-from megatron.hub.names import name_of
+from megatron.hub.names import DATASETS, name_of
 from megatron.launch.dialects.finetune_file import deepspeed_flags
 from megatron.launch.dialects.hl_requests import from_environment, hl_variables
 from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
