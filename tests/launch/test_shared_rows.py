@@ -13,6 +13,7 @@ import pytest
 from megatron import api
 from megatron.cli.launch import with_processed_data
 from megatron.launch.dialects.hl_requests import from_environment
+from megatron.launch.instructlab import run
 from megatron.launch.preflight import preflight
 from tests import runs
 from tests.finetuning_files import REQUIRED, write_chats, write_model
@@ -51,7 +52,7 @@ def config_of(results: Path) -> Any:
 
 def test_instructlabs_run(ranks: RankPools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank shards nothing; two do as HYBRID_SHARD, the default, says: ZeRO-3."""
-    monkeypatch.setattr(api, "run_to_the_end", lambda command, environment, log: None)
+    monkeypatch.setattr(run, "run_to_the_end", lambda command, environment, log: None)
     paths = {"model_path": str(folder / "base"), "data_path": str(folder / "chats.jsonl")}
     paths["data_output_dir"] = str(folder / "data")
     for size in (1, 2):

@@ -26,7 +26,7 @@ Row = list[str]
 OUR_OPTIONS = {flag(name) for name in options()}
 PARSER = build_parser()
 
-PLACEHOLDERS = {"N": "1", "PATH": "some/path", "PREFIX": "some/prefix"}
+PLACEHOLDERS = {"N": "1", "PATH": "/some/path", "PREFIX": "some/prefix"}
 
 SAME = ("section", "flag", "Megatron's default", "here", "what to know")
 EQUAL = ("section", "flags, each with its default")

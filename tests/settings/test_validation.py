@@ -33,6 +33,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "2 x pipeline_model",
         "multiple of 4",
     ),
+    "an account in an address": (
+        "--mlflow-experiment a --mlflow-tracking-uri http://name:secret@localhost",
+        1,
+        "mlflow_tracking_uri",
+        "MLFLOW_TRACKING",
+    ),
+    "tags": ("--mlflow-experiment a --mlflow-tags plain", 1, "mlflow_tags=plain is not NAME=VALUE", "write it so"),
     "replicas": (
         "--tensor-model-parallel-size 2 --zero-stage 1 --num-replicas 3",
         8,

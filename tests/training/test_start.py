@@ -17,7 +17,7 @@ from tests import runs
 ROOT = Path(__file__).resolve().parent.parent.parent
 UNNEEDED = (
     *("torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "sympy"),
-    *("matplotlib", "pandas", "tokenizers", "transformers", "pyarrow", "wandb", "tensorboard", "fsspec"),
+    *("matplotlib", "pandas", "tokenizers", "transformers", "pyarrow", "wandb", "mlflow", "tensorboard", "fsspec"),
     *("setuptools", "distutils.ccompiler"),  # by which DeepSpeed calls a compiler for each of its operators
 )
 
