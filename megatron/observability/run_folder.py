@@ -84,17 +84,19 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        reason = self.stopped or TRAINED
+        reason, outcome = self.stopped or TRAINED, "stopped" if self.stopped else "done"
         if error is not None and is_lost_peer(error):
-            reason = "another rank was lost"  # the transport's message names a socket
+            reason, outcome = "another rank was lost", "failed"  # the transport's message names a socket
         elif kind is not None:
             # one line of run.json and of the summary
             text = " ".join(str(error).split())
-            reason = ": ".join(filter(None, [kind.__name__, text]))
-        self.end(reason)
+            reason, outcome = ": ".join(filter(None, [kind.__name__, text])), "failed"
+        self.end(reason, outcome)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, outcome: str = "failed") -> None:
         """Write and print the reason of the end, and the summary. Only the first call has an effect.
+
+        `outcome`: done, stopped (by a signal, a limit or validations), or failed.
 
         Not collective: where a rank failed, the others may never get here.
         """
@@ -104,6 +106,7 @@ class RunFolder:
         self._starts[-1]["ended"] = {
             "time": _now(),
             "reason": reason,
+            "outcome": outcome,
             "iteration": self._progress.iteration,
             "consumed_samples": self._progress.consumed_samples,
             # since the start of the job: users wait for imports, the build and restarts too

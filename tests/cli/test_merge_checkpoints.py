@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.cli.merging import merge_checkpoints
+from megatron.weights.merging import checkpoints
 from megatron.weights.merging.checkpoints import moving_shares
 from tests import runs
 from tests.ranks import RankPools
@@ -84,6 +86,13 @@ def test_transformers_and_a_run_go_on_from_it(saved: Path, tmp_path: Path, ranks
     assert ranks(1)(runs.train, f"{flags} --train-iters 1") == [""]
 
 
+def test_checkpoints_of_an_unknown_run_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be of several runs, whose mean would be a model of none."""
+    monkeypatch.setattr(checkpoints, "read_latest", lambda save: ("global_step8", None))
+    with pytest.raises(CheckpointError, match="does not say which run saved there last"):
+        checkpoints.newest_of_run(saved, 2)
+
+
 def test_what_is_refused(saved: Path, tmp_path: Path, ranks: RankPools, capsys: pytest.CaptureFixture[str]) -> None:
     other = (
         f"{FLAGS} --data-path {saved.parent / 'data'} --save {tmp_path / 'other'} --norm-epsilon 1e-4 --train-iters 2"
@@ -91,7 +100,7 @@ def test_what_is_refused(saved: Path, tmp_path: Path, ranks: RankPools, capsys: 
     assert ranks(1)(runs.train, other) == [""]
     for load, message in (
         (["{}", "--last", "5"], "holds 4 checkpoints of its run, but --last is 5; use 4"),
-        (["{}/global_step2=1", "{}/global_step4=-1"], "the weights add up to 0, of which there is no mean"),
+        (["{}/global_step2=1", "{}/global_step4=-1"], "the weights add up to 0, but a mean needs a positive sum"),
         (["{}/global_step2", f"{tmp_path}/other"], "is of norm_epsilon=1e-05"),
         (["{}/nothing", "{}/global_step4"], "is not there"),
     ):

@@ -55,6 +55,11 @@ def start(number: int, resumed: int, began_s: float, ended: dict[str, Any] | Non
     return row if ended is None else {**row, "ended": ended}
 
 
+def end(ended_s: float, reason: str, outcome: str, iteration: int) -> dict[str, Any]:
+    time = datetime.fromtimestamp(START_S + ended_s, timezone.utc).isoformat(timespec="seconds")
+    return {"time": time, "reason": reason, "outcome": outcome, "iteration": iteration}
+
+
 def write_run(folder: Path, *, text: str = "a text", lr: str = "0.01") -> Path:
     """A run of 20 steps in three starts: killed, failed, and trained to the end."""
     folder.mkdir(parents=True)
@@ -78,10 +83,23 @@ def write_run(folder: Path, *, text: str = "a text", lr: str = "0.01") -> Path:
         },
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # of steps that the second start trained again, the last one torn by the kill
+    superseded = json.dumps({"kind": "train", "iteration": 6, "time": START_S + 55})
+    (folder / "metrics.superseded.jsonl").write_text(f"{superseded}\n{superseded[:-9]}\n")
     starts = [
         start(0, 0, 0),
-        start(1, 5, 60, {"time": "2023-11-14T22:14:50+00:00", "reason": f"ValueError: {text}", "iteration": 8}),
-        start(1, 8, 100, {"time": "2023-11-14T22:17:00+00:00", "reason": "trained to the end", "iteration": 20}),
+        start(
+            1,
+            5,
+            60,
+            {"time": "2023-11-14T22:14:50+00:00", "reason": f"ValueError: {text}", "iteration": 8, "outcome": "failed"},
+        ),
+        start(
+            1,
+            8,
+            100,
+            {"time": "2023-11-14T22:17:00+00:00", "reason": "trained to the end", "iteration": 20, "outcome": "done"},
+        ),
     ]
     (folder / "run.json").write_text(json.dumps({"starts": starts}))
     (folder / "config.yaml").write_text(f"optimizer:\n  lr: {lr}\ndata:\n  data_path: {json.dumps(text)}\n")
@@ -115,8 +133,8 @@ def test_every_file_of_a_run_is_on_its_page(tmp_path: Path) -> None:
         ["5 to 8", "by its agents", "4 on 2", "tensor 2, data 2", "ValueError: a text"],
         ["8 to 20", "by its agents", "4 on 2", "tensor 2, data 2", "trained to the end"],
     ]
-    # of the killed one until its last row, in which it was at iteration 5
-    assert [row[2] for row in texts(page, "Starts of run")] == ["50 s", "30 s", "2 min"]
+    # of the killed one until its last row, which was superseded
+    assert [row[2] for row in texts(page, "Starts of run")] == ["55 s", "30 s", "2 min"]
     assert texts(page, "Memory at the start of a run") == [
         ["1", "first step", "2.50", "3.00", "4.50", "3", "80.0"],
     ]
@@ -132,6 +150,18 @@ def test_every_file_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     assert {"Throughput", "Gradient norm", "Own time of the slowest rank", "Peak of the process so far"} <= set(titles)
     (config,) = page.root.all("pre")
     assert "lr: 0.01" in config.text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind"),
+    [("done", "done"), ("stopped", "stopped"), ("failed", "failed"), ([], "failed"), (None, "failed")],
+)
+def test_a_start_ended_as_it_recorded(tmp_path: Path, outcome: Any, kind: str) -> None:
+    """By the outcome, not by the words of the reason: validations that no longer improve stop a run too."""
+    run = write_run(tmp_path / "run")
+    ended = {**end(9, "the validation loss has not improved", "", 1), "outcome": outcome}
+    (run / "run.json").write_text(json.dumps({"starts": [start(0, 0, 0, ended)]}))
+    assert read_recorded(run, "run").starts[0].kind == kind
 
 
 def test_runs_lie_side_by_side(tmp_path: Path) -> None:

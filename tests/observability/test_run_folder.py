@@ -58,6 +58,7 @@ def test_a_resumed_run_appends_and_keeps_what_was_there(tmp_path: Path) -> None:
     live(config_of(tmp_path), Progress(iteration=4, consumed_samples=32), 6)
     first, second = starts(tmp_path)
     assert [start["ended"]["reason"] for start in (first, second)] == ["Received SIGTERM", "trained to the end"]
+    assert [start["ended"]["outcome"] for start in (first, second)] == ["stopped", "done"]
     assert [(start["resumed_iteration"], start["ended"]["iteration"]) for start in (first, second)] == [(0, 4), (4, 10)]
     assert list(second["hosts"].values()) == [[0]]
     assert {"python", "torch", "deepspeed", "numpy"} <= set(second["versions"])
@@ -110,6 +111,7 @@ def test_a_fault_is_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(RuntimeError):
         live(config_of(tmp_path), Progress(), 4, fault=RuntimeError("out of\nmemory"))
     assert starts(tmp_path)[0]["ended"]["reason"] == "RuntimeError: out of memory"
+    assert starts(tmp_path)[0]["ended"]["outcome"] == "failed"
     assert "RuntimeError: out of memory" in (tmp_path / "summary.txt").read_text()
     assert " run ended: RuntimeError: out of memory" in capsys.readouterr().out
 

@@ -23,7 +23,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def decay(text: str) -> float:
-    """Return the number. Raises ValueError for one of which there is no moving average."""
+    """Return the number. Raises ValueError unless it is between 0 and 1."""
     value = float(text)
     if not 0 < value < 1:
         raise ValueError(text)

@@ -15,7 +15,7 @@ from megatron.plan.page.parts import number_cell, table
 
 KINDS = {
     "done": "trained to the end",
-    "stopped": "stopped on request",
+    "stopped": "stopped by a signal, a limit or validations",
     "failed": "ended by a fault",
     "open": "no end is recorded",
 }

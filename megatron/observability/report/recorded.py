@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import yaml
 from megatron.observability.run_plots import PlotError, Row, read_run
 from megatron.options.stored import UniqueKeyLoader
 from megatron.runtime.files import parse_json
-from megatron.runtime.result_files import ANSWERS_FILE, CONFIG_FILE, LOG_FILE, RUN_FILE, TRAINED
+from megatron.runtime.result_files import ANSWERS_FILE, CONFIG_FILE, LOG_FILE, METRICS_FILE, RUN_FILE
 
 MOST_LOG_BYTES = 64 << 20
 """Bytes at the end of a log in which warnings are looked for."""
@@ -45,16 +46,13 @@ class RunStart:
 
     @property
     def kind(self) -> str:
-        """Return done, stopped (on request), failed or open."""
+        """Return done, stopped, failed or open, as run_folder.py records it."""
         ended = self.row.get("ended")
         if not isinstance(ended, dict):
             return "open"
-        if self.cause == TRAINED:
-            return "done"
-        # reasons of stops are sentences of the run's own (training/exits.py), faults begin with an exception's name
-        if self.cause.endswith("Exiting"):
-            return "stopped"
-        return "failed"
+        outcome = ended.get("outcome")
+        # a damaged file must not pass for a run that is well
+        return outcome if outcome in ("done", "stopped") else "failed"
 
     @property
     def iterations(self) -> tuple[int, int | None]:
@@ -136,9 +134,21 @@ def _starts(folder: Path, rows: Sequence[Row], missing: list[str]) -> Iterator[R
     except (ValueError, KeyError, TypeError) as error:
         missing.append(f"{RUN_FILE}: it is damaged ({error!r})")
         return
+    # rows of steps that a later start trained again are of the earlier one
+    rows = [*rows, *_superseded(folder)]
     times = sorted(float(row["time"]) for row in rows if isinstance(row.get("time"), int | float))
     for number, (row, at, following) in enumerate(zip(found, began, [*began[1:], float("inf")], strict=True)):
         yield RunStart(number, row, at, _end_of(row, at, [time for time in times if at <= time < following]))
+
+
+def _superseded(folder: Path) -> Iterator[Row]:
+    """Yield the whole rows of metrics.superseded.jsonl, which may have torn ones."""
+    with contextlib.suppress(OSError):
+        for line in (folder / METRICS_FILE).with_suffix(".superseded.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict):
+                    yield row
 
 
 def _end_of(row: Mapping[str, Any], began_s: float, times: Sequence[float]) -> float | None:

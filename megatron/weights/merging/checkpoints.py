@@ -91,7 +91,7 @@ def mean_shares(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum. Raises CheckpointError for a sum that gives no mean."""
     total = math.fsum(weights)
     if not total > 0:
-        raise CheckpointError(f"the weights add up to {total:g}, of which there is no mean; give a positive sum")
+        raise CheckpointError(f"the weights add up to {total:g}, but a mean needs a positive sum; change them")
     return [weight / total for weight in weights]
 
 
@@ -115,8 +115,10 @@ def newest_of_run(save: Path, count: int) -> list[Path]:
         )
     _, run = read_latest(save)
     found = checkpoint_folders(save)
-    if run is not None:
-        found = of_run(run, found, with_ancestors=True)
+    # checkpoints of two runs in one folder have no mean that anybody wants
+    if run is None:
+        raise CheckpointError(f"{save} does not say which run saved there last; give --load its checkpoints one by one")
+    found = of_run(run, found, with_ancestors=True)
     found = [path for path in found if not path.name.startswith(".")]
     if len(found) < count:
         raise CheckpointError(
