@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from megatron.cli.foreign import from_megatron
@@ -280,7 +280,8 @@ JOINED = ("--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--qk-layernorm
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(commands())
+@given(drawn=commands())
+@example(drawn=[["--num-query-groups", "a", "b"]])
 def test_every_flag_has_one_outcome_and_the_result_reads_back(tmp_path_factory: Any, drawn: list[list[str]]) -> None:
     words = [*shlex.split(f"{MODEL} {STEP}"), *(word for flag in drawn for word in flag)]
     result = translate(Started("pretrain_gpt.py", words))

@@ -69,7 +69,8 @@ def _many(name: str, convert: Callable[[Any], Sequence[Setting]], *targets: str)
 
 
 def _count(value: Any) -> str:
-    return str(whole(1)(_plain(value)))
+    # str: several words come as a list, which is no number
+    return str(whole(1)(_plain(str(value))))
 
 
 def _positive(value: Any) -> str:
