@@ -149,7 +149,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     from megatron.settings.command_line import parse_arguments
     from megatron.tasks.pretrain import PretrainTask
     from megatron.training.build import build_engine
-    from megatron.training.update_gate import Observation
+    from megatron.training.optimizers.update_gate import Observation
 
     config, _ = parse_arguments(["--config", options.config, *flags, "--data-path", "none", "--device", "cpu"])
     ctx = ParallelContext.build(config.parallel, "cpu")

@@ -24,7 +24,7 @@ from megatron.plan.rates.rates import Rates, Starts
 from megatron.runtime import accelerator
 from megatron.runtime.devices import find_device
 from megatron.settings.command_line import load_config
-from megatron.training.optimizer import BUILDERS
+from megatron.training.optimizers.build import BUILDERS
 
 Say = Callable[[str], None]
 Table = dict[str, Any]

@@ -1,6 +1,6 @@
 """Options of the optimizer, and a table of the optimizers: all that is known of one before torch is imported.
 
-Another optimizer is a name and a row here, and a function that builds it in training/optimizer.py.
+Another optimizer is a name and a row here, and a function that builds it in training/optimizers/build.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
 from megatron.training.deepspeed.replicas import shard_within_replica
 from megatron.training.engine import Engine, SequentialEngine, sequential_module
 from megatron.training.losses import SpikeDetector, StepLosses
-from megatron.training.optimizer import GatedOptimizer, add_placeholder, build_optimizer
+from megatron.training.optimizers.build import build_optimizer
+from megatron.training.optimizers.gated import GatedOptimizer
+from megatron.training.optimizers.groups import add_placeholder
 from megatron.training.state import start_from_base
 
 

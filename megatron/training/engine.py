@@ -31,9 +31,9 @@ from megatron.tasks.data import Microbatch
 from megatron.tasks.objective import OfOutputs
 from megatron.tasks.task import Task
 from megatron.training.losses import SpikeDetector, StepLosses
+from megatron.training.optimizers.update_gate import Observation, UpdateGate
 from megatron.training.state import EngineState
 from megatron.training.step_checks import PassCounter
-from megatron.training.update_gate import Observation, UpdateGate
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 """DeepSpeed's own, which each step advances."""

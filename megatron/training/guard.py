@@ -1,6 +1,6 @@
 """Bad steps: what is not finite is never applied, spikes are logged, skipped or rolled back, drift ends the run.
 
-The update gate has decided on each step before the optimizer changed anything (optimizer.py), from numbers that are
+The update gate has decided on each step before the optimizer changed anything (update_gate.py), from numbers that are
 equal bit for bit on all ranks. So all act alike, and nothing can be saved between a spike and the decision on it.
 """
 

@@ -23,7 +23,8 @@ from megatron.parallel.operators.fused import habana as habana_kernels
 from megatron.runtime import accelerator
 from megatron.runtime.device_hpu import HPU as HPU_RECORD
 from megatron.training.interludes.step_log import StepLog
-from megatron.training.optimizer import BareOptimizer, GatedOptimizer, build_optimizer
+from megatron.training.optimizers.build import build_optimizer
+from megatron.training.optimizers.gated import BareOptimizer, GatedOptimizer
 from tests.habana import stand_in_packages
 from tests.models.outputs import build_model, config_of
 from tests.parallel.on_ranks import norm_shards

@@ -16,7 +16,7 @@ from megatron.models.attention.layer import SelfAttention
 from megatron.parallel.phase_clock import HostTicks
 from megatron.resilience.watchdog import Watchdog
 from megatron.training.loop import Loop
-from megatron.training.optimizer import AdamW
+from megatron.training.optimizers.build import AdamW
 from tests import runs
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron.options.model import LoraConfig
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check, idle
-from megatron.training.optimizer import _lr_mult
+from megatron.training.optimizers.groups import treatment_of
 from megatron.weights.huggingface import export_huggingface, parameters_of
 from megatron.weights.peft.export import AdaptedModel, adapter_config
 from tests.ranks import RankPools
@@ -126,7 +126,7 @@ def test_learning_rates_of_lora_plus_are_those_of_peft(tmp_path: Path, options: 
     theirs = {_plain(name): rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     adapted = AdaptedModel(config)
     ours = {
-        _plain(part.name): 1e-2 * _lr_mult(SimpleNamespace(shard=shard, full_name=name), config)
+        _plain(part.name): 1e-2 * treatment_of(SimpleNamespace(shard=shard, full_name=name), config).lr_mult
         for name, shard in adapted.shards.items()
         for part in adapted.map.parts[name]
     }

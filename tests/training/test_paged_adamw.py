@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.options.config import ConfigError
 from megatron.settings.command_line import load_config
-from megatron.training import optimizer as optimizers
+from megatron.training.optimizers import build as optimizers
 from tests.settings.faults import VALID, faults_of
 
 FLAGS = [*VALID, "--optimizer", "paged_adamw_32bit", "--clip-grad", "0"]
@@ -49,7 +49,7 @@ class StandIn(torch.optim.Optimizer):
 
 @pytest.fixture(params=["stand-in", "bitsandbytes"])
 def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.training.paged_adamw", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.training.optimizers.paged_adamw", raising=False)
     if request.param == "bitsandbytes":
         pytest.importorskip("bitsandbytes.optim")
         return
@@ -117,7 +117,7 @@ def test_elsewhere_it_is_adamw_and_says_so(device: str, text: str, caplog: pytes
 
 
 def test_it_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.training.paged_adamw", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.training.optimizers.paged_adamw", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         built("cuda")

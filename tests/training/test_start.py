@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training import optimizer as optimizers
+from megatron.training.optimizers import build as optimizers
 from tests import runs
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import RankPools
 from tests.training import layouts
 
-GATE = {"tolist megatron/training/update_gate.py": 1}
+GATE = {"tolist megatron/training/optimizers/update_gate.py": 1}
 """The one read of loss and norm, in the update gate."""
 NORM = {"item deepspeed/runtime/utils.py": 1}
 """DeepSpeed's ZeRO-3 reads the norm too, where it may be refused."""

@@ -31,7 +31,7 @@ from megatron.parallel.shards import shard_of
 from megatron.plan.zero import reduce_bucket_size, zero_settings
 from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
 from megatron.training.deepspeed.replicas import average_over_replicas
-from megatron.training.optimizer import clip_divisor
+from megatron.training.optimizers.gated import clip_divisor
 
 Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
 """A flat buffer, and its parameters with the index of their first number."""
