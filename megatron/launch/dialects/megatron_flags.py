@@ -69,7 +69,7 @@ def _many(name: str, convert: Callable[[Any], Sequence[Setting]], *targets: str)
 
 
 def _count(value: Any) -> str:
-    # str: several words come as a list, which is no number
+    # str: several words come as a list, and is not a number
     return str(whole(1)(_plain(str(value))))
 
 

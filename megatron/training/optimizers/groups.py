@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, config: Config, layout: Layout) -> Groups
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a parameter is updated. Those that are treated alike are a group, which ZeRO cuts as one flat tensor."""
+    """Rates of a parameter's update. Those that are treated alike are a group, which ZeRO cuts as one flat tensor."""
 
     lr_mult: float = 1.0
     """Its learning rate is the schedule's times this."""
