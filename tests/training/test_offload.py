@@ -41,12 +41,13 @@ PACKED = "--task sft --max-batch-len 64 --packing step --no-compile-ahead"
                 (2, f"{LLAMA} --zero-stage 3 --bf16", "lazy"),
                 (2, f"{LLAMA} --context-parallel-size 2", "lazy"),
                 (4, f"{BLOOM} {PP2} {TP2} --hidden-dropout 0.1", "lazy"),
-                (2, f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2 {FULL}", "eager"),
+                # two layers a chunk: an own schedule holds what a chunk receives, the input of its first layer
+                (2, f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2 {FULL} --num-layers 8", "eager"),
                 (2, f"{LLAMA} {PP2} --pipeline-schedule zero-bubble {SELECTIVE} mlp", "lazy"),
                 (2, f"{LLAMA} --zero-stage 2 --bf16 {PACKED}", "eager"),
                 (2, f"{LLAMA} --zero-stage 3 {SELECTIVE} layernorm mlp_act {PACKED} --lora-rank 4", "lazy"),
                 (2, f"{EXPERTS} --expert-model-parallel-size 2 {SELECTIVE} mlp_act", "lazy"),
-                (2, f"{EXPERTS} {PP2} {FULL}", "eager"),
+                (2, f"{EXPERTS} {PP2} {FULL} --num-layers 4", "eager"),
             )
         ),
     ],
