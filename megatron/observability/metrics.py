@@ -19,6 +19,7 @@ from megatron.observability.console import Console
 from megatron.observability.load_report import LoadReport, load_picture
 from megatron.observability.metric_writers import RowFile, TensorBoardLog
 from megatron.observability.rank_times import RankStats
+from megatron.observability.trackers.prometheus import SAVED
 from megatron.observability.trackers.tracker_log import start_trackers
 from megatron.options.config import Config
 from megatron.plan.flops import FlopsOfSamples
@@ -259,6 +260,12 @@ class MetricsLog:
         """Write the guard's record of a step, as a row of its own kind."""
         if self._writes:
             self._write_row("bad_step", row)
+
+    def log_saved(self, iteration: int) -> None:
+        """Log a complete checkpoint, for trackers alone: the log has a line on it."""
+        if self._writes:
+            for tracker in self._trackers:
+                tracker.log({SAVED: iteration}, iteration)
 
     def rewind(self, iteration: int, consumed_samples: int) -> None:
         """Resume from an earlier iteration: rows of later ones are moved out, as at the start of a resumed run."""

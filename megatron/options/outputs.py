@@ -171,6 +171,15 @@ class LoggingConfig:
     trackers: tuple[str, ...] = ()
     """package.module:CLASS or FILE.py:CLASS ...: subclasses of megatron.observability.trackers.tracker.Tracker, to log
     to from rank 0."""
+    prometheus_file: str | None = None
+    """File in Prometheus's text format, NAME.prom, for the textfile collector of node_exporter: step, loss, rates,
+    memory, restarts and the newest save at each log line, from rank 0. Unset: none."""
+    alert_command: str | None = None
+    """Command, run without a shell, that gets a JSON object on stdin when the run ends by an error or hangs, at a bad
+    step and when saves fail. The launcher's agent starts it. Unset: none."""
+    alert_webhook: str | None = None
+    """http(s) address that the same is posted to, or a file that holds the address, so that no secret in it is stored.
+    Unset: none."""
     generate_prompts: str | None = None
     """File of prompts for which the model of now generates answers at the start, every generate_interval steps and at
     the end: one a line, or JSON lines with `prompt` or `messages`. They go to the log, to answers.jsonl in results_dir

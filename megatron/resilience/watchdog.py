@@ -29,6 +29,7 @@ from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_p
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, LastSign, Report, verdict
 from megatron.resilience.report_channel import Channel
 from megatron.runtime.agent_link import AgentLink
+from megatron.runtime.alerts import LONGEST_TEXT, Alert
 from megatron.runtime.commands import HUNG
 from megatron.runtime.descriptors import shortage
 from megatron.runtime.network import LOOPBACK, address_towards
@@ -64,6 +65,7 @@ class Watchdog:
         self._startup_s = max(self._timeout_s, config.parallel.distributed_timeout_minutes * 60)
         self._allowed_s = self._startup_s
         self._results_dir = config.logging.results_dir
+        self._alerts = bool(config.logging.alert_command or config.logging.alert_webhook)
         self._verbose = os.environ.get("MEGATRON_VERBOSE") == "1"
         self.rank, self._world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._host, self._main = socket.gethostname(), threading.main_thread().ident
@@ -112,6 +114,12 @@ class Watchdog:
         if self._agent is not None:
             self._send(self._report())
 
+    def alert(self, event: str, message: str) -> None:
+        """Have the agent alert of an event of the run (`megatron.runtime.alerts`). From rank 0 alone."""
+        if self.rank == 0 and self._agent is not None:
+            alert = Alert(event, message[:LONGEST_TEXT], self.rank, self.step or None)
+            self._agent.send(alert=dataclasses.asdict(alert))
+
     def note_stragglers(self, stragglers: str) -> None:
         """Keep the text that names the slow ranks, empty where there are none, for the verdict. On rank 0."""
         self._stragglers = stragglers
@@ -134,6 +142,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._agent = AgentLink()
+        if self._alerts and self.rank == 0 and not self._agent.is_connected:
+            self._print("WARNING: no alerts are sent: the launcher's agent does, which has not started this rank")
         if self._timeout_s:
             faulthandler.enable()  # a segmentation fault prints its stacks too
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -359,12 +369,18 @@ class Watchdog:
             lines.append(f"  stacks and tracebacks of each rank: {self._folder}")
         text = "\n".join(lines)
         self._print(text)
+        # where no agent has informed how rank 0 ended, that one may be lost with its host
+        self._inform_agent(text, alone=self.rank != 0 and 0 not in channel.endings)
         with contextlib.suppress(OSError):
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 (self._folder / "verdict.txt").write_text(text + "\n", encoding="utf-8")
         channel.end()
         self._has_verdict.set()
+
+    def _inform_agent(self, verdict: str, *, alone: bool) -> None:
+        if self._agent is not None:
+            self._agent.send(verdict={"text": verdict[:LONGEST_TEXT], "alone": alone})
 
     def _headline(self, call: str) -> str:
         if call == LOST:

@@ -123,6 +123,10 @@ class AgentLink:
             with contextlib.suppress(OSError):
                 self._connection = Connection(socket.socket(fileno=int(inherited)), NO_SECRET, is_server=False)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     def send(self, **message: Any) -> None:
         """Send a message to the agent."""
         with self._lock:
@@ -158,6 +162,10 @@ class RankLink:
         """The last step that the rank began, which it sends at once; 0: none."""
         self.saved: int | None = None
         """Iteration of the newest complete checkpoint that the rank knows."""
+        self.alerts: list[Mapping[str, Any]] = []
+        """Fields of `megatron.runtime.alerts.Alert`, which the receiver takes out."""
+        self.verdict: Mapping[str, Any] = {}
+        """`text` of the watchdog's verdict, if this rank has come to it, and `alone`: no agent of rank 0 is known."""
 
     def fileno(self) -> int:
         return self._connection.socket.fileno()
@@ -171,6 +179,9 @@ class RankLink:
                 self.watchdogs = message.get("watchdogs", self.watchdogs)
                 self.step = message.get("step", self.step)
                 self.saved = message.get("saved", self.saved)
+                self.verdict = message.get("verdict", self.verdict)
+                if "alert" in message:
+                    self.alerts.append(message["alert"])
         except (OSError, EOFError, ValueError):
             self.close()
 

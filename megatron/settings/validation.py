@@ -24,6 +24,7 @@ from megatron.options.plugins import import_attribute
 from megatron.parallel.layout import parallel_batch_size
 from megatron.plan.pipeline import waits_like_1f1b
 from megatron.plan.rates.files import rates_faults
+from megatron.runtime.alerts import alert_faults
 from megatron.settings import rules
 from megatron.tasks.registry import TASKS, load_task
 
@@ -353,8 +354,15 @@ def _check_logging(config: Config, world_size: int) -> Iterator[str]:
     for pair in logging.mlflow_tags:
         if not pair.partition("=")[0] or "=" not in pair:
             yield f"mlflow_tags={pair} is not NAME=VALUE; write it so"
+    yield from alert_faults(logging.alert_command, logging.alert_webhook)
+    yield from _prometheus_faults(logging.prometheus_file)
     yield from _plugin_faults("callbacks", logging.callbacks)
     yield from _plugin_faults("trackers", logging.trackers)
+
+
+def _prometheus_faults(file: str | None) -> Iterator[str]:
+    if file is not None and not file.endswith(".prom"):
+        yield f"prometheus_file={file} must end with .prom: node_exporter reads no other file; name it so"
 
 
 def _plugin_faults(option: str, names: Sequence[str]) -> Iterator[str]:

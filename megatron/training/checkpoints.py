@@ -62,6 +62,8 @@ class Checkpoints:
         """Called with the folder of each checkpoint and each export that is complete."""
         self.on_complete: Callable[[int], None] = lambda iteration: None
         """Called with the iteration of each checkpoint that is complete."""
+        self.on_failed: Callable[[str], None] = lambda line: None
+        """Called with the line on a failed save, the first since a good one."""
         self._last_error: SaveError | None = None
         self._failing_since_s: float | None = None
         self.fault: str | None = None
@@ -182,9 +184,12 @@ class Checkpoints:
             if outcome.error is not None:
                 self._failed_tags.add(outcome.tag)
                 line = f"WARNING: {outcome.tag} was not saved, older checkpoints are as they were: {outcome.error}"
+                is_first = self._failing_since_s is None
                 self._limit_failures()
                 if self.fault is not None:
                     line += f". The run ends: {self.fault}"
+                if is_first:
+                    self.on_failed(line)
                 lines.append(line)
                 continue
             folder = self._saver.folder / outcome.tag

@@ -7,7 +7,6 @@ equal bit for bit on all ranks. So all act alike, and nothing can be saved betwe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ from megatron.resilience.attribution import FaultOrigin, find_origin
 from megatron.resilience.errors import TrainingAborted, raise_on_all_ranks
 from megatron.resilience.rank_record import RankPlace
 from megatron.resilience.replica_check import ReplicaCheck
+from megatron.resilience.watchdog import Watchdog
+from megatron.runtime.alerts import SPIKE
 from megatron.runtime.commands import command_name
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
@@ -44,8 +45,8 @@ class Guard:
     """Acts on the bad steps of one run. Every rank has one, and calls it in the same order.
 
     `dataset` is the training data, whose documents the report on a bad step names, and `plan` this rank's share of it.
-    `checkpoints` None: nothing is saved. `note` is called with what is wrong on this rank, where it is the origin of a
-    bad step.
+    `checkpoints` None: nothing is saved. `watchdog` is informed of a bad step, and of what is wrong on this rank where
+    it is the origin.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class Guard:
         plan: BatchPlan[Any],
         log: MetricsLog,
         checkpoints: Checkpoints | None,
-        note: Callable[[str], None],
+        watchdog: Watchdog,
     ) -> None:
         self._engine, self._progress, self._task, self._dataset, self._plan = engine, progress, task, dataset, plan
         self._log, self._checkpoints, self._config = log, checkpoints, engine.config
-        self._note, self._place = note, RankPlace.of(engine.ctx)
+        self._watchdog, self._place = watchdog, RankPlace.of(engine.ctx)
         checks = engine.config.guard.check_replicas_interval > 0
         self._replicas = ReplicaCheck(engine.ctx, engine.state.held()) if checks else None
         self._checked_at: int | None = None
@@ -169,7 +170,7 @@ class Guard:
         origin = find_origin([record for _, record in gathered], ctx.num_stages)
         # remembered by the watchdog: a rank that then fails is named with it
         if ctx.rank in origin.ranks:
-            self._note(f"in step {self._progress.iteration} {origin.what}")
+            self._watchdog.note(f"in step {self._progress.iteration} {origin.what}")
         # each loss is finite, so no document is to blame
         if suspect is not None and math.isfinite(suspect.loss):
             suspect = None
@@ -191,6 +192,7 @@ class Guard:
     def _report(self, text: str, row: dict[str, Any]) -> None:
         self._log.message(text)
         self._log.log_bad_step(row)
+        self._watchdog.alert(SPIKE, text)
 
     # Rolling back
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.folders import SaveError
@@ -21,6 +22,7 @@ from megatron.resilience.errors import TrainingAborted
 from megatron.resilience.shutdown import Shutdown
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import accelerator
+from megatron.runtime.alerts import SAVE
 from megatron.runtime.commands import counted
 from megatron.tasks.data import Microbatch
 from megatron.tasks.task import Task
@@ -91,7 +93,7 @@ class Loop:
         self.engine.join_stop_decision(self.shutdown.sees_reason)
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
         acts_on = self.task, self.datasets[0], self._plan, self.log, self.checkpoints
-        self._guard = Guard(self.engine, self.progress, *acts_on, self.watchdog.note)
+        self._guard = Guard(self.engine, self.progress, *acts_on, self.watchdog)
         self._evaluator = Evaluator(
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
@@ -100,6 +102,8 @@ class Loop:
         self.shutdown.find_error = self._error
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
+            self.checkpoints.on_complete = self._saved
+            self.checkpoints.on_failed = partial(self.watchdog.alert, SAVE)
         self._interludes = self._wanted_interludes()
 
     def _wanted_interludes(self) -> list[Interlude]:
@@ -121,6 +125,11 @@ class Loop:
         if error is None and self.checkpoints is not None:
             return self.checkpoints.fault
         return error
+
+    def _saved(self, iteration: int) -> None:
+        """Take note of a complete checkpoint."""
+        self.watchdog.saved(iteration)
+        self.log.log_saved(iteration)
 
     def _is_saving(self) -> bool:
         """Return whether a save goes on in the background."""

@@ -224,7 +224,6 @@ def open_checkpoints(
     if start.checkpoint is not None:
         source = start.checkpoint.metadata.get("source")
     checkpoints = Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
-    checkpoints.on_complete = watchdog.saved
     if start.checkpoint is not None:
         watchdog.saved(start.progress.iteration)  # the attempt that saved it may have ended before it could
     return checkpoints

@@ -29,6 +29,7 @@ from megatron.launch.agents.helper_processes import HelperProcesses
 from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError
 from megatron.launch.agents.ownership import adopted_orphans, owned
 from megatron.launch.agents.restart_policy import Failure, ending
+from megatron.launch.agents.run_alerts import RunAlerts
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
 from megatron.launch.host_environment import CoresError, ModulesError, require_devices
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
@@ -64,12 +65,17 @@ class Agent:
     """Ranks of this node, from their start to the end of the run."""
 
     def __init__(
-        self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str], received: deque[int]
+        self,
+        options: AgentOptions,
+        helpers: HelperProcesses,
+        train_flags: Sequence[str],
+        received: deque[int],
+        alerts: RunAlerts,
     ) -> None:
         self._options = options
-        self._received = received
+        self._received, self._alerts = received, alerts
         self._rendezvous = rendezvous_of(options)
-        self._ranks = NodeRanks(options, helpers, train_flags)
+        self._ranks = NodeRanks(options, helpers, train_flags, alerts)
         self._membership: rendezvous.Membership | None = None
         self._failures: list[Failure] = []
         """Those that ended the last attempt."""
@@ -113,11 +119,15 @@ class Agent:
                 raise
             return self._stop_between(interrupted.number)
         except rendezvous.RunEndedError as ended:
+            self._alerts.ended(ended.status, ended.reason, self._failures)
             return ended.status
         except NotStartedError as not_started:
             if self._membership is not None and self._membership.store_socket is not None:
                 self._membership.store_socket.close()  # the next attempt may need its port
             return self._after_failure(not_started.failure)
+        assert self._membership is not None
+        self._alerts.restarted(self._failures)
+        self._alerts.begin(self._membership.node)
         self._failures = []
         ended_by = self._watch()
         if isinstance(ended_by, Failure):
@@ -237,6 +247,7 @@ class Agent:
         if not self._ranks.wait_for_end(grace_s):
             report(f"{failure}; ending the ranks that still run")
         self._ranks.end()
+        self._alerts.ended(status, "", [failure])
         self._rendezvous.close(status)
         return status
 
@@ -302,6 +313,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     raise_limit()
     with noted_signals(SIGNALS) as received:
         helpers = HelperProcesses(start_method or start_method_of(options))
+        alerts = RunAlerts(options)
         try:
             if options.ends_with_connection:  # the launcher has not checked this machine
                 require_devices(options.ranks_per_node)
@@ -313,7 +325,7 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
                 with interruptible(SIGNALS, received):
                     fetch_models(options.models.split())
             with adopted_orphans():
-                return Agent(options, helpers, train_flags, received).run()
+                return Agent(options, helpers, train_flags, received, alerts).run()
         # a signal before the ranks have run: nothing is to be saved
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)
@@ -321,13 +333,18 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             return DONE
         except (CoresError, ModulesError) as error:
             report(f"{socket.gethostname()}: {error}")
+            alerts.ended(REFUSED, str(error))
             return REFUSED
         except (MissingSecretError, rendezvous.DifferentCodeError) as error:
             report(str(error))
+            alerts.ended(REFUSED, str(error))
             return REFUSED
         except (HubError, rendezvous.RendezvousFailedError) as error:
             report(str(error))
+            alerts.ended(FAILED, str(error))
             return FAILED
+        finally:
+            alerts.close()
 
 
 def fetch_models(names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TypeVar
 
 from megatron.launch.addresses import RENDEZVOUS_PORT, endpoint_of, login_of
@@ -25,6 +26,7 @@ from megatron.launch.agents.rendezvous import NodeOptions
 from megatron.launch.child_processes import end_with_parent, kill_tree
 from megatron.launch.plan import LaunchPlan
 from megatron.options.flags import cut, flag
+from megatron.options.outputs import LoggingConfig
 from megatron.runtime.messages import SECRET
 
 _MARK = "\x1e"
@@ -133,6 +135,10 @@ class AgentOptions(NodeOptions):
     ranks_per_socket: int = 0
     models: str | None = None
     """Names on the hub of the models whose weights this host is to have before its ranks start."""
+    alert_command: str | None = None
+    alert_webhook: str | None = None
+    run_name: str | None = None
+    """Name of the run in alerts. None: its run_id."""
     secret_file: str | None = None
     """File in the home folder from which the secret of the run is read, once, if no variable has it."""
 
@@ -206,7 +212,17 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         cores_per_rank=plan.cores_per_rank,
         ranks_per_socket=plan.ranks_per_socket,
         models=" ".join(plan.models) or None,
+        alert_command=plan.config.logging.alert_command,
+        alert_webhook=plan.config.logging.alert_webhook,
+        run_name=_alerting_name(plan.config.logging),
     )
+
+
+def _alerting_name(logging: LoggingConfig) -> str | None:
+    """Return the name of the results folder, where the run sends alerts."""
+    if logging.results_dir is None or (logging.alert_command is None and logging.alert_webhook is None):
+        return None
+    return Path(logging.results_dir).resolve().name
 
 
 def agent_command(plan: LaunchPlan) -> list[str]:

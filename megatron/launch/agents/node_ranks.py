@@ -27,6 +27,7 @@ from megatron.launch.agents.helper_processes import OF_LOST_SERVER, SERVER, Help
 from megatron.launch.agents.ownership import end_processes, processes_below
 from megatron.launch.agents.rendezvous import Membership
 from megatron.launch.agents.restart_policy import Failure
+from megatron.launch.agents.run_alerts import RunAlerts
 from megatron.launch.child_processes import blocked_signals, end_with_parent, report
 from megatron.launch.host_environment import own_sockets, ranges, rank_cores
 from megatron.resilience import job
@@ -95,7 +96,9 @@ class NotStartedError(Exception):
 class NodeRanks:
     """The ranks of this node, in one attempt after another."""
 
-    def __init__(self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str]) -> None:
+    def __init__(
+        self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str], alerts: RunAlerts
+    ) -> None:
         """Raises CoresError."""
         self._options = options
         self._helpers = helpers
@@ -113,6 +116,7 @@ class NodeRanks:
         self._first_rank = 0
         self.saved: int | None = None
         """Iteration of the newest complete checkpoint that the ranks knew when they ended."""
+        self._alerts = alerts
 
     def start(self) -> None:
         """Start the processes, which wait for their place. Raises NotStartedError."""
@@ -191,6 +195,7 @@ class NodeRanks:
         ready = wait([*(process.sentinel for process in running), *links], timeout=WATCH_S)
         for number in links.keys() & set(ready):
             links[number].receive()
+            self._alerts.take(links[number])
 
     def failure(self, local_rank: int, returncode: int) -> Failure:
         """Return the failure of a rank that has ended, with what it reported last."""
@@ -244,13 +249,14 @@ class NodeRanks:
     def end(self) -> None:
         """Kill what is left of the ranks and of all that they started."""
         # also what ranks have started in sessions of their own, such as the workers of a loader
-        for pid in end_processes(os.getpid(), self._spared | self._helpers.pids):
+        for pid in end_processes(os.getpid(), self._spared | self._helpers.pids | self._alerts.pids()):
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
             process.join(KILL_S)  # its threads may still end
         for link in self._links.values():
             if link.is_open:
                 link.receive()
+            self._alerts.take(link)
             if link.saved is not None:
                 self.saved = max(link.saved, self.saved or 0)
             link.close()

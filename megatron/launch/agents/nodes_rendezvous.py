@@ -87,6 +87,10 @@ class NodesRendezvous(rendezvous.Rendezvous):
             return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
             raise rendezvous.RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
+        except rendezvous.RunEndedError as ended:
+            if self._server is not None:
+                ended.reason = self._server.reason
+            raise
         except SystemExit:  # a signal
             if self._client is not None and self._client.is_spare:
                 raise rendezvous.NotNeededError from None

@@ -28,11 +28,11 @@ class DifferentCodeError(Exception):
 
 
 class RunEndedError(Exception):
-    """The run ends, on all nodes, instead of a restart. `status`: its exit status."""
+    """The run ends, on all nodes, instead of a restart. `status`: its exit status; `reason`: empty on other nodes."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, reason: str = "") -> None:
         super().__init__(status)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class NotNeededError(Exception):
@@ -100,7 +100,7 @@ class Rendezvous:
             decision = self._policy.after(failures)
             report(decision.text)
             if not decision.restarts:
-                raise RunEndedError(decision.status)
+                raise RunEndedError(decision.status, decision.text)
             _wait(decision.delay_s)
         endpoint, port = self._options.rendezvous, 0
         if endpoint:

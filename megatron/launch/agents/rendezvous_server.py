@@ -162,6 +162,8 @@ class Server(threading.Thread):
         self._end_s: float | None = None
         self._is_closed = False
         self._end_status: int | None = None
+        self.reason = ""
+        """Decision of the policy that ended the run."""
         self._actions: dict[str, Callable[[Connection, dict[str, Any]], None]] = {
             "join": self._admit,
             "resume": self._resume,
@@ -387,6 +389,7 @@ class Server(threading.Thread):
         self._own_failures.update(failed)
         self._start_s = now_s + decision.delay_s
         if not decision.restarts:
+            self.reason = decision.text
             self._close(decision.status)
 
     def _inform_spares(self) -> None:

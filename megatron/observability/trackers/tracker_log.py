@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from megatron.observability.trackers.prometheus import PrometheusFile
 from megatron.observability.trackers.services import MlflowTracker, WandbTracker, tracking_uri
 from megatron.observability.trackers.tracker import TrackedRow, Tracker
 from megatron.options.config import Config, ConfigError
@@ -66,6 +67,8 @@ def start_trackers(config: Config, resumed_iteration: int) -> list[TrackerLog]:
         classes.append(WandbTracker)
     if config.logging.mlflow_experiment is not None:
         classes.append(MlflowTracker)
+    if config.logging.prometheus_file is not None:
+        classes.append(PrometheusFile)
     classes += [load_tracker(name) for name in config.logging.trackers]
     return [TrackerLog(tracker(config, resumed_iteration)) for tracker in classes]
 
