@@ -8,17 +8,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command
 from megatron.observability.report.recorded import ReportError, read_recorded
-from megatron.observability.status import status_of
-from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.observability.status import MARGIN, status_of
+from megatron.runtime.commands import DONE, REFUSED, command_name, folded
 
 UNWELL = 1
 """Exit status where a run has failed, or is silent."""
+
+
+def _shown(line: str) -> str:
+    """Return a line as stdout shows it: on a terminal what is too long goes on below its value."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns - 1  # some terminals wrap a line that fills it
+    return folded(line[MARGIN:], width, line[:MARGIN], " " * MARGIN) if len(line) > width else line
 
 
 @command
@@ -38,6 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"status: {error}", file=sys.stderr)
         return REFUSED
     for status in found:
-        text = json.dumps(dataclasses.asdict(status)) if options.json else "\n".join(status.lines())
+        text = json.dumps(dataclasses.asdict(status)) if options.json else "\n".join(map(_shown, status.lines()))
         print(text)
     return DONE if all(status.is_well for status in found) else UNWELL

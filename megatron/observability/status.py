@@ -15,14 +15,18 @@ from megatron.checkpoint.folders import checkpoint_folders
 from megatron.observability.report.recorded import ReportedRun
 from megatron.observability.run_plots import Row
 from megatron.plan.campaign.failures import duration
-from megatron.runtime.commands import counted
+from megatron.runtime.commands import counted, first_of
 
 RECENT = 16
 """Rows of steps over which rates are medians."""
 SILENT_ROWS, LEAST_SILENCE_S = 10, 120.0
 """Times of a row, and seconds at least, without a new row after which a run without an end is called silent: saves and
 validations take their time too."""
-SHOWN_WARNINGS = 3
+SHOWN_WARNINGS = SHOWN_FAULTS = 3
+"""Newest ones that are shown."""
+SHOWN_HOSTS = 4
+MARGIN = 16
+"""Columns before a value."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,11 @@ class RunStatus:
     step_s: float | None
     left_s: float | None
     """Seconds until the end at this rate; None: it has ended, or its end is not known."""
+    ends_s: float | None
+    """Unix time of that end."""
     row_age_s: float
     save: str
-    hosts: int
+    hosts: tuple[str, ...]
     ranks: int
     starts: int
     refused_steps: int
@@ -56,7 +62,7 @@ class RunStatus:
         return self.state in ("running", "done", "stopped")
 
     def lines(self) -> Iterator[str]:
-        """Yield the status, a name and a value a line."""
+        """Yield the status, a name and a value of MARGIN columns on a line."""
         step = (
             f"{self.iteration:,}" if self.last_iteration is None else f"{self.iteration:,} of {self.last_iteration:,}"
         )
@@ -64,17 +70,24 @@ class RunStatus:
             "state": f"{self.state}{self.reason and f': {self.reason}'}",
             "step": step if self.loss is None else f"{step}, loss {self.loss:.4f}",
             "rate": _rate(self.tokens_per_second, self.step_s),
-            "left": "" if self.left_s is None else f"{duration(self.left_s)} at this rate",
+            "left": self._end(),
             "newest row": f"{duration(self.row_age_s)} ago",
             "newest save": self.save,
-            "ranks": f"{self.ranks} on {counted(self.hosts, 'host')}" if self.ranks else "",
-            "starts": counted(self.starts, "start") if self.starts else "",
+            "ranks": f"{self.ranks} on {first_of(self.hosts, SHOWN_HOSTS)}" if self.ranks else "",
+            "starts": f"{self.starts}, {counted(len(self.faults), 'fault')}" if self.starts else "",
             "refused steps": f"{self.refused_steps:,}" if self.refused_steps else "",
         }
         yield self.name
         yield from (f"  {name:<14}{text}" for name, text in facts.items() if text)
-        yield from (f"  {'fault':<14}{text}" for text in self.faults)
+        yield from (f"  {'fault':<14}{text}" for text in self.faults[-SHOWN_FAULTS:])
         yield from (f"  {'warning':<14}{text}" for text in self.warnings)
+
+    def _end(self) -> str:
+        if self.left_s is None or self.ends_s is None:
+            return ""
+        # in a terminal's own time zone
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.ends_s))
+        return f"{duration(self.left_s)} at this rate, until {at}"
 
 
 def _rate(tokens_per_second: float | None, step_s: float | None) -> str:
@@ -110,9 +123,10 @@ def status_of(run: ReportedRun, now_s: float | None = None) -> RunStatus:
         tokens_per_second=rate,
         step_s=step_s,
         left_s=left_s,
+        ends_s=None if left_s is None else now_s + left_s,
         row_age_s=age_s,
         save=_newest_save(run, now_s),
-        hosts=len(hosts) if isinstance(hosts, dict) else 0,
+        hosts=tuple(map(str, hosts)) if isinstance(hosts, dict) else (),
         ranks=start.get("world_size") or 0,
         starts=len(run.starts),
         refused_steps=len(run.of_kind("bad_step")),

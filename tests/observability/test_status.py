@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -38,14 +40,39 @@ def test_a_run_under_way(tmp_path: Path) -> None:
     found = seen(write_open_run(tmp_path / "run"), NEWEST_S + 3)
     assert (found.state, found.iteration, found.last_iteration, found.row_age_s) == ("running", 20, 100, 3)
     assert found.left_s == 80 * 0.5
-    assert (found.ranks, found.hosts, found.starts, found.refused_steps) == (4, 2, 1, 0)
+    assert (found.ranks, len(found.hosts), found.starts, found.refused_steps) == (4, 2, 1, 0)
     assert found.is_well
     lines = list(found.lines())
     assert lines[1:4] == [
         *("  state         running", "  step          20 of 100, loss 7.0000"),
         "  rate          1,012 tokens/s, 500 ms a step",
     ]
-    assert "  left          40 s at this rate" in lines
+    assert found.ends_s == NEWEST_S + 3 + 40
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.ends_s))
+    assert f"  left          40 s at this rate, until {at}" in lines
+    assert f"  ranks         4 on {', '.join(found.hosts)}" in lines
+
+
+def test_a_run_that_failed_often_shows_its_newest_faults(tmp_path: Path) -> None:
+    found = seen(write_run(tmp_path / "run", text="boom"), NEWEST_S)
+    lines = list(dataclasses.replace(found, starts=9, faults=tuple(f"E{n}" for n in range(8))).lines())
+    assert [line.split()[1] for line in lines if line.startswith("  fault")] == ["E5", "E6", "E7"]
+    assert "  starts        9, 8 faults" in lines
+
+
+def test_long_lines_are_folded_on_a_terminal_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", text="boom " * 60)
+    status.main([str(run)])
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    status.main([str(run)])
+    lines = capsys.readouterr().out.splitlines()
+    assert longest > 250
+    assert max(len(line) for line in lines if "/" not in line) <= 99  # a path is copied whole
+    assert "boom" in next(line for line in lines if line.startswith(" " * 16))
 
 
 def test_what_is_left_of_a_run_of_so_many_samples(tmp_path: Path) -> None:
