@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,8 @@ class Counts:
     waits: Counter[str] = field(default_factory=Counter)
     """Reads of a tensor's value, and calls that synchronise with the device."""
     collectives: Counter[str] = field(default_factory=Counter)
+    sent_bytes: list[int] = field(default_factory=list)
+    """Bytes of this rank's tensors in each collective, in their order."""
     device_syncs: Counter[str] = field(default_factory=Counter)
     """CUDA alone: operations that torch reports as synchronising, by the line of code."""
 
@@ -44,6 +47,8 @@ class _Operators(TorchDispatchMode):
             self._counts.waits[f"item {_caller()}"] += 1
         elif name.startswith("c10d::"):
             self._counts.collectives[name.removeprefix("c10d::").rstrip("_")] += 1
+            tensors = [each for each in tree_leaves(arguments[0]) if isinstance(each, torch.Tensor)]
+            self._counts.sent_bytes.append(sum(each.nbytes for each in tensors))
         return function(*arguments, **(options or {}))
 
 

@@ -17,6 +17,7 @@ RECEIVED, COMPUTED, LOSS, SENT, TIED, GRADIENT = "received", "computed", "loss",
 """Kinds of checks: messages between stages, a rank's part of a sum, losses, gradients before they are summed."""
 LOSS_INPUT, LOSS_FUNCTION, LOSS_GRADIENT = "loss input", "loss function", "loss gradient"
 """Checks of a user's loss function: the log-probabilities that it is given, their loss, and their gradient."""
+WIDE = (torch.float32, torch.float64)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
@@ -73,7 +74,8 @@ class FiniteChecks:
 
     def _add(self, x: Tensor, kind: str, place: PassPlace) -> None:
         # in float32 at least: the sum of finite 16-bit numbers may leave their range
-        self._sums.append(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+        dtype = x.dtype if x.dtype in WIDE else torch.float32
+        self._sums.append(torch.sum(x.detach(), dtype=dtype))
         self._kinds.append((kind, place))
 
     def first_bad(self) -> FirstBad | None:

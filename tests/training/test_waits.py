@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.mark.parametrize("flags", CASES)
 def test_a_step_waits_for_the_device_once(ranks: RankPools, flags: str) -> None:
-    waits, _ = ranks(1)(step_counts, flags)[0]
+    waits, *_ = ranks(1)(step_counts, flags)[0]
     by_file: dict[str, int] = {}
     for place, number in waits.items():
         where = re.sub(r":\d+$", "", place)
@@ -38,19 +38,24 @@ def test_a_step_waits_for_the_device_once(ranks: RankPools, flags: str) -> None:
 
 SHARES = {"reduce": 4, "_allgather_base": 2}
 """Two shares of the sums to each rank, and the updated weights back: one a parameter group."""
+GATE_BYTES, GATE_OPERATORS = 16, 18
+"""Norm, check and decision of a step: what a rank sends, and torch's operators on its host, those of the norm too."""
 
 
 @pytest.mark.parametrize(
     ("flags", "gradients"), [("", {"allreduce": 2}), ("--bf16", SHARES), ("--zero-stage 1", SHARES)]
 )
 def test_norm_loss_check_and_stop_share_a_collective(ranks: RankPools, flags: str, gradients: dict[str, int]) -> None:
-    _, collectives = ranks(2)(step_counts, flags)[0]
+    _, collectives, sent_bytes, operators = ranks(2)(step_counts, flags)[0]
     assert Counter(collectives) == Counter(gradients) + Counter(allreduce=1)
+    # all else is of gradients and weights; four numbers, each of float32
+    assert sorted(sent_bytes)[0] == GATE_BYTES < sorted(sent_bytes)[1]
+    assert operators <= GATE_OPERATORS
 
 
-def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Waits and collectives of a rank's third step, of four microbatches."""
-    from benchmarks.step_counts import counted
+def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int], list[int], int]:
+    """Waits, collectives and their bytes in a rank's third step, of four microbatches; the update gate's operators."""
+    from benchmarks.step_counts import AllOperators, counted
 
     engine, task = layouts.build(f"{layouts.MODELS['llama_gqa']} {flags}")
 
@@ -62,7 +67,13 @@ def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int]]:
     for index in range(2):  # allocate, and pass the steps that DeepSpeed's own timer leaves out
         step(index)
     counts = counted(step)
-    return dict(counts.waits), dict(counts.collectives)
+    gate, buffers = engine._gate, getattr(engine.deepspeed.optimizer, "buffers", None)
+    with AllOperators() as operators:
+        gate.begin_step()
+        if buffers is not None:
+            gate.find_norm(buffers.counted, buffers.uncounted)
+            gate.is_open()
+    return dict(counts.waits), dict(counts.collectives), counts.sent_bytes, operators.number
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ class UpdateGate:
         self._ctx, self._state, self._losses, self._detector = ctx, state, losses, detector
         self._facts: _Facts | None = None
         self.clock = ctx.state.clock
+        # on the device, so that no step copies a number there
+        self._zero = torch.zeros((), dtype=torch.float32, device=ctx.device)
+        self._one = torch.ones_like(self._zero)
         self.observation: Observation | None = None
         """The one of this step; None until the optimizer steps."""
         self.sees_stop: Callable[[], bool] = lambda: False
@@ -71,11 +74,13 @@ class UpdateGate:
         `uncounted`: copies of what other ranks count. Collective over all ranks; waits for nothing.
         """
         with self.clock.phase(OPTIMIZER):
-            squares = torch.zeros((), dtype=torch.float32, device=self._ctx.device)
+            squares = self._zero
             if counted:
                 # |g|^2 = sum of the tensors' |g_i|^2, each rank's share; `scale` is fp16's loss scale
                 norms = torch._foreach_norm(counted, dtype=torch.float32)
-                squares = torch.stack(norms).square().sum() / scale**2
+                squares = torch.stack(norms).square().sum()
+                if scale != 1.0:
+                    squares = squares / scale**2
             if self._ctx.grad_size == 1:  # this rank's own gradient: otherwise it was checked before the sum
                 self._ctx.state.checks.whole(squares, GRADIENT, PassPlace(UPDATE))
             self._facts = self._reduce(squares, uncounted)
@@ -102,8 +107,8 @@ class UpdateGate:
         if facts is None:  # DeepSpeed has found the norm: the first rank's is everyone's
             norm = torch.as_tensor(self._state.gradient_norm(), dtype=torch.float32, device=self._ctx.device)
             facts = self._reduce(norm, self._state.uncounted_gradients(), is_everyones=True)
-        mean_loss, grad_norm, num_bad, num_stops, *of_layers = facts.read()
-        is_finite = not num_bad and math.isfinite(grad_norm)
+        mean_loss, grad_norm, magnitude, num_stops, *of_layers = facts.read()
+        is_finite = math.isfinite(magnitude) and math.isfinite(grad_norm)
         seen = Observation(mean_loss, grad_norm, is_finite, is_stop_seen=num_stops > 0, layer_loss=sum(of_layers))
         # before the detector, whose running estimates what is not finite would spoil
         if not is_finite or self.refuses_all:
@@ -114,42 +119,43 @@ class UpdateGate:
         return replace(seen, spikes=spikes, is_applied=not (spikes and self._detector.refuses_spikes))
 
     def _reduce(self, size: Tensor, uncounted: list[Tensor], *, is_everyones: bool = False) -> _Facts:
-        """Sum mean loss, `size` of the gradient, and the numbers of ranks that see something not finite or a reason to
-        stop.
+        """Sum mean loss, `size` of the gradient, a magnitude that is finite where all is that ranks see, and the number
+        of ranks that see a reason to stop.
 
         All ranks read the same sum, so their numbers are equal bit for bit. `is_everyones`: each rank has the sum of
         the sizes already.
         """
         # in one all-reduce: at hundreds of ranks each further one would cost as much as this
         ctx, losses = self._ctx, self._losses
-        # a fifth number for every model would let gloo add up the others in another order
-        # [mean loss, squared norm or norm, ranks that see something not finite, ranks that see a stop, layers' terms]
-        sums = torch.zeros(5 if losses.coefficients else 4, dtype=torch.float32)
-        sums[3] = self.sees_stop()
-        # filled on the host and copied once: each number that a device's tensor is given from the host is a copy
-        sums = sums.to(ctx.device, non_blocking=True)
-        seen = [size.view(1)]
+        # the host's time between backward and update, in which every operator counts: few, and one that joins them
+        loss = of_layers = self._zero
+        seen = [size.view(())]
         if losses.values:
             # stages without the loss add nothing, so that the sum over all ranks is the mean over data-parallel ones
-            loss = torch.stack(losses.values).float().mean()
-            seen.append(loss.view(1))
+            mean = torch.stack(losses.values).float().mean()
+            seen.append(mean)
             if ctx.tensor_rank == 0:  # the others have the same loss
-                sums[0] = loss / ctx.grad_size
-        if (of_layers := losses.layer_loss()) is not None:
-            seen.append(of_layers.view(1))
+                loss = mean / ctx.grad_size
+        if (terms := losses.layer_loss()) is not None:
+            seen.append(terms.float().view(()))
             if ctx.tensor_rank == 0 or ctx.sequence_parallel:
-                sums[4] = of_layers
-        # the sum of a single entry is that entry, bit for bit
-        if ctx.rank == 0 or not is_everyones:
-            sums[1] = size
+                of_layers = seen[-1]
         if uncounted:
             # the largest number shows whatever is not finite, and no square can overflow
             largest = torch.stack(torch._foreach_norm(uncounted, float("inf"))).float().max()
             if ctx.grad_size == 1:
                 ctx.state.checks.whole(largest, GRADIENT, PassPlace(UPDATE))
-            seen.append(largest.view(1).to(ctx.device))  # offloaded gradients are on the host
-        # 1 on a rank that sees any, so that the sum is their number
-        sums[2] = (~torch.isfinite(torch.cat(seen))).any()
+            seen.append(largest.view(()).to(ctx.device))  # offloaded gradients are on the host
+        # a sum keeps what is not finite, of whichever rank
+        magnitude = torch.stack(seen).abs().amax()
+        # the sum of a single entry is that entry, bit for bit
+        if is_everyones and ctx.rank != 0:
+            size = self._zero
+        parts = [loss, size.view(()), magnitude, self._one if self.sees_stop() else self._zero]
+        # a fifth number for every model would let gloo add up the others in another order
+        if losses.coefficients:
+            parts.append(of_layers)
+        sums = torch.stack(parts)
         if ctx.world_size > 1:
             with ctx.state.clock.phase(WAIT):
                 dist.all_reduce(sums)
