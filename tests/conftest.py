@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.habana import install as install_hpu
 from tests.habana import skip_with_cuda
 from tests.ranks import RankPools
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import math
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -196,10 +196,19 @@ def test_the_seeds_of_lm_eval_do_not_reach_the_training() -> None:
     assert draws() == second
 
 
+def train_without_lm_eval(arguments: str) -> str:
+    """Train as where lm-eval is not installed; return the fault."""
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+            del sys.modules[name]
+        sys.modules.pop("megatron.evaluation.harness", None)
+        modules: dict[str, Any] = vars(sys)["modules"]
+        modules["lm_eval"] = None  # which an import takes for a package that is not there
+        return runs.train(arguments)
+
+
 def test_without_lm_eval_a_run_does_not_start(ranks: RankPools, data: Path) -> None:
-    if importlib.util.find_spec("lm_eval") is not None:
-        pytest.skip("lm-eval is installed")
-    (found,) = ranks(1)(runs.train, f"{RUN} --data-path {data} --lm-eval-tasks quiz")
+    (found,) = ranks(1)(train_without_lm_eval, f"{RUN} --data-path {data} --lm-eval-tasks quiz")
     assert "tasks need lm-eval, which cannot be imported" in found
 
 
