@@ -167,6 +167,7 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
         f"consumed tokens: {step.consumed_tokens:12d}",
         f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
         f"learning rate: {step.learning_rate:.3E}",
+        *_decoupled(step),
         f"global batch size: {step.global_batch_size:5d}",
         f"{loss_name}: {step.lm_loss:.6E}",
         *(f"{name}: {value:.6E}" for name, value in step.metrics.items()),
@@ -195,6 +196,12 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
     if step.straggler is not None:
         parts.append(str(step.straggler))
     return " | ".join(parts) + " |"
+
+
+def _decoupled(step: StepMetrics) -> list[str]:
+    if step.decoupled_learning_rate is None:
+        return []
+    return [f"decoupled learning rate: {step.decoupled_learning_rate:.3E}"]
 
 
 def validation_line(name: str, iteration: int, found: Validation, loss_name: str) -> str:
@@ -264,11 +271,14 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     efficiency = Column("TFLOP/s", f"{speed.tflops_per_device:.{digits}f}", 7, 7)
     if speed.mfu is not None:
         efficiency = Column("MFU", f"{speed.mfu:.1%}", 6, 7)
+    rates = [Column("lr", f"{step.learning_rate:.2e}", 8, 1)]
+    if step.decoupled_learning_rate is not None:
+        rates.append(Column("dec. lr", f"{step.decoupled_learning_rate:.2e}", 8, 3))
     columns = [
         Column("iteration", f"{step.iteration}/{total_iterations}", label_width(total_iterations)),
         Column("loss", f"{step.lm_loss:.4f}", 7),
         *(Column(SHORT_NAMES.get(name, name), f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
-        Column("lr", f"{step.learning_rate:.2e}", 8, 1),
+        *rates,
         Column("grad norm", grad_norm, 9, 2),
         Column("tokens/s", f"{speed.tokens_per_second:,.0f}", 9, 5),
         efficiency,

@@ -139,6 +139,8 @@ class StepMetrics:
     """Norm of this step before clipping. None where the engine has none, as after a skipped step."""
     skipped_iterations: int
     nan_iterations: int
+    decoupled_learning_rate: float | None = None
+    """Learning rate of word embedding and output layer in this step, where it is another."""
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Result of `accelerator.memory_stats`."""
     predicted_s: float | None = None
@@ -191,7 +193,7 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     if step.predicted_s is not None:
         row["time_over_predicted"] = step.elapsed_s / step.predicted_s
     # keys that only some devices, tasks and machines have
-    for name in ("compiled_graphs", "metrics", "predicted_time_s", "parts"):
+    for name in ("decoupled_learning_rate", "compiled_graphs", "metrics", "predicted_time_s", "parts"):
         if row[name] in (None, {}):
             del row[name]
     row |= {**vars(speed), **memory}
@@ -206,6 +208,7 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "lm-loss-training/lm loss": step.lm_loss,
         **{f"metrics-training/{name}": value for name, value in step.metrics.items()},
         "learning-rate/learning-rate": step.learning_rate,
+        "learning-rate/decoupled learning-rate": step.decoupled_learning_rate,
         "batch-size/batch-size": step.global_batch_size,
         "loss-scale/loss-scale": step.loss_scale,
         "grad-norm/grad-norm": step.grad_norm,

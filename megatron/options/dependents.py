@@ -97,6 +97,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.effective_zero_stage > 0, "ZeRO's shards", "set zero_stage to 1, 2 or 3", REPLICAS),
+        (config.optimizer.decoupled_lr, "decoupled_lr", "give it", ("decoupled_min_lr",)),
         (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
         *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),

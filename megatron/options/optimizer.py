@@ -83,6 +83,10 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
+    decoupled_lr: PositiveFloat | None = None
+    """Peak learning rate of the word embedding and the output layer, which follow the same schedule. Unset: lr."""
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """Their learning rate at the end of the decay. Unset: min_lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the decay after the warm-up. `WSD` stays at the peak, then decays over its last part.
     `inverse-square-root` falls with the root of all samples, warm-up included, not below min_lr."""

@@ -49,6 +49,10 @@ class ParamSchedule:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_samples: int
+    # defaults: checkpoints of older releases have none
+    decoupled_lr: float | None = None
+    """Peak of the word embedding and the output layer; None: they have `lr`."""
+    decoupled_min_lr: float | None = None
 
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`.
@@ -76,6 +80,16 @@ class ParamSchedule:
         else:
             share = ANNEALING[self.lr_decay_style](progress)
         return self.min_lr + share * (self.lr - self.min_lr)
+
+    def decoupled_learning_rate(self, consumed_samples: int) -> float | None:
+        """Learning rate of word embedding and output layer: the same curve between their own numbers; None: no other.
+
+        Source: Megatron-LM, megatron/core/optimizer, `_update_min_and_max_lr_in_param_groups`.
+        """
+        if self.decoupled_lr is None or self.decoupled_min_lr is None:
+            return None
+        own = dataclasses.replace(self, lr=self.decoupled_lr, min_lr=self.decoupled_min_lr)
+        return own.learning_rate(consumed_samples)
 
     def _warmup_share(self, consumed_samples: int) -> float:
         below = (0.0, 0.0)
@@ -128,7 +142,7 @@ class ParamSchedule:
         if not self.lr_warmup:
             idle |= {"lr_warmup_init"}
         if self.lr_decay_style == "constant":
-            idle |= {"min_lr", "lr_decay_samples"}
+            idle |= {"min_lr", "lr_decay_samples", "decoupled_min_lr"}
         if self.lr_decay_style != "WSD":
             idle |= {"lr_wsd_decay_style", "lr_wsd_decay_samples"}
         if self.weight_decay_incr_style == "constant":
@@ -248,6 +262,10 @@ class Schedule:
         start_weight_decay = end_weight_decay = options.weight_decay
         if options.weight_decay_incr_style != "constant":
             start_weight_decay, end_weight_decay = options.start_weight_decay or 0.0, options.end_weight_decay or 0.0
+        decoupled_min_lr = options.decoupled_min_lr
+        # Megatron's default
+        if options.decoupled_lr is not None and decoupled_min_lr is None:
+            decoupled_min_lr = options.min_lr
         return ParamSchedule(
             lr=options.lr,
             min_lr=options.min_lr,
@@ -261,6 +279,8 @@ class Schedule:
             start_weight_decay=start_weight_decay,
             end_weight_decay=end_weight_decay,
             weight_decay_incr_samples=length,
+            decoupled_lr=options.decoupled_lr,
+            decoupled_min_lr=decoupled_min_lr,
         )
 
     def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:
@@ -315,6 +335,10 @@ class Schedule:
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`."""
         return self.params.learning_rate(consumed_samples)
+
+    def decoupled_learning_rate(self, consumed_samples: int) -> float | None:
+        """Learning rate of word embedding and output layer in that step; None: that of all others."""
+        return self.params.decoupled_learning_rate(consumed_samples)
 
     def weight_decay(self, consumed_samples: int) -> float:
         """Weight decay, of the parameters that decay, in the step that starts at `consumed_samples`."""

@@ -22,6 +22,7 @@ from megatron.options.optimizer import OptimizerConfig
 from megatron.options.outputs import account_fault
 from megatron.options.plugins import import_attribute
 from megatron.parallel.layout import parallel_batch_size
+from megatron.parallel.shards import declared_shards
 from megatron.plan.pipeline import waits_like_1f1b
 from megatron.plan.rates.files import rates_faults
 from megatron.runtime.alerts import alert_faults
@@ -75,7 +76,22 @@ def idle(config: Config) -> list[str]:
         *task.idle(),
         *family_of(config).idle(config),
         *_idle_schedule(config),
+        *_idle_rate(config),
     ]
+
+
+def _idle_rate(config: Config) -> Iterator[str]:
+    """Yield a message where word embedding and output layer, which have a rate of their own, are not trained."""
+    rate = config.optimizer.decoupled_lr
+    if rate is None or config.training.skip_train:
+        return
+    with contextlib.suppress(ConfigError):  # reported by `check`
+        shards = declared_shards(family_of(config).layers(config)).values()
+        if not any(shard.vocabulary and shard.trained and not shard.added for shard in shards):
+            yield (
+                f"decoupled_lr={rate} has no effect, as word embedding and output layer are not trained; train them "
+                "(lora_modules_to_save, freeze), or leave it out"
+            )
 
 
 def _idle_schedule(config: Config) -> Iterator[str]:
@@ -123,10 +139,21 @@ def _check_learning_rate(config: Config) -> Iterator[str]:
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(optimizer, name) > optimizer.lr:
             yield f"{name}={getattr(optimizer, name)} is above lr={optimizer.lr}; lower it"
+    yield from _check_decoupled_rate(optimizer)
     yield from _check_decay(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         yield "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both on; turn one of them off"
     yield from _check_weight_decay(config)
+
+
+def _check_decoupled_rate(optimizer: OptimizerConfig) -> Iterator[str]:
+    peak = optimizer.decoupled_lr
+    if peak is None:
+        return
+    lowest = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
+    for name in (lowest, "lr_warmup_init"):
+        if getattr(optimizer, name) > peak:
+            yield f"{name}={getattr(optimizer, name)} is above decoupled_lr={peak}; lower it, or give decoupled_min_lr"
 
 
 def _check_length(optimizer: OptimizerConfig, name: str) -> Iterator[str]:

@@ -158,12 +158,14 @@ class Engine(ABC):
         num_microbatches: int | None = None,
         consumed_samples: int,
         lr: float,
+        decoupled_lr: float | None = None,
         weight_decay: float | None = None,
     ) -> StepResult:
         """Run forward, backward and update over one global batch; `microbatches` are this rank's share.
 
         Every rank has as many, but inner pipeline stages, which read none, pass none: for them `num_microbatches` is
-        the number. `consumed_samples` counts those before this step. `weight_decay`: None leaves it as it is.
+        the number. `consumed_samples` counts those before this step. `decoupled_lr`: of word embedding and output
+        layer; None: `lr`. `weight_decay`: None leaves it as it is.
         """
         ctx = self.ctx
         if num_microbatches is None:
@@ -172,7 +174,10 @@ class Engine(ABC):
         self._passes = num_microbatches
         # functions of the samples consumed: a scheduler of DeepSpeed's would have a state of its own to resume
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr * group["lr_mult"]
+            rate = lr
+            if decoupled_lr is not None and group["is_decoupled"]:
+                rate = decoupled_lr
+            group["lr"] = rate * group["lr_mult"]
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group["wd_mult"]
         if self._draws:  # it sets the device's generator, which takes time

@@ -275,7 +275,7 @@ class Loop:
                 self._step_log.roll_back()
                 self._saved_at = progress.iteration
                 return True
-        self._step_log.write_if_due(result, lr, size)
+        self._step_log.write_if_due(result, lr, self.schedule.decoupled_learning_rate(begin), size)
         return False
 
     def _train_step(self, begin: int, step: int, lr: float) -> tuple[StepResult, int]:
@@ -294,6 +294,7 @@ class Loop:
                 num_microbatches=num_microbatches,
                 consumed_samples=begin,
                 lr=lr,
+                decoupled_lr=self.schedule.decoupled_learning_rate(begin),
                 weight_decay=self.schedule.weight_decay(begin),
             )
         accelerator.current().mark_step()  # where the device is lazy, it computes now

@@ -35,7 +35,7 @@ NO_TRAINING = {
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 """Options of how a run is carried out; a resume does not report their changes."""
-SCHEDULE = ("lr", "min_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
+SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
 """Beginnings of the names of the schedule's options, which the checkpoint's replace where that is requested."""
 SHOWN_CHARACTERS = 300
 """Length at which a changed option is cut: a blend may name thousands of datasets."""

@@ -194,6 +194,22 @@ def test_learning_rate_is_megatrons_at_every_boundary(style: str, init: float, w
             assert found == pytest.approx(megatrons_learning_rate(options, at), rel=1e-12), (last_part, at)
 
 
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+def test_a_decoupled_rate_is_megatrons_curve_between_its_own_numbers(style: str) -> None:
+    options: dict[str, Any] = {**WSD, "lr_decay_style": style, "lr_warmup_samples": 100, "lr_warmup_init": 1e-5}
+    options["lr_wsd_decay_style"] = "cosine"
+    own = {**options, "lr": 7e-3, "min_lr": 3e-3}
+    given = OptimizerConfig(**options, decoupled_lr=7e-3, decoupled_min_lr=3e-3)
+    unset = OptimizerConfig(**options, decoupled_lr=7e-3)
+    for at in BOUNDARIES:
+        found, of_unset = (Schedule(TRAINING, each).decoupled_learning_rate(at) for each in (given, unset))
+        assert found == pytest.approx(megatrons_learning_rate(own, at), rel=1e-12), at
+        floor = options["min_lr"]
+        assert of_unset == pytest.approx(megatrons_learning_rate({**own, "min_lr": floor}, at), rel=1e-12), at
+        assert learning_rate(given, TRAINING, at) == learning_rate(OptimizerConfig(**options), TRAINING, at)
+    assert Schedule(TRAINING, OptimizerConfig(**options)).decoupled_learning_rate(0) is None
+
+
 def test_inverse_square_root_falls_with_the_root_of_all_samples() -> None:
     optimizer = OptimizerConfig(**{**BASE, "lr_decay_style": "inverse-square-root"})
     points = {100: 1e-3, 400: 5e-4, 900: 1e-3 / 3, 1101: 1e-4}

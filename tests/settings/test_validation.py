@@ -114,6 +114,12 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "seq_length_stages=32 2 cuts samples, but a teacher has numbers for whole ones",
         "leave one out",
     ),
+    "decoupled end": (
+        "--lr 1e-3 --decoupled-lr 1e-4 --decoupled-min-lr 2e-4",
+        1,
+        "decoupled_min_lr=0.0002 is above decoupled_lr=0.0001",
+        "lower it",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,
@@ -655,6 +661,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--lr-wsd-decay-samples 80": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
     "--lr-wsd-decay-iters 10": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
     "--lr-wsd-decay-style linear": ("lr_decay_style=WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "--decoupled-min-lr 1e-5": ("decoupled_lr", "--decoupled-lr 1e-3"),
     "--sgd-momentum 0.5": ("optimizer=sgd", "--optimizer sgd"),
     "--optimizer sgd --no-decoupled-weight-decay": ("an Adam", "--optimizer adam"),
     "--rotary-base 500000": ("position_embedding_type=rope", "--position-embedding-type rope"),
@@ -719,6 +726,14 @@ def test_an_option_that_would_do_nothing_is_named_in_a_warning(flags: str) -> No
     (warning,) = idle(load_config([*VALID, *flags.split()], world_size))
     assert f" has no effect without {needed}" in warning
     assert idle(load_config([*VALID, *flags.split(), *given.split()], world_size)) == []
+
+
+def test_a_rate_of_embedding_and_head_that_are_frozen_is_named() -> None:
+    flags = "--architecture llama --position-embedding-type rope --decoupled-lr 1e-3".split()
+    assert idle(load_config([*VALID, *flags], 1)) == []
+    for frozen in ("--freeze embedding.*", "--lora-rank 4"):
+        (warning,) = idle(load_config([*VALID, *flags, *frozen.split()], 1))
+        assert warning.startswith("decoupled_lr=0.001 has no effect, as word embedding and output layer are not")
 
 
 def test_validations_without_data_are_named_and_the_presets_interval_goes_with_them() -> None:

@@ -32,6 +32,7 @@ def resume(here: Schedule, there: Any) -> tuple[Schedule, str | None]:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"lr": 2e-3}, "lr=0.002 here, 0.001 there"),
     "min_lr": ({"min_lr": 0.0}, "min_lr=0 here, 0.0001 there"),
+    "decoupled": ({"decoupled_lr": 3e-3}, "decoupled_lr=0.003 here, unused there"),
     "warm-up": ({"lr_warmup_samples": 20}, "lr_warmup=20 here, 10 there"),
     "no warm-up": ({"lr_warmup_samples": 0}, "lr_warmup=0 here, 10 there"),
     "warm-up init": ({"lr_warmup_init": 1e-5}, "lr_warmup_init=1e-05 here, 0 there"),
@@ -62,6 +63,7 @@ def test_another_schedule_is_refused_with_both_numbers_and_each_switch_decides(n
     assert said in line
     for consumed in range(0, 320, 10):
         assert kept.learning_rate(consumed) == schedule().learning_rate(consumed)
+        assert kept.decoupled_learning_rate(consumed) is None
         assert kept.weight_decay(consumed) == schedule().weight_decay(consumed)
     # the length stays this run's, and the next checkpoint holds what was used
     assert kept.total_iterations == schedule(**change).total_iterations

@@ -237,13 +237,14 @@ def _step_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
     for key, title, unit in (
         ("grad_norm", "Gradient norm", "before clipping"),
         ("learning_rate", "Learning rate", ""),
+        ("decoupled_learning_rate", "Learning rate of embedding and head", ""),
         ("global_batch_size", "Global batch", "samples"),
     ):
         curves = _runs_curves(runs, title, lambda run, k=key: curve(run.rows, "train", k))  # type: ignore[misc]
         # drawn where it is ramped up
         if key == "global_batch_size" and not any(len(set(each.values)) > 1 for each in curves):
             continue
-        yield curve_chart(title, unit, curves, from_zero=key == "learning_rate")
+        yield curve_chart(title, unit, curves, from_zero=key.endswith("learning_rate"))
 
 
 def _of_memory(run: ReportedRun, key: str, which: str) -> tuple[list[int], list[float]]:

@@ -90,16 +90,16 @@ class StepLog:
         self._loss += result.loss
         self._metrics = self._engine.metric_table.joined(self._metrics, result.metrics)
 
-    def write_if_due(self, result: StepResult | None, lr: float, size: int) -> None:
+    def write_if_due(self, result: StepResult | None, lr: float, decoupled_lr: float | None, size: int) -> None:
         """Write the line of the steps so far, every log_interval steps. Collective.
 
-        `result` None: the last step of the interval was left out.
+        `result` None: the last step of the interval was left out. `lr`, `decoupled_lr`: of the last step.
         """
         if self._progress.iteration % self._every == 0 and self._steps:
-            self._write(result, lr, size)
+            self._write(result, lr, decoupled_lr, size)
             self.restart()
 
-    def _write(self, result: StepResult | None, lr: float, size: int) -> None:
+    def _write(self, result: StepResult | None, lr: float, decoupled_lr: float | None, size: int) -> None:
         engine, progress = self._engine, self._progress
         elapsed_s, num_finite = (time.perf_counter() - self._began_s) / self._steps, self._steps - self._nan_steps
         progress.nan_iterations += self._nan_steps
@@ -120,6 +120,7 @@ class StepLog:
                 consumed_tokens=self._log.tokens_of(progress.consumed_samples),
                 elapsed_s=elapsed_s,
                 learning_rate=lr,
+                decoupled_learning_rate=decoupled_lr,
                 global_batch_size=size,
                 lm_loss=loss,
                 straggler=self._slow_ranks(clocked),

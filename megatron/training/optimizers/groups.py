@@ -43,11 +43,16 @@ class Treatment:
     """Its learning rate is the schedule's times this."""
     wd_mult: float = 1.0
     """Its weight decay is the schedule's times this."""
+    is_decoupled: bool = False
+    """The schedule's learning rate is that of word embedding and output layer (decoupled_lr)."""
 
 
 def treatment_of(parameter: Any, config: Config) -> Treatment:
     """Return how a trained parameter, or the placeholder of a stage that trains nothing, is updated."""
-    return Treatment(_lr_mult(parameter, config), float(_decays(parameter)))
+    shard = shard_of(parameter)
+    # Megatron-LM's `is_embedding_or_output_parameter`: the tables of tokens, tied or not, and no positions
+    is_decoupled = config.optimizer.decoupled_lr is not None and shard.vocabulary and not shard.added
+    return Treatment(_lr_mult(parameter, config), float(_decays(parameter)), is_decoupled)
 
 
 def _groups_of(trained: Sequence[nn.Parameter], config: Config) -> Groups:
@@ -62,9 +67,12 @@ def _groups_of(trained: Sequence[nn.Parameter], config: Config) -> Groups:
 
 def _group(treatment: Treatment, parameters: list[nn.Parameter], config: Config) -> dict[str, Any]:
     optimizer = config.optimizer
+    lr = optimizer.lr
+    if treatment.is_decoupled and optimizer.decoupled_lr is not None:
+        lr = optimizer.decoupled_lr
     return {
         "params": parameters,
-        "lr": optimizer.lr * treatment.lr_mult,
+        "lr": lr * treatment.lr_mult,
         "weight_decay": optimizer.weight_decay * treatment.wd_mult,
         **dataclasses.asdict(treatment),
     }
