@@ -103,9 +103,9 @@ def gemma_options(
 
 def query_scalar(model: ModelConfig) -> float:
     """Return the number whose root divides the scores: query_pre_attn_scalar, an integer where it is one."""
-    if model.attention_multiplier is None:
+    if model.score_factor is None:
         return model.head_size
-    scalar = model.attention_multiplier**-2
+    scalar = model.score_factor**-2
     return round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-12) else scalar
 
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,9 @@ class Family:
         """
         layers, patterns, lora = self.declare(config), config.model.freeze, config.lora
         _check_costs(layers)
+        multiplier = config.model.width_multiplier
+        if multiplier != 1.0:
+            layers = [_narrower_start(layer, multiplier) for layer in layers]
         faults = list(_unmatched(patterns, list(declared_shards(layers))))
         if faults := [*faults, *self._adapter_faults(layers, config)]:
             raise ConfigError(faults)
@@ -195,6 +199,17 @@ def _check_costs(layers: Sequence[LayerDeclaration]) -> None:
                 f"{name} is a matrix without a cost, so that neither FLOPs nor memory could be planned; declare "
                 'cost=MatrixProduct("mlp") of megatron/parallel/costs.py, or whatever the layer does with it'
             )
+
+
+def _narrower_start(layer: LayerDeclaration, multiplier: float) -> LayerDeclaration:
+    """Start matrices between widths as muP does: the products of wider inputs stay as large as the base model's."""
+    shards = {
+        local: dataclasses.replace(shard, std=shard.std / math.sqrt(multiplier))
+        if shard.is_hidden_matrix and shard.std is not None
+        else shard
+        for local, shard in layer.shards.items()
+    }
+    return dataclasses.replace(layer, shards=shards)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

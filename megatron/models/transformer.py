@@ -65,7 +65,7 @@ def final_norm(shards: Shards, shared: Shared, *, norm: str) -> nn.Module:
     final = FinalLayerNorm if norm == "layer_norm" else FinalRMSNorm
     build: Callable[..., Any] = NORMS[norm]
     module = build(shards, shared, final)
-    module.divisor = shared.config.model.logits_scaling
+    module.divisor = shared.config.model.logits_divisor
     return module  # type: ignore[no-any-return]
 
 

@@ -103,6 +103,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
         *_rotary_scaling(model),
+        (model.mup_base_hidden_size, "mup_base_hidden_size", "give it", ("mup_base_head_size",)),
         (config.parallel.context_parallel_size > 1, "context_parallel_size above 1", "set that", SHARING_ROWS),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),

@@ -144,6 +144,13 @@ class ModelConfig:
     """Dropout of the attention probabilities."""
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of the normal initialisation; for residual projections it is divided by sqrt(2 num_layers)."""
+    mup_base_hidden_size: Positive | None = None
+    """hidden_size of the model that lr, init_method_std and the multipliers were tuned on (muP). With m = hidden_size /
+    this width, matrices between widths have lr / m, weight_decay x m and init_method_std / sqrt(m), the logits are
+    divided by m too, and adam_eps by m. The head size is best kept, so that the number of heads grows. Unset: no
+    muP."""
+    mup_base_head_size: Positive | None = None
+    """muP: size of that model's heads, where it differs: the factor of the scores is sqrt(this size) / head size."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """Form of rotary embedding, SwiGLU, RMSNorm and attention. `plain`: torch's operators, the
     reference. `fused`: compiled by torch.compile on CUDA and CPU, Habana's on HPU. `auto`: as fused, but on CPU
@@ -233,6 +240,25 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def width_multiplier(self) -> float:
+        """Width over that of muP's base model."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def logits_divisor(self) -> float:
+        """Divisor of the logits: logits_scaling, times muP's."""
+        return self.logits_scaling * self.width_multiplier
+
+    @property
+    def score_factor(self) -> float | None:
+        """Factor of the attention scores: attention_multiplier, or muP's. None: 1 / sqrt(head size)."""
+        base = self.mup_base_head_size
+        # a rule keeps them apart from attention_multiplier
+        if base is None or base == self.head_size:
+            return self.attention_multiplier
+        return math.sqrt(base) / self.head_size
+
+    @property
     def rotary_size(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_size * self.rotary_percent)
@@ -291,13 +317,16 @@ class ModelConfig:
         return self.attention_window if pattern[layer % len(pattern)] else None
 
     def particular(self) -> dict[str, Any]:
-        """Return the options of PARTICULAR that do something, by name."""
+        """Return the options of PARTICULAR that do something, by name, with muP's part in their values."""
         idle = set() if self.attention_window else {"attention_window_pattern", "rotary_base_local"}
         idle |= self.idle_of_experts
         # a value at its default needs nothing of a form of transformers
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in PARTICULAR if name not in idle}
+        values = {name: getattr(self, name) for name in PARTICULAR if name not in idle} | self._multipliers()
         return {name: value for name, value in values.items() if value != defaults[name]}
+
+    def _multipliers(self) -> dict[str, Any]:
+        return {"logits_scaling": self.logits_divisor, "attention_multiplier": self.score_factor}
 
     def uses_fused_sdpa(self, device: Device) -> bool:
         """Return True if the attention runs in Habana's FusedSDPA on this device. It has no soft cap."""
@@ -316,7 +345,8 @@ class ModelConfig:
         Options that do nothing at its position encoding are left out. `seq_length`: that of its run.
         """
         # an option without effect may differ: two models that compute the same are one
-        idle = set(NOT_COMPUTED)
+        # muP's multipliers are compared instead
+        idle = {*NOT_COMPUTED, "mup_base_hidden_size", "mup_base_head_size"}
         if self.attention_window is None:
             idle |= {"attention_window_pattern", "rotary_base_local"}
         if self.position_embedding_type != "learned":
@@ -335,6 +365,7 @@ class ModelConfig:
             "kv_channels": self.head_size,
             "max_position_embeddings": self.max_position_embeddings or seq_length,
             "rope_scaling_attention_factor": self.rotary_amplitude,
+            **self._multipliers(),
         }
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | resolved
         return {name: value for name, value in values.items() if name not in idle}

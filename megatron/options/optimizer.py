@@ -12,7 +12,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megatron.options.types import STRICT, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Probability, Whole
+from megatron.options.types import (
+    STRICT,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Whole,
+)
 
 OptimizerName = Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"]
 
@@ -36,12 +44,15 @@ class OptimizerKind:
     copies_gradient: bool = False
     """To add the weight decay it copies the gradient."""
     can_offload: bool = True
+    scales_with_width: bool = False
+    """muP's learning rates are known for it."""
 
 
 _ADAM = OptimizerKind(
     states=("exp_avg", "exp_avg_sq"),
     deepspeed_types=("Adam", "AdamW", "FusedAdam", "adam", "adamw"),
     options=("decoupled_weight_decay",),
+    scales_with_width=True,
 )
 OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
     "adamw": _ADAM,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megatron.parallel.costs import Cost, PassSizes, Projection
+from megatron.parallel.costs import Cost, MatrixProduct, PassSizes, Projection, Router
 from megatron.parallel.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ class Shard:
     def __post_init__(self) -> None:
         if self.dim is not None and sum(self.pieces) != self.shape[self.dim]:
             raise LayoutError(f"pieces {self.pieces} do not add up to dimension {self.dim} of {self.shape}")
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Its matrix reads a vector whose length grows with the model's width: of layers, not of tables or the output.
+
+        Under muP it starts and learns by its width. The output's logits are divided instead, for tied weights too.
+        """
+        return isinstance(self.cost, MatrixProduct | Router) and len(self.shape) > 1
 
     def frozen(self) -> Shard:
         """Return the shard of a parameter that nothing moves."""

@@ -73,6 +73,33 @@ def _check_memory(memory: str, device: str) -> Iterator[str]:
         )
 
 
+def check_widths(config: Config) -> list[str]:
+    """Return the faults of muP, whose start and learning rates are those of Adam and of whole matrices."""
+    model, optimizer = config.model, config.optimizer
+    given = f"mup_base_hidden_size={model.mup_base_hidden_size}"
+    is_on = model.mup_base_hidden_size is not None and not config.training.skip_train
+    own = f"logits_scaling={model.logits_divisor:g}"
+    if model.score_factor is not None:
+        own += f" attention_multiplier={model.score_factor:g}"
+    return broken(
+        (
+            model.mup_base_head_size is not None and model.attention_multiplier is not None,
+            f"mup_base_head_size={model.mup_base_head_size} and attention_multiplier={model.attention_multiplier} both "
+            "set the factor of the scores; keep one",
+        ),
+        (
+            is_on and not (optimizer.kind.scales_with_width and optimizer.decoupled_weight_decay),
+            f"{given} scales the learning rates and weight decay of AdamW alone, not those of optimizer="
+            f"{optimizer.optimizer} with decoupled_weight_decay={optimizer.decoupled_weight_decay}; use adamw",
+        ),
+        (
+            is_on and config.lora.lora_rank is not None,
+            f"{given} scales the learning rates of a model's own matrices, not of adapters; leave it out, and give "
+            f"{own} for a model that was trained with it",
+        ),
+    )
+
+
 def check_attention(config: Config) -> list[str]:
     model = config.model
     uses_flex = model.attention_backend == "flex"

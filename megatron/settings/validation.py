@@ -42,6 +42,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *rules.check_precision(config),
         *rules.check_fp8(config),
         *rules.check_device(config),
+        *rules.check_widths(config),
         *rules.check_attention(config),
         *rules.check_kernels(config),
         *_check_rampup(config, world_size),

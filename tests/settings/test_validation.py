@@ -120,6 +120,24 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "decoupled_min_lr=0.0002 is above decoupled_lr=0.0001",
         "lower it",
     ),
+    "muP of two factors": (
+        "--mup-base-hidden-size 16 --mup-base-head-size 4 --attention-multiplier 0.1",
+        1,
+        "mup_base_head_size=4 and attention_multiplier=0.1 both set the factor of the scores",
+        "keep one",
+    ),
+    "muP of SGD": (
+        "--mup-base-hidden-size 16 --optimizer sgd",
+        1,
+        "mup_base_hidden_size=16 scales the learning rates and weight decay of AdamW alone, not those of optimizer=sgd",
+        "use adamw",
+    ),
+    "muP of adapters": (
+        "--mup-base-hidden-size 16 --lora-rank 2",
+        1,
+        "of a model's own matrices, not of adapters",
+        "give logits_scaling=4",
+    ),
     "paged decay": (
         "--optimizer paged_adamw_32bit --no-decoupled-weight-decay",
         1,
@@ -661,6 +679,7 @@ IDLE: dict[str, tuple[str, str]] = {
     "--lr-wsd-decay-samples 80": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
     "--lr-wsd-decay-iters 10": ("lr_decay_style=WSD", "--lr-decay-style WSD"),
     "--lr-wsd-decay-style linear": ("lr_decay_style=WSD", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "--mup-base-head-size 8": ("mup_base_hidden_size", "--mup-base-hidden-size 32"),
     "--decoupled-min-lr 1e-5": ("decoupled_lr", "--decoupled-lr 1e-3"),
     "--sgd-momentum 0.5": ("optimizer=sgd", "--optimizer sgd"),
     "--optimizer sgd --no-decoupled-weight-decay": ("an Adam", "--optimizer adam"),

@@ -331,7 +331,7 @@ class FusedHPUAttention:
 
 def scores_of(model: ModelConfig, ctx: ParallelContext, window: int | None = None) -> Scores:
     """Return the operations on the scores of this rank's heads in layers with this window."""
-    return Scores(own_slopes(model, ctx), window, model.attention_multiplier, model.attention_softcap)
+    return Scores(own_slopes(model, ctx), window, model.score_factor, model.attention_softcap)
 
 
 def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *, is_masked: bool) -> str:

@@ -38,9 +38,9 @@ def _config_fields(config: Config) -> dict[str, Any]:
 def multiplier_fields(model: ModelConfig) -> dict[str, Any]:
     return {
         "embedding_multiplier": model.embedding_multiplier,
-        "attention_multiplier": model.attention_multiplier or model.head_size**-0.5,
+        "attention_multiplier": model.score_factor or model.head_size**-0.5,
         "residual_multiplier": model.residual_multiplier,
-        "logits_scaling": model.logits_scaling,
+        "logits_scaling": model.logits_divisor,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
@@ -25,7 +26,9 @@ def build_optimizer(model: nn.Module, config: Config, ctx: ParallelContext) -> G
 
     In float32 without ZeRO, DeepSpeed leaves it bare: then it finds the norm, and clips by it, itself.
     """
-    options = config.optimizer
+    # muP: every gradient shrinks with the width, since the logits are divided by it
+    eps = config.optimizer.adam_eps / config.model.width_multiplier
+    options = dataclasses.replace(config.optimizer, adam_eps=eps)
     inner = BUILDERS[options.optimizer](parameter_groups(model, config, ctx), options, ctx)
     if config.effective_zero_stage == 0:
         return BareOptimizer(inner, ctx, options.clip_grad)

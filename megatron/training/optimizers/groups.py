@@ -52,7 +52,9 @@ def treatment_of(parameter: Any, config: Config) -> Treatment:
     shard = shard_of(parameter)
     # Megatron-LM's `is_embedding_or_output_parameter`: the tables of tokens, tied or not, and no positions
     is_decoupled = config.optimizer.decoupled_lr is not None and shard.vocabulary and not shard.added
-    return Treatment(_lr_mult(parameter, config), float(_decays(parameter)), is_decoupled)
+    width = config.model.width_multiplier if shard.is_hidden_matrix else 1.0
+    # muP. What a step subtracts is lr x weight decay, which stays the same over widths as in the `mup` package
+    return Treatment(_lr_mult(parameter, config) / width, float(_decays(parameter)) * width, is_decoupled)
 
 
 def _groups_of(trained: Sequence[nn.Parameter], config: Config) -> Groups:
