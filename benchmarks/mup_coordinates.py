@@ -34,7 +34,7 @@ HEAD_SIZE, LENGTH, BATCH, VOCABULARY = 16, 32, 4, 128
 MODEL = (
     "--architecture llama --position-embedding-type rope --num-layers 2 --untie-embeddings-and-output-weights "
     f"--vocab-size {VOCABULARY} --seq-length {LENGTH} --hidden-dropout 0 --attention-dropout 0 --data-path none "
-    "--train-iters 1 --lr 1e-2 --weight-decay 0 --device cpu"
+    "--train-iters 1 --lr 3e-3 --weight-decay 0 --device cpu"
 )
 LOGITS = "logits"
 PLACES = ("layers.1.attention", "layers.1.mlp", LOGITS)
@@ -144,15 +144,15 @@ def draw(found: dict[str, list[Moves]], widths: Sequence[int], output: Path) -> 
         panels[-1][column].set_xlabel("hidden_size", fontsize=8)
     panels[0][0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
-    figure.savefig(output, dpi=80)
+    figure.savefig(output, dpi=72)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the coordinate test of muP.", allow_abbrev=False)
     parser.add_argument("output", type=Path, help="PNG to write")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     base, seeds = arguments.widths[0], range(arguments.seeds)
     found: dict[str, list[Moves]] = {}

@@ -77,7 +77,7 @@ class Fragment:
     name: str
     """The parameter's full name, the same on every layout."""
     kind: str
-    """`weight` (float32), or a moment of the optimizer: `exp_avg`, `exp_avg_sq`, `momentum_buffer`."""
+    """`weight` (float32), its moving average `ema`, or a moment of the optimizer: `exp_avg`, `exp_avg_sq`, ..."""
     shard: Shard
     tensor_rank: int
     tensor_size: int

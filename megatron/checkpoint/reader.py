@@ -46,7 +46,7 @@ from megatron.checkpoint.format import (
     read_manifest,
     safetensors_header,
 )
-from megatron.checkpoint.source import Slice, WeightSource, copy_overlap, regions
+from megatron.checkpoint.source import AVERAGE, Slice, WeightSource, copy_overlap, regions
 from megatron.hub.names import repository_of
 from megatron.options.config import CheckpointConfig
 from megatron.parallel.shards import Shard
@@ -85,6 +85,16 @@ class Checkpoint(WeightSource):
             self._check_file(name, file)
         self._maps: dict[str, tuple[mmap.mmap, Tensor]] = {}
         self._unreleased_bytes = 0
+        self._reads_average = False
+
+    def use_average(self) -> None:
+        """Read the moving average of the run's trained weights in their place. Raises CheckpointError without one."""
+        if AVERAGE not in self.kinds:
+            raise CheckpointError(
+                f"{self.folder} holds no moving average of the weights, which its run kept with --ema-decay; leave "
+                "--weights ema out"
+            )
+        self._reads_average = True
 
     def _check_file(self, name: str, file: RankFile) -> None:
         """Compare size and header with the manifest. Reads the header alone."""
@@ -118,6 +128,9 @@ class Checkpoint(WeightSource):
 
     def read(self, at: Slice, kind: str = "weight") -> Tensor:
         """Reads only what it needs of the files."""
+        # frozen weights have no average
+        if kind == "weight" and self._reads_average and (at.name, AVERAGE) in self._tensors:
+            kind = AVERAGE
         shard = self._shard_like(at.name, kind, at.shard)
         wanted = regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel)
         # padding is in no file, and reads as zero
@@ -230,6 +243,16 @@ class Checkpoint(WeightSource):
             lines.append("Load another checkpoint, or copy these files again from where it was saved")
             raise CheckpointError("\n".join(lines))
         return f"the CRC-32 of {len(own)} tensors and the SHA-256 of {MANIFEST}"
+
+
+def use_average(source: WeightSource) -> None:
+    """Read the moving average of a run's weights in their place. Raises CheckpointError where there is none."""
+    if not isinstance(source, Checkpoint):
+        raise CheckpointError(
+            f"--weights ema reads the moving average in a run's own checkpoint, but {source.folder} is {source.title}; "
+            "leave it out"
+        )
+    source.use_average()
 
 
 def _crc32(descriptor: int, at: StoredFragment, buffer: memoryview, progress: ReportBytes) -> int:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 
+AVERAGE = "ema"
+"""Kind of the moving average of a run's trained weights."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """A stretch of what one of `tensor_size` tensor-parallel ranks holds of a parameter, flattened."""

@@ -114,6 +114,16 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the choice between the weights of a run's checkpoint."""
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="weights of a run's checkpoint: those that it trains, or their moving average (--ema-decay of the run)",
+    )
+
+
 def add_push_flag(parser: argparse.ArgumentParser) -> None:
     """Add the option that uploads the result."""
     parser.add_argument(
@@ -145,6 +155,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODULE:NAME",
         help="family outside this package that a Hugging Face folder in --load is of; a run's checkpoint names its own",
     )
+    add_weights_flag(parser)
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
@@ -299,7 +310,8 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights import conversion
     from megatron.weights.folder_files import check_space
 
-    source = conversion.open_model(arguments.load, arguments.config, arguments.max_drift, arguments.architecture)
+    given = (arguments.config, arguments.max_drift, arguments.architecture, arguments.weights)
+    source = conversion.open_model(arguments.load, *given)
     precision: Precision = source.config.training.precision
     if arguments.to == "hf" and arguments.dtype:
         precision = DTYPES[arguments.dtype]
@@ -309,7 +321,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     # before anything is written
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
     print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
-    opening = conversion.Opening(Path(arguments.load), arguments.config, arguments.max_drift, arguments.architecture)
+    opening = conversion.Opening(Path(arguments.load), *given)
     count = 1 if arguments.to == "universal" else conversion.num_workers(source, arguments.workers)
     with contextlib.ExitStack() as stack:
         workers = None
@@ -337,6 +349,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
 
 def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     """Convert a checkpoint of adapters into an empty folder, in PEFT's format, and compare every tensor."""
+    from megatron.checkpoint.reader import use_average
     from megatron.weights.conversion import open_adapters
     from megatron.weights.folder_files import check_space
     from megatron.weights.huggingface_files import DTYPES as TYPES
@@ -344,11 +357,13 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights.peft import export
 
     source = open_adapters(arguments.load, arguments.config, arguments.max_drift)
+    if arguments.weights == "ema":
+        use_average(source.checkpoint)
     precision: Precision = DTYPES.get(arguments.dtype, "fp32")
     numel = count(source.shards)
     check_space(work, numel * TYPES[precision].itemsize, "--save")
     print(f"reading adapters: {source.checkpoint.folder}, {numel:,} parameters", flush=True)
-    checked = source.checkpoint.verify(kinds=("weight",))
+    checked = source.checkpoint.verify(kinds=("weight", "ema"))
     print(f"checked: {checked}", flush=True)
     copied = export.export_adapter(
         work,

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> str:
     write(checkpoint, output)
     # after the folder is complete: a run that resumes follows the name at once
     point_latest(output.resolve())
-    kinds = ", ".join(FILE_OF_KIND[kind] for kind in checkpoint.kinds)
+    kinds = ", ".join(FILE_OF_KIND[kind] for kind in checkpoint.kinds if kind in FILE_OF_KIND)
     count = len(checkpoint.parameters)
     text = f"{output}: {count} parameters ({kinds}) from {checkpoint.folder}"
     return f"{text}; checked: {checked}; latest_universal names it"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.checkpoint.folders import checkpoint_folders, iteration_of
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.reader import Checkpoint, use_average
+from megatron.checkpoint.source import AVERAGE, Slice, WeightSource
 from megatron.data.index.indexed import DataError
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.build import build_tokenizer, meta_tokenizer, tokenizer_of_run
@@ -99,7 +99,7 @@ def _open(options: LoadOptions, ctx: ParallelContext) -> WeightSource:
         step=options.ckpt_step,
         fall_back=options.load_fallback,
         may_be_one=True,
-        kinds=WEIGHTS,
+        kinds=(*WEIGHTS, AVERAGE) if options.weights == AVERAGE else WEIGHTS,
     )
     try:
         source = open_source(load, ctx)
@@ -110,6 +110,8 @@ def _open(options: LoadOptions, ctx: ParallelContext) -> WeightSource:
         raise CheckpointError(f"the newest checkpoint of load={folder} cannot be used: {error}\n{remedy}") from None
     if source is None:
         raise CheckpointError(f"load={folder} is empty; give the folder of a run's checkpoints, or of a model")
+    if options.weights == AVERAGE:
+        raise_on_all_ranks(ctx, lambda: use_average(source))
     return source
 
 

@@ -142,6 +142,8 @@ class LoadOptions:
     own."""
     ckpt_step: NonNegative | None = None
     """Checkpoint of this iteration. Unset: the newest one."""
+    weights: Literal["trained", "ema"] = "trained"
+    """Weights of a run's checkpoint: those that it trains, or their moving average (ema_decay of the run)."""
     load_fallback: bool = False
     """If the newest checkpoint is damaged, use the newest one that is intact, with a warning. Off: it is an error, as
     the results would be those of another model."""

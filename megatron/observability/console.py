@@ -258,6 +258,13 @@ class Column(NamedTuple):
         return max(self.least_width, len(self.name), len(self.text))
 
 
+def _rate_columns(step: StepMetrics) -> list[Column]:
+    columns = [Column("lr", f"{step.learning_rate:.2e}", 8, 1)]
+    if step.decoupled_learning_rate is not None:
+        columns.append(Column("dec. lr", f"{step.decoupled_learning_rate:.2e}", 8, 3))
+    return columns
+
+
 def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: int) -> list[Column]:
     """Return the columns of a step that fit into a terminal of `width`."""
     # validations and saves to come are not in it
@@ -271,14 +278,11 @@ def step_columns(step: StepMetrics, speed: Speed, total_iterations: int, width: 
     efficiency = Column("TFLOP/s", f"{speed.tflops_per_device:.{digits}f}", 7, 7)
     if speed.mfu is not None:
         efficiency = Column("MFU", f"{speed.mfu:.1%}", 6, 7)
-    rates = [Column("lr", f"{step.learning_rate:.2e}", 8, 1)]
-    if step.decoupled_learning_rate is not None:
-        rates.append(Column("dec. lr", f"{step.decoupled_learning_rate:.2e}", 8, 3))
     columns = [
         Column("iteration", f"{step.iteration}/{total_iterations}", label_width(total_iterations)),
         Column("loss", f"{step.lm_loss:.4f}", 7),
         *(Column(SHORT_NAMES.get(name, name), f"{value:.4g}", 8, 4) for name, value in step.metrics.items()),
-        *rates,
+        *_rate_columns(step),
         Column("grad norm", grad_norm, 9, 2),
         Column("tokens/s", f"{speed.tokens_per_second:,.0f}", 9, 5),
         efficiency,

@@ -97,9 +97,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.effective_zero_stage > 0, "ZeRO's shards", "set zero_stage to 1, 2 or 3", REPLICAS),
-        (config.optimizer.decoupled_lr, "decoupled_lr", "give it", ("decoupled_min_lr",)),
-        (config.optimizer.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY),
-        *((name in config.optimizer.kind.options, *reader, (name,)) for name, reader in READERS.items()),
+        *_of_optimizer(config),
         (rope, "position_embedding_type=rope", "choose that", ("rotary_base", "rotary_percent", "rope_scaling_factor")),
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
         *_rotary_scaling(model),
@@ -129,6 +127,15 @@ def idle_without(config: Config) -> Iterator[str]:
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def _of_optimizer(config: Config) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
+    options = config.optimizer
+    yield options.ema_decay, "ema_decay", "give it", ("ema_interval", "offload_ema")
+    yield options.decoupled_lr, "decoupled_lr", "give it", ("decoupled_min_lr",)
+    yield options.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY
+    for name, reader in READERS.items():
+        yield name in options.kind.options, *reader, (name,)
 
 
 def _rotary_scaling(model: ModelConfig) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:

@@ -16,6 +16,7 @@ from megatron.options.types import (
     STRICT,
     NonNegative,
     NonNegativeFloat,
+    Number,
     Positive,
     PositiveFloat,
     Probability,
@@ -140,6 +141,13 @@ class OptimizerConfig:
     """Value added to the square root of the second moment."""
     sgd_momentum: Probability = 0.9
     """Momentum of SGD."""
+    ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the trained weights in float32, which with each update takes 1 - ema_decay
+    of them. Checkpoints hold it: `--weights ema` of generate, evaluate and convert_checkpoint. Unset: none."""
+    ema_interval: Positive = 1
+    """Applied steps from one update of that average to the next."""
+    offload_ema: bool = False
+    """Keep the average in host memory, to which each update copies the weights."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the whole model's gradient. 0: no clipping."""
     zero_stage: Annotated[Whole, Field(ge=0, le=3)] = 0
@@ -158,6 +166,14 @@ class OptimizerConfig:
             if getattr(self, name):
                 return f"{name}={getattr(self, name)}"
         return "lr_warmup_samples"
+
+    @property
+    def decoupled_end(self) -> float | None:
+        """Return the learning rate of word embedding and output layer at the end of the decay; None: that of all."""
+        if self.decoupled_lr is None:
+            return None
+        # Megatron's default
+        return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
 
     @property
     def kind(self) -> OptimizerKind:

@@ -262,10 +262,6 @@ class Schedule:
         start_weight_decay = end_weight_decay = options.weight_decay
         if options.weight_decay_incr_style != "constant":
             start_weight_decay, end_weight_decay = options.start_weight_decay or 0.0, options.end_weight_decay or 0.0
-        decoupled_min_lr = options.decoupled_min_lr
-        # Megatron's default
-        if options.decoupled_lr is not None and decoupled_min_lr is None:
-            decoupled_min_lr = options.min_lr
         return ParamSchedule(
             lr=options.lr,
             min_lr=options.min_lr,
@@ -280,7 +276,7 @@ class Schedule:
             end_weight_decay=end_weight_decay,
             weight_decay_incr_samples=length,
             decoupled_lr=options.decoupled_lr,
-            decoupled_min_lr=decoupled_min_lr,
+            decoupled_min_lr=options.decoupled_end,
         )
 
     def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:

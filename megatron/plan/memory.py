@@ -29,6 +29,7 @@ class StageMemory:
     """Accumulated, and the buckets through which they are reduced."""
     master_weights: int
     optimizer_states: int
+    """With the average of the weights (ema_decay)."""
     activations: int
     temporary: int
     """Loss, gradients of activations, recomputed layer, copies for a reduction."""

@@ -93,6 +93,7 @@ class SharedState:
     weights: int
     master_weights: int = 0
     optimizer_states: int = 0
+    """With the average of the weights."""
     gradients: int = 0
     """Held always."""
     step_gradients: int = 0
@@ -122,7 +123,7 @@ def shared_state(config: Config, layout: Layout, layers: Sequence[LayerDeclarati
     if config.training.skip_train:
         state = _of_evaluation(rank)
     else:
-        state = _of_training(rank)
+        state = _with_average(rank, _of_training(rank))
     # each rank's own at every stage: DeepSpeed cuts and offloads parameters alone
     quantized = sum(
         nf4_layout.num_bytes(shard, layout.cut_of(shard)[1]) for layer in layers for shard in _quantized(layer, layout)
@@ -178,6 +179,19 @@ class ZeroRank:
     def share(self) -> int:
         """Trained numbers that this rank updates where ZeRO cuts the optimizer's states."""
         return sum(-(-numel // (size // self.layout.num_replicas)) for size, numel in self.trained_by_size)
+
+    @property
+    def most_saved(self) -> int:
+        """Trained numbers that the rank with the most of them saves: whole parameters are taken in turns."""
+        if self.config.effective_zero_stage > 0:
+            return -(-self.share // self.layout.num_replicas)
+        shards = [shard for layer in self.layers for shard in held_shards(layer, self.layout)]
+        by_turn: Counter[int] = Counter()
+        for index, shard in enumerate(shards):
+            if shard.trained:
+                _, size = self.layout.grad_place(shard)
+                by_turn[index % size] += held_numel(shard, self.layout)
+        return max(by_turn.values(), default=0)
 
     @property
     def reduced(self) -> int:
@@ -263,6 +277,17 @@ class ZeroRank:
         if self.sent_bytes != staged_bytes:  # and in the dtype of communication, where that differs
             flat += self.sent_bytes * numbers
         return flat
+
+
+def _with_average(rank: ZeroRank, state: SharedState) -> SharedState:
+    """Add the average of the weights, each number of which is kept by the rank that saves it."""
+    options = rank.config.optimizer
+    if options.ema_decay is None:
+        return state
+    average = FLOAT32 * rank.most_saved
+    if options.offload_ema or options.offload_optimizer:
+        return replace(state, host=state.host + average)
+    return replace(state, optimizer_states=state.optimizer_states + average)
 
 
 def _of_evaluation(rank: ZeroRank) -> SharedState:

@@ -157,6 +157,7 @@ class Checkpoints:
             "versions": _versions(),
             "schedule": None if schedule is None else schedule.to_dict(),
             "optimizer": engine.state.scalars() if with_optimizer else None,
+            "ema": None if engine.state.average is None else engine.state.average.record(),
             "rng": {"seed": engine.dropout_seed},
             "source": self._source,
             "base": engine.base,

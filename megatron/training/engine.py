@@ -172,20 +172,15 @@ class Engine(ABC):
             num_microbatches = len(microbatches)
         self._set_num_microbatches(num_microbatches)
         self._passes = num_microbatches
-        # functions of the samples consumed: a scheduler of DeepSpeed's would have a state of its own to resume
-        for group in self.deepspeed.optimizer.param_groups:
-            rate = lr
-            if decoupled_lr is not None and group["is_decoupled"]:
-                rate = decoupled_lr
-            group["lr"] = rate * group["lr_mult"]
-            if weight_decay is not None:
-                group["weight_decay"] = weight_decay * group["wd_mult"]
+        self._set_rates(lr, decoupled_lr, weight_decay)
         if self._draws:  # it sets the device's generator, which takes time
             ctx.state.streams.seed_step(self.dropout_seed, consumed_samples, ctx)
         # before the step begins: its forward passes must not count as those of the step
         microbatches = self._task.objective.before_step(microbatches, self.forward, ctx)
         normaliser = self._begin(microbatches)
         self._gate.begin_step()
+        if self.state.average is not None:
+            self.state.average.start()
         # none where DeepSpeed reduces by itself: ZeRO-2, ZeRO-3 and offload
         buffers = getattr(self.deepspeed.optimizer, "buffers", None)
         if buffers is not None:
@@ -205,7 +200,7 @@ class Engine(ABC):
             loss, is_refused = observation.loss, not observation.is_applied
         is_skipped = is_refused or self.deepspeed.skipped_steps > skipped_before
         if not is_skipped:
-            self._balance.update(loads.by_layer)
+            self._follow_update(loads.by_layer)
         return StepResult(
             loss,
             self.deepspeed.get_global_grad_norm(),
@@ -216,6 +211,22 @@ class Engine(ABC):
             metrics=self._losses.metrics,
             loads=loads.by_layer,
         )
+
+    def _set_rates(self, lr: float, decoupled_lr: float | None, weight_decay: float | None) -> None:
+        # functions of the samples consumed: a scheduler of DeepSpeed's would have a state of its own to resume
+        for group in self.deepspeed.optimizer.param_groups:
+            rate = lr
+            if decoupled_lr is not None and group["is_decoupled"]:
+                rate = decoupled_lr
+            group["lr"] = rate * group["lr_mult"]
+            if weight_decay is not None:
+                group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    def _follow_update(self, loads: Mapping[int, Tensor]) -> None:
+        """Move what follows each step that was applied: biases of routers, and the average of the weights."""
+        self._balance.update(loads)
+        if self.state.average is not None:
+            self.state.average.count_step()
 
     def run_without_update(
         self, microbatches: Sequence[Microbatch], *, num_microbatches: int, consumed_samples: int

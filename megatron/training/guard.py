@@ -15,6 +15,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
 from megatron.options.config import Config
+from megatron.options.optimizer import STATES
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.attribution import FaultOrigin, find_origin
@@ -27,6 +28,7 @@ from megatron.runtime.commands import command_name
 from megatron.tasks.task import Task
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.engine import Engine, StepResult
+from megatron.training.optimizers.average import steps_of_average
 from megatron.training.step_checks import step_record
 from megatron.weights.loader import TAG, first_whole
 
@@ -356,16 +358,19 @@ def _is_before(folder: Path, sample: int, config: Config) -> bool:
         if checkpoint.metadata["config"]["training"]["seq_length"] != config.training.seq_length:
             return False
         # weights alone cannot be gone back to, and a damaged one is as if it were not there
-        return len(checkpoint.kinds) > 1 and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
+        has_states = any(kind in STATES for kind in checkpoint.kinds)
+        return has_states and int(checkpoint.metadata["progress"]["consumed_samples"]) <= sample
     except (CheckpointError, KeyError, TypeError, ValueError):
         return False
 
 
 def restore_whole(engine: Engine, checkpoint: Checkpoint, progress: Progress) -> None:
     """Restore a running engine to one of its own checkpoints. Collective."""
-    optimizer, lora = checkpoint.metadata["optimizer"], engine.config.lora
+    optimizer, trained_only = checkpoint.metadata["optimizer"], engine.config.lora.lora_rank is not None
+    average_steps = steps_of_average(checkpoint)
     raise_on_all_ranks(
-        engine.ctx, lambda: engine.state.restore(checkpoint, optimizer, trained_only=lora.lora_rank is not None)
+        engine.ctx,
+        lambda: engine.state.restore(checkpoint, optimizer, average_steps=average_steps, trained_only=trained_only),
     )
     # collective, so after the restore has ended on all ranks without an error
     engine.state.regather()

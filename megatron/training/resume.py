@@ -11,7 +11,7 @@ from typing import Any
 from megatron.checkpoint.folders import START_OPTIONS, Run, checkpoint_folders, holds_checkpoints, run_in
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import DEFAULTS, Checkpoint, is_same_folder, own_run, resumes_itself
-from megatron.checkpoint.source import WeightSource
+from megatron.checkpoint.source import AVERAGE, WeightSource
 from megatron.data.blend import content_of
 from megatron.options.config import CheckpointConfig, Config
 from megatron.options.config import options as declared_options
@@ -23,6 +23,7 @@ from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.registry import load_task
 from megatron.tasks.task import Task
 from megatron.training.engine import Engine
+from megatron.training.optimizers.average import saved_average
 from megatron.training.state import start_from_base
 from megatron.weights.adapted import AdaptedSource, check_exports, open_adapters
 from megatron.weights.loader import find_checkpoint
@@ -35,7 +36,10 @@ NO_TRAINING = {
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 """Options of how a run is carried out; a resume does not report their changes."""
-SCHEDULE = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay")
+SCHEDULE = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay"),
+)
 """Beginnings of the names of the schedule's options, which the checkpoint's replace where that is requested."""
 SHOWN_CHARACTERS = 300
 """Length at which a changed option is cut: a blend may name thousands of datasets."""
@@ -51,6 +55,8 @@ class RestorePlan:
     """Seed of dropout. None: the run's own."""
     lines: list[str]
     """Report: the restored state, a WARNING for the rest, and the options that have changed."""
+    average_steps: int | None = None
+    """Applied steps since the last update of the weights' average. None: it begins with the restored weights."""
 
 
 def plan_restore(
@@ -77,8 +83,9 @@ def plan_restore(
         return RestorePlan(None, None, lines)
     optimizer, lost = _saved_optimizer(checkpoint, config, options)
     seed, lost_seed = _saved_seed(checkpoint.metadata, config, options)
-    lost += [*lost_seed, *_lost_position(checkpoint, progress)]
-    restored = ["weights"]
+    average_steps, lost_average = saved_average(checkpoint, config)
+    lost += [*lost_seed, *lost_average, *_lost_position(checkpoint, progress)]
+    restored = ["weights" if average_steps is None else "weights and their average"]
     if optimizer:
         restored.append("optimizer")
     if seed is not None:
@@ -89,7 +96,7 @@ def plan_restore(
     changed = _changed_options(run, config)
     if changed:
         lines.append(f"changed since the checkpoint: {'; '.join(changed)}")
-    return RestorePlan(optimizer, seed, lines)
+    return RestorePlan(optimizer, seed, lines, average_steps)
 
 
 def _extension(checkpoint: WeightSource, config: Config) -> list[str]:
@@ -109,7 +116,7 @@ def _saved_optimizer(
 
     Raises CheckpointError for the state of another kind of optimizer.
     """
-    kept, held = config.optimizer.states, [kind for kind in checkpoint.kinds if kind != "weight"]
+    kept, held = config.optimizer.states, [kind for kind in checkpoint.kinds if kind not in ("weight", AVERAGE)]
     saved = checkpoint.metadata.get("optimizer")
     if options.no_load_optim:
         return None, ["the optimizer was not restored (no_load_optim); it starts from zero"]
@@ -378,7 +385,7 @@ def restore(
     for part in checkpoint.parts:
         if isinstance(part, Checkpoint):  # a foreign one was checked when it was opened
             engine.state.check_model(part, with_optimizer=plan.optimizer is not None)
-    engine.state.restore(checkpoint, plan.optimizer)
+    engine.state.restore(checkpoint, plan.optimizer, average_steps=plan.average_steps)
     if plan.seed is not None:
         engine.dropout_seed = plan.seed
     engine.count_from(progress)

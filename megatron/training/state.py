@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.format import CheckpointError, Fragment
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.source import AVERAGE, Slice, WeightSource
 from megatron.models.sequential import compute_dtype
 from megatron.options.config import Config
 from megatron.options.optimizer import STATES
@@ -34,6 +34,7 @@ from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import Shard, named_parameters, shard_of
 from megatron.resilience.replica_check import Copy
 from megatron.runtime.commands import first_of
+from megatron.training.optimizers.average import WeightAverage
 
 SHOWN_NAMES = 4
 """Parameters that an error names."""
@@ -67,6 +68,11 @@ class EngineState:
         # DeepSpeed's wrappers have ours as `optimizer`; in float32 without ZeRO the engine holds ours itself
         self.torch_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
         self._has_adapters = config.lora.lora_rank is not None
+        self.average: WeightAverage | None = None
+        """None without ema_decay."""
+        if config.optimizer.ema_decay is not None and not config.training.skip_train:
+            kept = {owned.name: owned.weight for owned in self.owned(with_frozen=False) if owned.is_saved_here}
+            self.average = WeightAverage(kept, config.optimizer)
         self.uncounted_gradients = self._uncounted_gradients()
         """Return, while the optimizer steps, this rank's gradients that the norm of the whole model leaves out."""
 
@@ -83,6 +89,9 @@ class EngineState:
             kinds = {"weight": owned.weight}
             if with_optimizer:
                 kinds |= owned.moments
+            average = None if self.average is None else self.average.of(owned.name)
+            if average is not None:
+                kinds[AVERAGE] = average
             rank, size = self._ctx.cut_of(owned.shard)
             for kind, tensor in kinds.items():
                 flat = tensor.detach().view(-1)
@@ -173,10 +182,18 @@ class EngineState:
                 "saved; freeze the same parameters, or pass --no-load-optim"
             )
 
-    def restore(self, checkpoint: WeightSource, saved: dict[str, Any] | None, *, trained_only: bool = False) -> None:
+    def restore(
+        self,
+        checkpoint: WeightSource,
+        saved: dict[str, Any] | None,
+        *,
+        average_steps: int | None = None,
+        trained_only: bool = False,
+    ) -> None:
         """Read this rank's weights and, unless `saved` (of `scalars`) is None, its optimizer's state.
 
-        `trained_only`: leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
+        `average_steps`: those of the average's record; None: it begins with the restored weights. `trained_only`:
+        leave frozen weights as they are. Quantised weights need `finish_restore` afterwards. Raises
         CheckpointError where the checkpoint is of another model. Not collective.
         """
         moments: list[str] = []
@@ -190,6 +207,8 @@ class EngineState:
             for owned in slices.values():
                 for kind in moments:
                     self._restore_moment(checkpoint, owned, kind)
+        if self.average is not None:
+            self.average.restore(average_steps, partial(self._saved_average, checkpoint, slices))
         if saved is not None and self._config.training.fp16:
             # with the scale its counters, so that it grows at the step at which it would have
             for name, value in (saved.get("loss_scaler") or {}).items():
@@ -218,6 +237,15 @@ class EngineState:
         target = owned.moments[kind]
         at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self._ctx.cut_of(owned.shard))
         target.copy_(checkpoint.read(at, kind))
+
+    def _saved_average(
+        self, checkpoint: WeightSource, slices: Mapping[str, OwnedSlice], name: str, numel: int
+    ) -> Tensor | None:
+        if AVERAGE not in checkpoint.kinds_of(name):  # it was frozen
+            return None
+        owned = slices[name]
+        at = Slice(name, owned.shard, owned.start, numel, *self._ctx.cut_of(owned.shard))
+        return checkpoint.read(at, AVERAGE)
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters, by name, to these local tensors, float32."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.checkpoint.folders import Run
 from megatron.checkpoint.foreign import foreign_format
 from megatron.checkpoint.format import CheckpointError, Fragment
-from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.source import Slice, WeightSource
+from megatron.checkpoint.reader import Checkpoint, use_average
+from megatron.checkpoint.source import AVERAGE, Slice, WeightSource
 from megatron.checkpoint.writer import ManifestEntries, Part, write_checkpoint, write_checkpoint_by, write_files
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config, TrainingConfig
@@ -128,15 +128,21 @@ def _opened(
 
 
 def open_model(
-    path: Path, preset: str | None = None, max_drift: float | None = None, architecture: str | None = None
+    path: Path,
+    preset: str | None = None,
+    max_drift: float | None = None,
+    architecture: str | None = None,
+    weights: str = "trained",
 ) -> WholeModel:
     """Open and check a whole model in any format; options as of `open_any`.
 
-    `architecture`: a family outside this package that a folder of transformers may be of. Raises CheckpointError or
-    ConfigError.
+    `architecture`: a family outside this package that a folder of transformers may be of. `weights`: "ema" for the
+    moving average of a run's. Raises CheckpointError or ConfigError.
     """
     known = recognise(path)
     source = _opened(path, known, preset, max_drift, architecture)
+    if weights == AVERAGE:
+        use_average(source)
     if known is DEEPSPEED and source.config is None:
         raise CheckpointError(
             f"{source.folder} ({source.title}) does not contain its model's config; describe it with --config PRESET"
@@ -163,11 +169,12 @@ class Opening:
     preset: str | None = None
     max_drift: float | None = None
     architecture: str | None = None
+    weights: str = "trained"
 
 
 @functools.cache
 def _opened_by(opening: Opening) -> WholeModel:
-    return open_model(opening.path, opening.preset, opening.max_drift, opening.architecture)
+    return open_model(opening.path, opening.preset, opening.max_drift, opening.architecture, opening.weights)
 
 
 def num_workers(model: WholeModel, given: int | None) -> int:

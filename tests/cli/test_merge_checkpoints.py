@@ -52,6 +52,11 @@ def by_hand(saved: Path, shares: dict[int, float]) -> dict[str, np.ndarray[Any, 
         (["{}", "--last", "3"], {4: 1 / 3, 6: 1 / 3, 8: 1 / 3}),
         # m = 4; m = 0.75 m + 0.25 x 6; m = 0.75 m + 0.25 x 8
         (["{}", "--last", "3", "--ema", "0.75"], {4: 0.5625, 6: 0.1875, 8: 0.25}),
+        # left of the decay: 1 - 1 / 2 after two of four intervals
+        (
+            ["{}", "--last", "4", "--anneal", "minus_sqrt"],
+            {2: 0.5, 4: 0.5**0.5 - 0.5, 6: 0.75**0.5 - 0.5**0.5, 8: 1 - 0.75**0.5},
+        ),
         (["{}/global_step2=1", "{}/global_step8=3"], {2: 0.25, 8: 0.75}),
         (["{}/global_step2=-1", "{}/global_step8=2"], {2: -1, 8: 2}),
     ],
@@ -73,6 +78,27 @@ def test_a_moving_average_is_its_recurrence() -> None:
     for value in values[1:]:
         average = decay * average + (1 - decay) * value
     assert np.dot(moving_shares(9, decay), values) == pytest.approx(average, rel=1e-14)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "minus_sqrt", "exponential"])
+def test_annealed_shares_give_what_the_steps_of_a_decay_would(shape: str) -> None:
+    """Of SGD whose gradients stay as they are: the steps from one checkpoint to the next, each times what is left."""
+    steps, left = np.random.default_rng(0).normal(size=6), []
+    for progress in np.arange(1, 7) / 7:
+        left.append(
+            {
+                "linear": 1 - progress,
+                "cosine": np.cos(np.pi * progress / 2) ** 2,
+                "minus_sqrt": 1 - progress**0.5,
+                "exponential": np.exp2(1 - progress) - 1,
+            }[shape]
+        )
+    constant = 3.0 - np.concatenate([[0.0], np.cumsum(steps)])  # seven checkpoints
+    shares = checkpoints.annealed_shares(7, shape)
+    assert np.dot(shares, constant) == pytest.approx(3.0 - np.dot(left, steps), rel=1e-13)
+    assert sum(shares) == pytest.approx(1)
+    if shape == "linear":
+        assert shares == pytest.approx([1 / 7] * 7)
 
 
 def test_transformers_and_a_run_go_on_from_it(saved: Path, tmp_path: Path, ranks: RankPools) -> None:
@@ -108,7 +134,14 @@ def test_what_is_refused(saved: Path, tmp_path: Path, ranks: RankPools, capsys: 
         assert merge("--load", *given, "--save", tmp_path / "mean", "--to", "native") != 0
         assert message in capsys.readouterr().err
         assert not (tmp_path / "mean").exists()
-    for load in (["{}"], ["{}", "{}", "--last", "2"], ["{}=2", "--last", "2"], ["{}", "--last", "2", "--ema", "1"]):
+    for load in (
+        ["{}"],
+        ["{}", "{}", "--last", "2"],
+        ["{}=2", "--last", "2"],
+        ["{}", "--last", "2", "--ema", "1"],
+        ["{}", "--last", "2", "--ema", "0.5", "--anneal", "linear"],
+        ["{}=2", "{}", "--anneal", "linear"],
+    ):
         with pytest.raises(SystemExit):
             merge("--load", *[argument.format(saved) for argument in load], "--save", tmp_path / "x", "--to", "native")
         capsys.readouterr()

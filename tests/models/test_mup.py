@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from megatron.plan.flops import declared_layers
 from megatron.training.optimizers.build import build_optimizer
 from megatron.weights.huggingface import export_huggingface
 from megatron.weights.huggingface_config import config_of, differences, form_of, read_config
+from megatron.weights.megatron_args import arguments_of
+from megatron.weights.megatron_core import export
 from tests.house import ROOT
 from tests.models import outputs
 from tests.ranks import RankPools
@@ -120,8 +123,9 @@ def slopes(flags: str, base: int | None) -> dict[str, float]:
 @pytest.mark.parametrize("flags", ["", "--no-untie-embeddings-and-output-weights"])
 def test_a_step_moves_activations_of_all_widths_alike(flags: str) -> None:
     """The coordinate test; benchmarks/mup_coordinates.py draws it over more widths."""
-    assert max(map(abs, slopes(flags, WIDTHS[0]).values())) < 0.25
-    assert min(slopes(flags, None).values()) > 0.75
+    # not 0: at such widths what is random in the start still counts
+    assert max(map(abs, slopes(flags, WIDTHS[0]).values())) < 0.45
+    assert min(slopes(flags, None).values()) > 0.9
 
 
 def test_a_model_is_compared_by_the_multipliers_that_follow() -> None:
@@ -173,6 +177,16 @@ def test_a_form_without_multipliers_refuses_by_name(architecture: str) -> None:
     form_of(outputs.config_of(f"{flags} --mup-base-hidden-size 64").model)
     with pytest.raises(CheckpointError, match=re.escape("logits_scaling=4.0")):
         form_of(outputs.config_of(f"{flags} --mup-base-hidden-size 16").model)
+
+
+def test_megatron_cores_arguments_do_not_state_it() -> None:
+    for base, is_refused in ((64, False), (16, True)):
+        words = (
+            f"--architecture llama --position-embedding-type rope --num-attention-heads 4 --mup-base-hidden-size {base}"
+        )
+        config = outputs.config_of(words)
+        with pytest.raises(CheckpointError, match=re.escape("logits_scaling=4.0")) if is_refused else nullcontext():
+            export._check_arguments(config, arguments_of(config), Path("x"))
 
 
 def test_nothing_reads_the_multipliers_without_mups_part() -> None:

@@ -2,6 +2,7 @@
 
     python tools/merge_checkpoints.py --load out/checkpoints --last 5 --save merged --to native
     python tools/merge_checkpoints.py --load out/checkpoints --last 5 --ema 0.8 --save merged --to hf
+    python tools/merge_checkpoints.py --load out/checkpoints --last 5 --anneal minus_sqrt --save merged --to hf
     python tools/merge_checkpoints.py --load one/global_step900=0.7 other=0.3 --save merged --to native
 
 The result appears under its name only when it is complete and has been compared with the mean of the sources.
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli.command import command, run_command
-from megatron.cli.convert_checkpoint import DTYPES, progress_bar
+from megatron.cli.convert_checkpoint import DTYPES, add_weights_flag, progress_bar
 from megatron.cli.merging.merge_adapter import weighted
+from megatron.options.schedule import ANNEALING
 from megatron.runtime.commands import command_name
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -58,6 +60,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DECAY",
         help="an exponential moving average: it starts as the oldest, and each later one takes 1 - DECAY of it",
     )
+    parser.add_argument(
+        "--anneal",
+        choices=tuple(ANNEALING),
+        help="weights that give what a decay of this shape over these checkpoints would have given, from a constant "
+        "learning rate; they should be equally many steps apart",
+    )
+    add_weights_flag(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="type of the hf weights (default: the run's precision)")
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="folder or name on the hub whose tokenizer files are copied into hf"
@@ -70,8 +79,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if arguments.last is None and len(arguments.load) < 2:
         parser.error("one checkpoint is its own mean; give several, or --last N with the folder of a run's saves")
-    if arguments.ema is not None and has_weights:
-        parser.error("--ema sets the weights; leave those of --load out")
+    setting = [name for name in ("ema", "anneal") if getattr(arguments, name) is not None]
+    if len(setting) + has_weights > 1:
+        given = [f"--{name}" for name in setting] + ["those of --load"] * has_weights
+        parser.error(f"{' and '.join(given)} each set the weights; keep one")
     if arguments.to == "native" and (arguments.dtype or arguments.tokenizer):
         parser.error("--dtype and --tokenizer are for --to hf; native holds float32 weights")
     return arguments
@@ -93,7 +104,9 @@ def run(arguments: argparse.Namespace) -> None:
     shares = checkpoints.mean_shares(weights)
     if arguments.ema is not None:
         shares = checkpoints.moving_shares(len(folders), arguments.ema)
-    models = [conversion.open_model(folder) for folder in folders]
+    if arguments.anneal is not None:
+        shares = checkpoints.annealed_shares(len(folders), arguments.anneal)
+    models = [conversion.open_model(folder, weights=arguments.weights) for folder in folders]
     mean = checkpoints.averaged_model(models, shares)
     for model, share in zip(models, shares, strict=True):
         print(f"{share:7.2%} of {model.source.folder}", flush=True)

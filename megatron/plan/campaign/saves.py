@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: float32 weights, and the optimizer's states of those that are trained."""
+    """Return the bytes of a checkpoint: float32 weights, and average and optimizer's states of trained ones."""
     numbers = count_parameters(config, lambda shard: _is_saved(config, shard))
+    if config.optimizer.ema_decay is not None:
+        numbers += count_parameters(config, lambda shard: shard.trained)
     if not config.checkpoint.no_save_optim:
         numbers += len(config.optimizer.states) * count_parameters(config, lambda shard: shard.trained)
     return FLOAT32 * numbers

@@ -55,7 +55,7 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
             parameter_folder.mkdir()
             _write_parameter(parameter_folder, checkpoint, name, vocabulary_rows)
             # a frozen parameter has neither moments nor steps
-            if len(checkpoint.kinds_of(name)) > 1:
+            if len(_written_kinds(checkpoint, name)) > 1:
                 _save(torch.tensor(_optimizer_step(facts)), parameter_folder / "step.pt")
         info = universal_info(checkpoint.parameters, 1, names)
         _write_states(partial, info, facts, for_zero_3=vocabulary_rows is not None)
@@ -66,12 +66,17 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
 
 def _write_parameter(folder: Path, checkpoint: WeightSource, name: str, vocabulary_rows: int | None) -> None:
     cut = _cut(name, folder.name, checkpoint.parameters[name])
-    for kind in checkpoint.kinds_of(name):
+    for kind in _written_kinds(checkpoint, name):
         tensor = checkpoint.read_full(name, kind).contiguous()
         if name in VOCABULARY and vocabulary_rows is not None:
             # from the last dimension on: no columns, then rows behind the others
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, vocabulary_rows - len(tensor)))
         _save({"param": tensor, **cut}, folder / f"{FILE_OF_KIND[kind]}.pt")
+
+
+def _written_kinds(checkpoint: WeightSource, name: str) -> list[str]:
+    """Return the kinds that DeepSpeed has files for: not the moving average of the weights."""
+    return [kind for kind in checkpoint.kinds_of(name) if kind in FILE_OF_KIND]
 
 
 def _optimizer_step(facts: Mapping[str, Any]) -> float:

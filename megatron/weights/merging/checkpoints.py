@@ -8,6 +8,7 @@ arXiv:2203.05482).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megatron.checkpoint.folders import checkpoint_folders, of_run
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.reader import read_latest
 from megatron.checkpoint.source import Slice, WeightSource
+from megatron.options.schedule import ANNEALING
 from megatron.runtime.commands import counted
 from megatron.weights.model import WholeModel, different
 
@@ -102,6 +104,18 @@ def moving_shares(count: int, decay: float) -> list[float]:
     """
     newer = [(1 - decay) * decay ** (count - 1 - index) for index in range(1, count)]
     return [decay ** (count - 1), *newer]
+
+
+def annealed_shares(count: int, shape: str) -> list[float]:
+    """Return the shares of so many checkpoints, the oldest first, whose mean is what an annealing would have given.
+
+    `shape`: of ANNEALING (options/schedule.py). The steps between the checkpoints j - 1 and j count by the share of the
+    learning rate that a decay over `count` intervals has left at its j-th; linear gives equal shares. Source: WSM
+    (arXiv:2507.17634), theorem 3.1: the share of a checkpoint is what the steps before it count more than those after.
+    """
+    # 1 before the oldest: what came before the decay counts in full; after the newest nothing counts
+    left = [1.0, *(ANNEALING[shape](index / count) for index in range(1, count)), 0.0]
+    return [before - after for before, after in itertools.pairwise(left)]
 
 
 def newest_of_run(save: Path, count: int) -> list[Path]:
