@@ -6,7 +6,8 @@ Each rank is a process of this machine, over gloo. The check travels with the no
 with the norm alone: each rank's share of it, and an all-reduce of one number. "Free" steps find the norm so, and answer
 the optimizer at once. Prints how much longer a step takes, in which the ranks' waiting for each other is most of the
 noise; the time of norm, check and decision on a stop, that of the norm, and their difference as a share of a step of
-50 ms; and the time of a check of all copies.
+50 ms; how many collectives and bytes a step has, and torch's operators for the three; and the time of a check of all
+copies.
 
 Attribution is each rank's checks of what it computes (parallel/finite_checks.py), and the clock of --log-straggler.
 Shown is the processor time of the rank's main thread within their calls, which other processes of a busy machine
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=9, help="alternations (default: 9)")
     parser.add_argument("--steps", type=positive, default=10, help="steps a round (default: 10)")
     options, flags = parser.parse_known_args()
-    measured, check_step_s, norm_s, check_s, processor_s = on_ranks(rank, options.ranks, options, flags)
+    measured, check_step_s, norm_s, check_s, processor_s, counts = on_ranks(rank, options.ranks, options, flags)
     added_s = [checked - free for checked, free in zip(measured["checked"], measured["free"], strict=True)]
     more_s = [check - norm for check, norm in zip(check_step_s, norm_s, strict=True)]
     decision_s = statistics.median(more_s)
@@ -58,6 +59,8 @@ def main() -> int:
     print(f"norm alone:               {spread(norm_us, 0)} us")
     share = f"{decision_s / STEP_S:.2%} of a step of {STEP_S * 1000:.0f} ms"
     print(f"check and decision add:   {spread(more_us, 0)} us, {share}")
+    print(f"a step has {len(counts[0])} collectives, of {' + '.join(map(str, counts[0]))} bytes a rank")
+    print(f"norm, check and decision: {counts[1]} operators; norm alone: {counts[2]}")
     step_s = statistics.median(processor_s.pop("step"))
     for name, spent_s in processor_s.items():
         shares = spread([100 * seconds / step_s for seconds in spent_s], 2)
@@ -109,6 +112,22 @@ def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
         for name, times in zip(found, zip(*pairs, strict=True), strict=True):
             found[name].append(statistics.median(times))  # a call that another process interrupts counts once
     return found
+
+
+def counted_work(engine: Any, step: Callable[[], None]) -> tuple[list[int], int, int]:
+    """Bytes of each collective of a step, and operators of norm, check and decision, and of the norm alone."""
+    from benchmarks.step_counts import AllOperators, counted
+
+    sent_bytes = counted(step).sent_bytes
+    gate, buffers = engine._gate, getattr(engine.deepspeed.optimizer, "buffers", None)
+    with AllOperators() as all_of_gate:
+        gate.begin_step()
+        if buffers is not None:
+            gate.find_norm(buffers.counted, buffers.uncounted)
+        gate.is_open()
+    with AllOperators() as of_norm:
+        norm_alone(engine)
+    return sent_bytes, all_of_gate.number, of_norm.number
 
 
 def attribution(ctx: Any, step: Callable[[], None]) -> dict[str, list[float]]:
@@ -185,6 +204,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     measured = alternate({"checked": lambda: steps(True), "free": lambda: steps(False)}, options.rounds)
     gate._observe, gate.find_norm = observe, find_norm  # type: ignore[method-assign]
 
+    counts = counted_work(engine, step)
     alone_s = alone(engine, options.rounds)
     processor_s = attribution(ctx, step)
     replicas, check_s = ReplicaCheck(ctx, engine.state.held()), []
@@ -193,7 +213,7 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
         replicas.check(0)
         check_s.append(time.perf_counter() - began_s)
     if number == 0:
-        results.put((measured, alone_s["check"], alone_s["norm"], check_s, processor_s))
+        results.put((measured, alone_s["check"], alone_s["norm"], check_s, processor_s, counts))
     ctx.gather_objects(None)
     os._exit(0)  # without Python's end, in which gloo's threads may abort
 

@@ -197,7 +197,12 @@ def launch(order: dict[str, Any]) -> int:
 
     if order["has_launcher"]:
         rank.run_main = train_with_fault
-        status = agent.run_agent(agent.AgentOptions(ranks_per_node=order["world_size"]), order["flags"], "fork")
+        options = agent.AgentOptions(
+            ranks_per_node=order["world_size"],
+            alert_command=f"tee -a {order['folder']}/alerts.jsonl",
+            run_name="faulty",
+        )
+        status = agent.run_agent(options, order["flags"], "fork")
     else:
         status = run_without_launcher(order["world_size"], partial(train_with_fault, "megatron.train", order["flags"]))
     sys.stderr.flush()

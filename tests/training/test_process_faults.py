@@ -5,6 +5,7 @@ Faults that the watchdog must find run side by side, since they mostly wait.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -137,6 +138,21 @@ def test_a_fault_ends_the_run_in_time_and_names_the_rank(
         assert re.search(WAITS, stacks[f"rank_{1 - case.rank:05d}.txt"]), "the other one waits in a collective"
         assert case.stacks in stacks[f"rank_{case.rank:05d}.txt"]
         assert (start / "verdict.txt").read_text() in run.told
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_launcher])
+def test_each_fault_that_ends_a_run_is_one_alert_which_names_the_rank(
+    ended: dict[str, Future[Ended]], folder: Path, name: str
+) -> None:
+    case, run, file = CASES[name], ended[name].result(), folder / name.replace(" ", "_") / "alerts.jsonl"
+    alerts = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    expected = [] if case.status == DONE else ["stall" if case.status == HUNG else "abort"]
+    if name == "disk full while saving":
+        expected.insert(0, "save")
+    assert [alert["event"] for alert in alerts] == expected, run.told
+    if case.status != DONE:
+        assert (alerts[-1]["status"], alerts[-1]["run"]) == (case.status, "faulty")
+        assert name == "disk full while saving" or f"rank {case.rank} on " in alerts[-1]["message"]
 
 
 def test_a_stop_by_signal_saves(ended: dict[str, Future[Ended]], folder: Path) -> None:
