@@ -70,13 +70,13 @@ def train(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Wa
         memory.take("after_restore", progress.iteration)
     begin("computing before training")
     complete_data(engine, task, datasets, start, watchdog)
-    watchdog.open()  # from here on it expects steps
     # opened late: nothing is written before the data and the checkpoint were found good
     with (
         open_checkpoints(config, ctx, start, watchdog) as checkpoints,
         open_log(config, ctx, progress, schedule.total_iterations, task, datasets[0]) as log,
         RunFolder(config, ctx, log, progress, task.data.facts(datasets[0]).drawn) as folder,
     ):
+        watchdog.open()  # from here on it expects steps
         memory.open(log)
         loop = Loop(engine, task, datasets, schedule, progress, log, shutdown, checkpoints, memory, watchdog)
         folder.stopped = loop.train()

@@ -282,11 +282,11 @@ def test_a_simulated_processor_computes_in_float32_and_says_so(name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("name", SIMULATED)
-def test_the_suite_passes_on_a_simulated_processor(name: str, room: str) -> None:
+def test_the_suite_passes_on_a_simulated_processor(name: str, room: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{room}"]
-    ended = subprocess.run(
-        command, env=os.environ | SIMULATED[name], capture_output=True, text=True, timeout=3 * HANG_S
-    )
+    # what torch.compile made for this machine's own processor computes NaN on a simulated one
+    env = os.environ | SIMULATED[name] | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3 * HANG_S)
     assert ended.returncode == 0, ended.stdout
 
 
