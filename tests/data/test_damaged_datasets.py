@@ -265,15 +265,26 @@ def test_a_flipped_header_bit_is_refused_or_means_the_same(tmp_path: Path, byte:
 # ---------------------------------------------------------------------------------------------------------------------
 # A full disk
 
+ORDERS = pytest.mark.parametrize("order", [[], ["--shuffle", "1"]], ids=["in order", "shuffled"])
 
-def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path) -> None:
+
+@ORDERS
+def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path, order: list[str]) -> None:
     for folder in ("in", "out"):
         (tmp_path / folder).mkdir()
     for name in "ab":
         write_dataset(tmp_path / "in" / name, [200_000])
     tool = REPOSITORY / "tools" / "merge_datasets.py"
     run = subprocess.run(
-        [sys.executable, str(tool), "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "out" / "d")],
+        [
+            sys.executable,
+            str(tool),
+            "--input",
+            str(tmp_path / "in"),
+            "--output-prefix",
+            str(tmp_path / "out/d"),
+            *order,
+        ],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
         capture_output=True,
         text=True,
@@ -284,23 +295,40 @@ def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path) -> No
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("order", "ending"),
+    [([], signal.SIGKILL), (["--shuffle", "1"], signal.SIGKILL), (["--shuffle", "1"], signal.SIGTERM)],
+)
+def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path, order: list[str], ending: int) -> None:
     for folder in ("in", "out"):
         (tmp_path / folder).mkdir()
     for name in "ab":
         write_dataset(tmp_path / "in" / name, [10_000_000])
     tool = REPOSITORY / "tools" / "merge_datasets.py"
-    command = [sys.executable, str(tool), "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "out/d")]
+    command = [
+        sys.executable,
+        str(tool),
+        "--input",
+        str(tmp_path / "in"),
+        "--output-prefix",
+        str(tmp_path / "out/d"),
+        *order,
+    ]
     merge = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline_s = time.monotonic() + HANG_S
     while not any((tmp_path / "out").glob("*/dataset.bin")) and merge.poll() is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    merge.kill()
-    assert merge.wait() == -signal.SIGKILL
-    assert not {"d.bin", "d.idx", "d.sha256"} & set(os.listdir(tmp_path / "out"))
+    merge.send_signal(ending)
+    assert merge.wait() == (-signal.SIGKILL if ending == signal.SIGKILL else 128 + signal.SIGTERM)
+    left = os.listdir(tmp_path / "out")
+    if ending == signal.SIGTERM:
+        assert left == []
+    assert not {"d.bin", "d.idx", "d.sha256"} & set(left)
     assert merge_datasets.main(command[2:]) == 0
     assert IndexedDataset(tmp_path / "out" / "d").num_tokens == 20_000_000
+    # what the killed one left is gone too
+    assert sorted(os.listdir(tmp_path / "out")) == ["d.bin", "d.idx", "d.sha256"]
 
 
 @pytest.fixture
@@ -315,11 +343,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@ORDERS
 def test_a_full_disk_is_predicted_and_handled(
-    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    order: list[str],
 ) -> None:
     inputs = [str(write_dataset(tmp_path / name, [200_000])) for name in "ab"]
-    command = ["--input", *inputs, "--output-prefix", str(small_disk / "d")]
+    command = ["--input", *inputs, "--output-prefix", str(small_disk / "d"), *order]
     assert merge_datasets.main(command) == 1
     assert f"{small_disk} has 0.5 MB free, but the result needs 0.8 MB" in capsys.readouterr().err
     # others may fill the disk during the merge

@@ -42,6 +42,8 @@ REFUSED = {
 }
 
 
+SHUFFLE_MEMORY_GB = 2
+
 # Arguments of `add_argument` by flag; a command adds what is its own, such as a help text (`add_flags`).
 FLAGS: dict[str, dict[str, Any]] = {
     # input
@@ -203,6 +205,18 @@ FLAGS: dict[str, dict[str, Any]] = {
     # output
     "--output-prefix": {"metavar": "PREFIX"},
     "--overwrite": {"action": "store_true", "help": "replace a finished dataset of this name"},
+    "--shuffle": {
+        "type": int,
+        "metavar": "SEED",
+        "help": "put the documents in a random order, the same for the same seed and datasets (default: keep the "
+        "order)",
+    },
+    "--shuffle-memory-gb": {
+        "type": float,
+        "metavar": "GB",
+        "help": f"memory for the documents that are shuffled at a time; the order does not depend on it (default: "
+        f"{SHUFFLE_MEMORY_GB})",
+    },
     "--workers": {
         "type": int,
         "default": os.cpu_count() or 1,
@@ -252,6 +266,8 @@ LEAST = {
     "min_length": 1,
     "show": 0,
     "resume_interval": 0,
+    "shuffle": 0,
+    "shuffle_memory_gb": 0.001,
 }
 """Smallest values of numbers."""
 

@@ -199,11 +199,28 @@ class IndexedDatasetBuilder:
         self._write(np.asarray(tokens), counts[filled])
         self._end_documents(before + np.cumsum(filled)[sequences_per_document - 1 :: sequences_per_document])
 
+    def add_cut_documents(self, tokens: Tokens, lengths: Tokens, sequences: Tokens) -> None:
+        """Add documents, concatenated in `tokens`, of so many `sequences` each. Adds nothing if it raises DataError."""
+        before = self.num_sequences
+        self._write(tokens, lengths)
+        self._end_documents(before + np.cumsum(sequences))
+
     def append_dataset(self, dataset: IndexedDataset, progress: ReportBytes | None = None) -> None:
         """Add all documents of a finished dataset of the same dtype.
 
         Raises DataError if its index is damaged or it differs from its PREFIX.sha256, if it has one. A part of it may
         have been added by then: abandon the builder.
+        """
+        checksums = self.check_input(dataset)
+        before = self.num_sequences
+        self._append_lengths(dataset)
+        self._append_tokens(dataset, checksums, progress)
+        self._append_document_ends(dataset, before)
+
+    def check_input(self, dataset: IndexedDataset) -> Checksums | None:
+        """Compare a dataset that is to be copied with this one and with its PREFIX.sha256, which is returned.
+
+        Raises DataError. The .bin is for the reader of it to compare.
         """
         self._check_joins(dataset.prefix, dataset.dtype)
         if dataset.has_modes:
@@ -212,10 +229,7 @@ class IndexedDatasetBuilder:
         if checksums:
             # the index first: it is small, and decides what is read of the .bin
             checksums.compare(dataset.prefix, ".idx", file_sha256(dataset.prefix + ".idx"))
-        before = self.num_sequences
-        self._append_lengths(dataset)
-        self._append_tokens(dataset, checksums, progress)
-        self._append_document_ends(dataset, before)
+        return checksums
 
     def _append_lengths(self, dataset: IndexedDataset) -> None:
         end = 0

@@ -1,11 +1,13 @@
-"""One indexed dataset out of several, end to end, byte for byte as Megatron's tool makes it."""
+"""One indexed dataset out of several: end to end, byte for byte as Megatron's tool makes it, or shuffled."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from typing import Any
 from megatron.data.index.checksums import ReportBytes, file_sha256, read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
+from megatron.data.index.shuffle import Shuffle
 from megatron.data.index.work_folder import SEALED_NAME, check_absent
 from megatron.data.prepare.manifest import check_shards, merged_writer, read_manifest
-from megatron.runtime.files import disk_shortage
+from megatron.runtime.files import disk_shortage, locked_output
+
+SHUFFLE_NOTE = "shuffle_seed"
 
 ReportPhase = Callable[[str, int], AbstractContextManager[ReportBytes]]
 """Called with a phase ("copying", "reading back") and its bytes; the block receives them as they are processed."""
@@ -95,6 +100,9 @@ def common_notes(inputs: Sequence[IndexedDataset], output_prefix: str) -> dict[s
     common = dict(all_notes[0])
     for notes in all_notes:
         common = {name: note for name, note in common.items() if notes.get(name, ...) == note}
+    # of shuffled datasets, end to end, the whole is not shuffled
+    if len(inputs) > 1:
+        common.pop(SHUFFLE_NOTE, None)
     return common
 
 
@@ -117,7 +125,8 @@ def _check_tokenizers(prefixes: Sequence[str], all_notes: Sequence[dict[str, Any
 
 
 def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
-    # besides the result, lengths and ends of documents are stored until the .idx is written
+    # besides the result, lengths and ends of documents are stored until the .idx is written; what a shuffle stores
+    # meanwhile is removed as the result grows, and is no more than it
     needed = 0
     for data in inputs:
         needed += data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents
@@ -154,22 +163,72 @@ def open_inputs(
     check_absent([output_prefix], overwrite)
     folder = Path(output_prefix).parent
     folder.mkdir(parents=True, exist_ok=True)
-    check_space(datasets, folder)
     return datasets, notes
 
 
 def merge(
-    inputs: Sequence[IndexedDataset], notes: dict[str, Any], output_prefix: str, report: ReportPhase
+    inputs: Sequence[IndexedDataset],
+    notes: dict[str, Any],
+    output_prefix: str,
+    report: ReportPhase,
+    shuffle: Shuffle | None = None,
 ) -> IndexedDataset:
-    """Write what `open_inputs` returned as one dataset, and verify it. Raises DataError or OSError."""
+    """Write what `open_inputs` returned as one dataset, and verify it. Raises DataError or OSError.
+
+    `shuffle`: the order of the documents, otherwise that of the inputs.
+    """
     num_bytes = sum(data.num_tokens * data.dtype.itemsize for data in inputs)
-    with IndexedDatasetBuilder(output_prefix, inputs[0].dtype, notes=notes) as builder:
-        with report("copying", num_bytes) as progress:
-            for data in inputs:
-                builder.append_dataset(data, progress)
-        builder.seal(merged_writer([(data, read_manifest(data.prefix)) for data in inputs]))
-        # before the names are given: what a disk or its cache made of it is seen here
-        with report("reading back", num_bytes) as progress:
-            verify_sealed(builder.work_dir / SEALED_NAME, inputs, progress)
-        builder.finalize()
+    options: dict[str, Any] = {}
+    if shuffle is not None:
+        notes = {**notes, SHUFFLE_NOTE: shuffle.seed}
+        options["--shuffle"] = shuffle.seed
+    with _work_folder(output_prefix) as folder:
+        # after what a killed merge left is removed
+        check_space(inputs, folder.parent)
+        builder = IndexedDatasetBuilder(output_prefix, inputs[0].dtype, notes=notes, work_dir=folder)
+        with builder:
+            _copy(inputs, builder, num_bytes, report, shuffle)
+            builder.seal(merged_writer([(data, read_manifest(data.prefix)) for data in inputs], options))
+            # before the names are given: what a disk or its cache made of it is seen here
+            with report("reading back", num_bytes) as progress:
+                verify_sealed(builder.work_dir / SEALED_NAME, inputs, progress)
+            builder.finalize()
     return IndexedDataset(output_prefix)
+
+
+def _copy(
+    inputs: Sequence[IndexedDataset],
+    builder: IndexedDatasetBuilder,
+    num_bytes: int,
+    report: ReportPhase,
+    shuffle: Shuffle | None,
+) -> None:
+    if shuffle is not None:
+        with report("dividing", num_bytes) as progress:
+            parts = shuffle.divide(builder, progress)
+        with report("sorting", num_bytes) as progress:
+            shuffle.add_sorted(builder, parts, progress)
+        return
+    with report("copying", num_bytes) as progress:
+        for data in inputs:
+            builder.append_dataset(data, progress)
+
+
+@contextlib.contextmanager
+def _work_folder(output_prefix: str) -> Iterator[Path]:
+    """Give an empty folder beside the output, and remove it at the end, as what a killed process left in it.
+
+    Raises DataError if another process works there.
+    """
+    folder = Path(f"{output_prefix}.merging")
+    with locked_output(folder) as is_held:
+        if not is_held:
+            raise DataError(
+                f"another process is writing {output_prefix}; wait until it ends, or give another --output-prefix"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -396,10 +396,12 @@ def _is_entry(line: Any) -> bool:
     return is_part and _has_counts(line, line.keys() & {*COUNTS, "stopped_after"})
 
 
-def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]]) -> WriteManifest | None:
+def merged_writer(
+    inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]], options: Mapping[str, Any]
+) -> WriteManifest | None:
     """Return the function that writes the manifest of datasets joined in this order; None if none has one.
 
-    A dataset without a manifest stands as one file.
+    A dataset without a manifest stands as one file. `options` are those of the merge.
     """
     if all(manifest is None for _, manifest in inputs):
         return None
@@ -411,7 +413,9 @@ def merged_writer(inputs: Sequence[tuple[IndexedDataset, DatasetManifest | None]
             _count(counts, line)
         none: dict[str, Any] = {"tokenizer": None, "options": {}}
         headers = [none if manifest is None else manifest.header for _, manifest in inputs]
-        _write(file, dataset, _joined_header(headers), counts, map(_json, lines))
+        header = _joined_header(headers)
+        header["options"] |= options
+        _write(file, dataset, header, counts, map(_json, lines))
 
     return write
 
