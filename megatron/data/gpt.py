@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,6 +226,14 @@ class Member:
     def num_tokens(self) -> int:
         return self.data.count_tokens(self.documents)
 
+    @property
+    def by_documents(self) -> Member:
+        """The member whose weight, a share of documents, is a share of samples."""
+        if self.weight is None:
+            return self
+        # samples hold equally many tokens, so that a share of samples is one of tokens
+        return replace(self, weight=self.weight * self.num_tokens / len(self.documents))
+
 
 def open_datasets(config: Config) -> Datasets:
     """Return training, validation and test samples of a run; the last two None if the config leaves none.
@@ -348,7 +356,7 @@ def _weights_of(members: Sequence[Member]) -> list[float]:
 
 
 def _members_with_samples(members: Sequence[Member], split: int, data: DataConfig, least: int) -> list[Member]:
-    """Return the members of more than `least` tokens, and warn of the others."""
+    """Return the members of more than `least` tokens, with shares of samples as weights, and warn of the others."""
     # a split of a small dataset may round to no document
     kept = [member for member in members if member.num_tokens > least]
     if len(kept) < len(members):
@@ -358,6 +366,9 @@ def _members_with_samples(members: Sequence[Member], split: int, data: DataConfi
         if kept:
             effect = "left out"
         logger.warning("no %s %s in %s%s; %s", SPLIT_WORDS[split], what, absent, said_split(data), effect)
+    # only now, since one without documents has no mean length
+    if data.blend_weights == "documents":
+        kept = [member.by_documents for member in kept]
     return kept
 
 

@@ -23,6 +23,10 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of an indexed dataset (`PREFIX.bin`, `PREFIX.idx`), or a blend: WEIGHT PREFIX WEIGHT PREFIX ..., or
     prefixes alone, which are mixed in proportion to their size and read once, for one epoch."""
+    blend_weights: Literal["samples", "documents"] = "samples"
+    """Meaning of the weights of data_path, train_data_path and the others: shares of samples, and so of tokens, as
+    Megatron's; or of documents, such as their numbers: each weight is multiplied by the mean length of its dataset's
+    documents."""
     split: str = "969,30,1"
     """Proportions of data_path's documents for training, validation and test. Separate paths (train_data_path) are not
     split."""
@@ -87,6 +91,11 @@ class DataConfig:
             ("valid_data_path", self.valid_data_path),
             ("test_data_path", self.test_data_path),
         ]
+
+    @property
+    def has_weights(self) -> bool:
+        """True if a path has weights. Raises ValueError if one is malformed."""
+        return any(words and parse_data_path(words)[1] is not None for _, words in self.paths)
 
     @property
     def num_held_out_sets(self) -> int:

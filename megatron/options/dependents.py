@@ -86,6 +86,7 @@ def idle_without(config: Config) -> Iterator[str]:
             "give them",
             ("multiple_validation_sets",),
         ),
+        (config.data.has_weights, "weights in the data's path", "give WEIGHT PREFIX pairs", ("blend_weights",)),
         (config.data.eval_iters, "eval_iters", "set it", ("valid_data_path", "test_data_path", "eval_interval")),
         (checkpoint.save_hf, "save_hf", "give the folder to export to", ("save_hf_last_only", "save_hf_merged")),
         (exports, "exports in folders of their own", "give save_hf alone", ("save_hf_keep_last",)),

@@ -192,7 +192,7 @@ class PackedData(TaskData):
     def idle(self) -> Iterator[str]:
         config, sft = self.config, self.config.sft
         yield from super().idle()
-        names = [name for name in DOCUMENT_ENDS if getattr(config.data, name)]
+        names = [name for name in ("blend_weights", *DOCUMENT_ENDS) if getattr(config.data, name)]
         documents = f"documents, which task={self.name} does not read"
         yield from idle_options(config, documents, "choose task=pretrain", names)
         if not config.data.eval_iters and not config.data.per_split and any(parse_split(config.data.split)[1:]):

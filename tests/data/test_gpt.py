@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.blend import content_of
+from megatron.data.blend import SeparateSets, content_of
 from megatron.data.gpt import GPTDataset, build_datasets, plan_epochs, split_documents
 from megatron.data.index import indexed
 from megatron.data.index.indexed import DataError
@@ -328,3 +329,46 @@ def test_sentences_are_not_trained_as_documents_without_a_word(
         config = DataConfig(data_path=(str(prefix),), split="1,0,0")
         build_datasets(config, seq_length=2, seed=1, num_samples=(4, 0, 0), vocab_size=100)
         assert caplog.text.count("has 4 sequences in 2 documents, as of --split-sentences") == said
+
+
+@pytest.mark.parametrize("split", ["1,0,0", "1,1,0"])
+def test_weights_that_count_documents_mix_so_many_of_each(tmp_path: Path, split: str) -> None:
+    """Counted in the samples by the first token of each document, which no other token equals."""
+    lengths = {"long": [90, 110] * 100, "short": [5] * 300, "middle": [30] * 400}
+    for number, (name, of_each) in enumerate(lengths.items()):
+        tokens = np.full(sum(of_each), 9)
+        tokens[np.cumsum(of_each) - of_each] = number
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            builder.add_documents(tokens, of_each)
+            builder.finalize()
+    path = [word for pair in zip(("3", "2", "1"), lengths, strict=True) for word in (pair[0], str(tmp_path / pair[1]))]
+    shares: dict[tuple[str, int], NDArray[np.float64]] = {}
+    kinds: tuple[Literal["documents", "samples"], ...] = ("documents", "samples")
+    for kind in kinds:
+        data = DataConfig(data_path=tuple(path), split=split, blend_weights=kind)
+        for dataset in build_datasets(data, seq_length=20, seed=1, num_samples=(4000, 4000, 0), vocab_size=10)[:2]:
+            if dataset is None:
+                continue
+            assert not isinstance(dataset, SeparateSets)
+            # [:-1]: the last token of a sample is the first of another
+            samples = dataset.get_batch(np.arange(4000))[:, :-1]
+            counts = np.bincount(samples.ravel(), minlength=10)[:3]
+            shares[kind, len(shares)] = counts / counts.sum()
+    for (unit, _), found in shares.items():
+        expected = np.array([3, 2, 1])
+        # by samples, a dataset of short documents gives more of them
+        if unit == "samples":
+            expected = expected / [100, 5, 30]
+        np.testing.assert_allclose(found, expected / expected.sum(), atol=0.01)
+    assert len(shares) == (4 if split == "1,1,0" else 2)
+
+
+def test_held_out_losses_are_weighted_by_documents_too(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", [100] * 20)
+    write_dataset(tmp_path / "b", [10] * 50)
+    path = ("1", str(tmp_path / "a"), "1", str(tmp_path / "b"))
+    data = DataConfig(data_path=path, split="1,1,0", blend_weights="documents", multiple_validation_sets=True)
+    held_out = build_datasets(data, seq_length=10, seed=1, num_samples=(10, 10, 0), vocab_size=60000)[1]
+    assert isinstance(held_out, SeparateSets)
+    assert held_out.weights is not None
+    np.testing.assert_allclose(held_out.weights, [10 / 11, 1 / 11])

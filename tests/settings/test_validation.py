@@ -735,6 +735,8 @@ IDLE: dict[str, tuple[str, str]] = {
     "--num-replicas 2": ("ZeRO's shards", "--zero-stage 1"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
+    "--blend-weights documents": ("weights in the data's path", "--data-path 1 x 2 y"),
+    "--task sft --data-path 1 x 2 y --blend-weights documents": ("documents", "--task pretrain"),
 }
 
 
