@@ -22,8 +22,8 @@ ALLOWED = re.compile(
             r"Triton is not installed|the interpreter of Triton",
             # mpirun
             r"needs mpirun|needs Open MPI",
-            # the machine's rights and programs, which no wheel brings
-            r"needs Linux|needs root|this machine allows no namespaces|apt-get install",
+            # the machine's system, rights and programs, which no wheel brings
+            r"Linux|reads /proc|needs root|this machine allows no namespaces|apt-get install",
             r"needs the right to mount|needs a second file system",
             r"needs (pdsh|pkill|nftables)|no Chromium is installed|has no lib\w+\.so|needs a checkout of git",
             # sources and documents of others, which are not ours to install
