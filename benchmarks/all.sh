@@ -72,6 +72,7 @@ run() {
 
 run step - 2
 run lora - 2
+run cuda_step - 2
 run generate - 2
 run evaluate MEGATRON_TEST_DATA 2
 run pipeline - 1

@@ -79,7 +79,7 @@ def main() -> int:
     ctx = ParallelContext.build(first.config.parallel, device)
     on_cpu = f"{accelerator.processor()}, {torch.get_num_threads()} threads"
     threads = on_cpu if device == "cpu" else torch.cuda.get_device_name()
-    peak_tflops = {p: _peak_tflops(ctx.device, p) for p in options.precisions}
+    peak_tflops = {p: device_peak(ctx.device, p) for p in options.precisions}
     peaks = ", ".join(f"{p} {peak:.3g}" for p, peak in peak_tflops.items())
     print(f"torch {torch.__version__}, {threads}; peak for MFU, TFLOP/s: {peaks}", flush=True)
     reached = True
@@ -321,7 +321,7 @@ def _flat(ctx: Any, device: str) -> None:
     side.close()
 
 
-def _peak_tflops(device: Any, precision: str) -> float:
+def device_peak(device: Any, precision: str) -> float:
     """The device's published bfloat16 peak; on a CPU the best of ten matrix products in the precision."""
     import torch
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from megatron.models import adapters
 from megatron.options.config import Config, ConfigError, ModelConfig
 from megatron.parallel.costs import MatrixProduct
-from megatron.parallel.layout import LayoutError
+from megatron.parallel.layout import Layout, LayoutError
+from megatron.parallel.operators.fp8_weights import size_faults
 from megatron.parallel.operators.nf4_layout import cut_fault
 from megatron.parallel.shards import LayerDeclaration, declared_shards
 
@@ -179,6 +180,9 @@ class Family:
         if config.model.quantize_base != "none":
             with contextlib.suppress(ConfigError):  # of `freeze`, reported above
                 yield from _quantization_faults(config, self.layers(config))
+        # Gaudi's engine has rules of its own
+        if config.fp8.uses_fp8 and config.fp8_recipe != "delayed":
+            yield from size_faults(layers, config, Layout.of(config.parallel))
 
     def idle(self, config: Config) -> Iterator[str]:
         """Yield a message for every name in the options of adapters that selects nothing."""

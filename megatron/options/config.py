@@ -28,7 +28,7 @@ from megatron.options.preference import PreferenceConfig
 from megatron.options.training import Fp8Config, GuardConfig, ParallelConfig, TrainingConfig
 from megatron.options.types import STRICT, Positive
 from megatron.runtime.commands import UserError, counted
-from megatron.runtime.devices import find_device
+from megatron.runtime.devices import find_device, planned_device
 
 
 class ConfigError(UserError, ValueError):
@@ -119,6 +119,14 @@ class Config:
         if self.training.precision == "fp32":
             return self.optimizer.zero_stage
         return max(1, self.optimizer.zero_stage)
+
+    @property
+    def fp8_recipe(self) -> str:
+        """Scales of fp8's operands: those of the option, or the device's own."""
+        if self.fp8.fp8_recipe is not None:
+            return self.fp8.fp8_recipe
+        recipes = planned_device(self.parallel.device).fp8_recipes
+        return recipes[0] if recipes else "tensorwise"
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested plain values, as in a preset."""

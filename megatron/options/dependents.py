@@ -45,6 +45,7 @@ LM_EVAL = ("lm_eval_task_path", "lm_eval_interval", "lm_eval_limit")
 WANDB = ("wandb_entity", "wandb_exp_name", "wandb_save_dir")
 MLFLOW = ("mlflow_tracking_uri", "mlflow_run_name", "mlflow_tags")
 FP8 = tuple(field.name for field in fields(Fp8Config) if field.name != "fp8_format")
+DELAYED = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_smooth_swiglu")
 ADAPTERS = (
     "lora_alpha",
     "lora_dropout",
@@ -113,7 +114,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (logging.profile, "profile", "turn it on", PROFILING),
         (traces, "profile or profile_instructions", "turn one on", TRACING),
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
-        (config.fp8.uses_fp8, "fp8_format", "choose one", FP8),
+        *_fp8(config),
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
         (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
@@ -137,6 +138,17 @@ def _of_optimizer(config: Config) -> Iterator[tuple[object, str, str, tuple[str,
     yield options.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY
     for name, reader in READERS.items():
         yield name in options.kind.options, *reader, (name,)
+
+
+def _fp8(config: Config) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
+    """Yield the rows of fp8's options; of a recipe's own only where it is known."""
+    if not config.fp8.uses_fp8:
+        yield False, "fp8_format", "choose one", FP8
+        return
+    may_delay = config.fp8_recipe == "delayed" or config.parallel.device == "auto"
+    yield may_delay, "fp8_recipe=delayed", "choose that", DELAYED
+    may_exchange = config.fp8_recipe != "rowwise"
+    yield may_exchange, "fp8_recipe=delayed or tensorwise", "choose one", ("fp8_amax_reduce",)
 
 
 def _rotary_scaling(model: ModelConfig) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:

@@ -245,11 +245,20 @@ class GuardConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class Fp8Config:
-    """Matrix products of the transformer layers in fp8, on Gaudi."""
+    """Matrix products of the transformer layers in fp8, on Gaudi and CUDA."""
 
-    fp8_format: Literal["none", "hybrid", "e5m2"] = "none"
-    """Format of the operands in training, on HPU. `hybrid`: e4m3 in the forward and e5m2 in the backward pass. `e5m2`:
+    fp8_format: Literal["none", "hybrid", "e4m3", "e5m2"] = "none"
+    """Format of the operands in training. `hybrid`: e4m3 in the forward and e5m2 in the backward pass. `e4m3`, `e5m2`:
     in both. Weights, optimizer, evaluation and generation stay as they are without it."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise"] | None = None
+    """Scales of the operands. `delayed`, on HPU: from earlier microbatches, formats hybrid and e5m2. On CUDA, from the
+    operands themselves: `tensorwise`, one for each, formats hybrid and e4m3; `rowwise`, a power of two for each row,
+    format e4m3. Unset: delayed on HPU, tensorwise elsewhere."""
+    fp8_emulate: bool = False
+    """Round the operands to fp8 and multiply them in float32, for devices without fp8: slower than without fp8."""
+    fp8_first_last_layers_bf16: NonNegative = 0
+    """Layers at the beginning, and as many at the end, whose products stay in 16 bits. Output projection and routers
+    always do."""
     fp8_margin: NonNegative = 0
     """Scales are smaller by 2 to this power than the largest that fits."""
     fp8_interval: Positive | None = None
@@ -260,7 +269,9 @@ class Fp8Config:
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Value of the history that the scale follows."""
     fp8_amax_reduce: bool = True
-    """Take the largest absolute values over tensor- and data-parallel ranks, so that all of them scale alike."""
+    """Take the largest absolute value of a tensor over the tensor-parallel ranks that it is cut over, so that they
+    scale as one rank does; with fp8_recipe=delayed over data-parallel ranks too. The powers of two of rowwise need
+    none."""
     fp8_wgrad: bool = True
     """Compute the gradients of weights in fp8 too."""
     fp8_mlp_row_parallel: bool = True
@@ -268,7 +279,8 @@ class Fp8Config:
     fp8_smooth_swiglu: bool = True
     """Scale the second product of a SwiGLU MLP by channels (Smooth-SwiGLU, arXiv:2409.12517)."""
     cache_fp8_weight: bool = True
-    """Keep the fp8 weights of the forward pass for the backward pass, a byte a number."""
+    """Keep the fp8 weights of the forward pass for the backward pass, a byte a number. On CUDA those that
+    cache_fp8_weight_fwd keeps."""
     cache_fp8_weight_fwd: bool = True
     """Convert weights once a global batch instead of once a microbatch."""
 

@@ -82,6 +82,9 @@ def plus_bias(output: Tensor, bias: Tensor | None) -> Tensor:
 class BaseMethod(LinearMethod):
     """Computation with a layer's own weight alone."""
 
+    is_plain = True
+    """It multiplies by `dense_weight` in the precision of its input."""
+
     @abstractmethod
     def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + bias, rounded to 16 bits once: [..., in] -> [..., out]."""
@@ -216,9 +219,9 @@ class _ColumnLinear(torch.autograd.Function):
         if needs_x:
             grad_full = products.mm(grad, weight)
         # one collective at a time: the rows of x have come behind the first product, the sum goes behind the others
-        _end(works, ctx)
+        end_exchanges(works, ctx)
         if grad_full is not None:
-            grad_x, work = _start_sum(grad_full, ctx)
+            grad_x, work = start_sum(grad_full, ctx)
             works.append(work)
 
         def inputs() -> Tensor:
@@ -228,11 +231,11 @@ class _ColumnLinear(torch.autograd.Function):
             return full
 
         gradients = function.parameters.gradients((needs_weight, needs_bias), grad, inputs)
-        _end(works, ctx)
+        end_exchanges(works, ctx)
         return grad_x, *gradients, None
 
 
-def _start_sum(grad_full: Tensor, ctx: ParallelContext) -> tuple[Tensor, Any]:
+def start_sum(grad_full: Tensor, ctx: ParallelContext) -> tuple[Tensor, Any]:
     """Start to sum the ranks' gradients of a layer's input; return where this rank's rows will be, and the work."""
     ctx.state.checks.partial(grad_full)
     if not ctx.sequence_parallel:
@@ -241,7 +244,7 @@ def _start_sum(grad_full: Tensor, ctx: ParallelContext) -> tuple[Tensor, Any]:
     return own, mappings.reduce_scatter_into(own, grad_full, group=ctx.tensor_group, async_op=True)
 
 
-def _end(works: list[Any], ctx: ParallelContext) -> None:
+def end_exchanges(works: list[Any], ctx: ParallelContext) -> None:
     """Wait for the collectives that were started, and forget them."""
     if not works:
         return
@@ -276,6 +279,7 @@ class ParallelLinear(nn.Module):
         self.base: BaseMethod = DENSE
         if self.weight_shard.quantized:
             self.base = QUANTIZED
+        self.base = shards.base_method or self.base
         self.method = shards.method or self.base
         if "bias" not in shards:
             self.register_parameter("bias", None)

@@ -227,7 +227,7 @@ class LowRankMethod(LinearMethod):
         down, up = self._down(layer), self._up(layer)
         communicates = layer.ctx.tensor_size > 1 and _enters(layer)
         # base and adapter in one node of the graph, which keeps neither of their outputs
-        if inputs is x and not (self.use_dora or self.is_principal or communicates):
+        if inputs is x and layer.base.is_plain and not (self.use_dora or self.is_principal or communicates):
             return adapted_product(layer, x, bias, down, up)
         output, low = base(layer, x), self._entered(layer, products.linear(inputs, down))
         if not self.use_dora:

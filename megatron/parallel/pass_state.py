@@ -62,10 +62,13 @@ class Fp8Passes:
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
         """The engine's context of one pass; None: no fp8."""
         self.is_on = False
+        self.step = 0
+        """Number of the step in this process; the weights change between steps alone."""
         self.is_first_microbatch = False
         """The weights have changed since the previous pass."""
 
     def begin_step(self) -> None:
+        self.step += 1
         self.is_first_microbatch = True
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +86,21 @@ class Fp8Passes:
                     return forward(*arguments, **options)
             finally:
                 self.is_on = self.is_first_microbatch = False
+
+        return call
+
+    def around_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the backward pass of a microbatch, in which layers that are recomputed compute in fp8 again."""
+        if self.autocast is None:
+            return backward
+
+        @functools.wraps(backward)
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.is_on = True
+            try:
+                return backward(*arguments, **options)
+            finally:
+                self.is_on = False
 
         return call
 

@@ -215,6 +215,11 @@ class Shards(Mapping[str, Shard]):
             return None
         return declared.linear_method()
 
+    @property
+    def base_method(self) -> Any:
+        """Method declared for the product with this module's own weight; None: that of its storage."""
+        return self._layer.base_methods.get(self._prefix.removesuffix("."))
+
     def full_name(self, name: str) -> str:
         return self._layer.full_name(self._prefix + name)
 
@@ -240,7 +245,8 @@ class LayerDeclaration:
     `shards` are by local name, `attention.qkv.weight`, which is the path of the parameter in the module. `build` is
     given their view and what the layers of a model share (`Shared` of models/attention). Layers of one name are one
     module with tied weights; `project` is called in place of the module where a pipeline ends with it.
-    `methods` compute linear layers otherwise than dense, by prefix. `dropouts` counts those over the residual stream;
+    `methods` compute linear layers otherwise than dense, by prefix; `base_methods` their products with the weight,
+    to which a method may add. `dropouts` counts those over the residual stream;
     `keeps_output`: what the layer returns is kept by the one after it.
     `loss_terms`: coefficients of the terms that it adds to the loss; `metrics`: reductions (mean, sum, max) of the
     numbers that it reports beside. Both by name; the module passes the values to `LayerTerms.add` (pass_state.py).
@@ -251,6 +257,7 @@ class LayerDeclaration:
     build: BuildModule
     project: Callable[..., Any] | None = None
     methods: Mapping[str, DeclaresShards] = field(default_factory=dict)
+    base_methods: Mapping[str, Any] = field(default_factory=dict)
     dropouts: int = 0
     keeps_output: bool = False
     loss_terms: Mapping[str, float] = field(default_factory=dict)
@@ -312,6 +319,10 @@ class LayerDeclaration:
             for name, shard in method.shards(weight).items()
         }
         return dataclasses.replace(self, shards={**self.shards, **added}, methods={**self.methods, prefix: method})
+
+    def with_base_method(self, prefix: str, method: Any) -> LayerDeclaration:
+        """Return this layer with the product of the linear layer at `prefix` computed by `method`, a BaseMethod."""
+        return dataclasses.replace(self, base_methods={**self.base_methods, prefix: method})
 
 
 def declared_shards(layers: Iterable[LayerDeclaration]) -> dict[str, Shard]:

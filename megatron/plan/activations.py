@@ -17,6 +17,7 @@ from megatron.options.config import Config
 from megatron.parallel.costs import Activation, Attention, MatrixProduct, Norm, PassSizes, Projection
 from megatron.parallel.layout import Layout
 from megatron.parallel.operators.block_sizes import block_bytes
+from megatron.parallel.operators.fp8_weights import operand_bytes
 from megatron.parallel.operators.nf4_layout import dequantized_bytes
 from megatron.parallel.shards import DeclaresShards, LayerDeclaration, Shard
 from megatron.plan.context_exchange import attention_core
@@ -58,10 +59,11 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     else:
         memory = _TransformerLayer(layer, sizes).memory()
     converted = max((_converted_weight(linear.weight, sizes) for linear in _linears(layer)), default=0)
+    layout = Layout.of(config.parallel)
+    converted += operand_bytes(layer, config, layout, sizes.tokens)
     backward = memory.backward + converted
     # of the other trained parameters the largest has its gradient at the layer's peak, at worst
     with_own_moment = {moment.numbers for moment in memory.products}
-    layout = Layout.of(config.parallel)
     trained = [held_numel(shard, layout) for shard in held_shards(layer, layout) if shard.trained]
     others = [numbers for numbers in trained if numbers not in with_own_moment]
     at_peak = GradientMoment(backward, max(others, default=0))

@@ -123,7 +123,7 @@ def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Itera
         yield "experts", _experts_text(config, layout)
     products = ""
     if config.fp8.uses_fp8:
-        products = f", products in fp8 ({config.fp8.fp8_format})"
+        products = f", products in fp8 ({config.fp8.fp8_format}, {config.fp8_recipe} scales)"
     kept = f"recompute {training.recompute_granularity}"
     if training.offload_activations:
         kept += ", activations in host memory"

@@ -9,6 +9,7 @@ from functools import partial
 
 from megatron.options.config import Config, num_microbatches
 from megatron.parallel.layout import Layout
+from megatron.parallel.operators.fp8_weights import kept_bytes
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import LayerMemory, deferred_bytes, layer_memory
 from megatron.plan.attention_core import attention_mask_bytes, rotary_bytes
@@ -125,6 +126,9 @@ class _Step:
         self._moved = [sum(layer.moved for layer in chunk) for chunk in by_chunk]
         self._deferred = [sum(of_layers(chunk, partial(deferred_bytes, config=config))) for chunk in chunks]
         self._messages = self._message_bytes()
+        layout = Layout.of(config.parallel)
+        declared = itertools.chain(*chunks)
+        self._fp8_weights = 0 if config.training.skip_train else sum(kept_bytes(x, config, layout) for x in declared)
 
     def _layers_of(self, chunk: Sequence[LayerDeclaration], number: int) -> list[_Layer]:
         layout = Layout.of(self.config.parallel)
@@ -231,7 +235,7 @@ class _Step:
     def at(self, gradients: int, activations: int, temporary: int) -> StageMemory:
         state = self.state
         return StageMemory(
-            weights=state.weights,
+            weights=state.weights + self._fp8_weights,
             gradients=gradients,
             master_weights=state.master_weights,
             optimizer_states=state.optimizer_states,

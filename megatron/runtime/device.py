@@ -168,7 +168,10 @@ class Device:
     """megatron/models/attention/blockwise.py may be faster than torch's kernel, document by document."""
     pointwise: Literal["eager", "compiled", "habana"] = "compiled"
     """Form of the pointwise operators that `kernels=auto` takes."""
-    has_fp8: bool = False
+    fp8_recipes: tuple[Literal["delayed", "tensorwise", "rowwise"], ...] = ()
+    """Values of `fp8_recipe` that it has products for, the default first; empty: it has no fp8."""
+    missing_fp8: Callable[[], str] = str
+    """Return what this rank's chip or torch lacks for them, and the remedy; empty: nothing. May import torch."""
     has_64_bits: bool = True
     """int64 and float64 have all their bits; elsewhere those of int32 and float32, and the host computes what needs
     more."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.runtime.device import Chip, Device, MemoryUse
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FP8_CAPABILITY = (8, 9)
 GB = 2**30  # as in megatron/runtime/accelerator.py
 
 # NVIDIA quotes most figures with sparsity, which doubles them.
@@ -106,6 +107,23 @@ def _software() -> dict[str, str]:
     }
 
 
+def _missing_fp8() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return "torch is built for ROCm, whose fp8 products have not been tried here; leave fp8_format out"
+    # Source: aten/src/ATen/native/cuda/ScaledBlas.cpp
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and fp8 products begin with "
+            "8.9 (Ada, Hopper); use such a GPU, or leave fp8_format out"
+        )
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has no scaled products; install that of constraints.txt"
+    return ""
+
+
 def _set_deterministic() -> None:
     import torch
 
@@ -144,4 +162,6 @@ CUDA = Device(
     has_bitsandbytes=True,
     compiles_by_triton=True,
     adds_16_bit_products=True,
+    fp8_recipes=("tensorwise", "rowwise"),
+    missing_fp8=_missing_fp8,
 )

@@ -164,16 +164,36 @@ def check_kernels(config: Config) -> list[str]:
 
 def check_fp8(config: Config) -> list[str]:
     """Return a message for every option that fp8 cannot be combined with, whatever the device and the task."""
-    fp8, training = config.fp8, config.training
+    fp8 = config.fp8
     if not fp8.uses_fp8:
         return []
+    given, edge, layers = f"fp8_format={fp8.fp8_format}", fp8.fp8_first_last_layers_bf16, config.model.num_layers
+    return broken(
+        (
+            config.training.precision != "bf16",
+            f"{given} needs bf16, not {config.training.precision}; turn bf16 on",
+        ),
+        (
+            config.optimizer.zero_stage == 3,
+            f"{given} needs whole weights on each rank, but zero_stage=3; use 2 or less",
+        ),
+        (
+            2 * edge >= layers,
+            f"fp8_first_last_layers_bf16={edge} leaves none of num_layers={layers} in fp8; lower it, or leave "
+            "fp8_format out",
+        ),
+    )
+
+
+def _check_delayed(config: Config) -> list[str]:
+    """Return a message for every option that delayed scales cannot be combined with."""
+    fp8, training = config.fp8, config.training
     given = f"fp8_format={fp8.fp8_format}"
     recomputes = f"recompute_granularity={training.recompute_granularity}"
     if training.recompute_granularity == "selective":
         recomputes += f", recompute_modules={','.join(sorted(training.recomputed_modules))}"
     interval, history = fp8.fp8_interval, fp8.fp8_amax_history_len
     return broken(
-        (training.precision != "bf16", f"{given} needs bf16, not {training.precision}; turn bf16 on"),
         (
             training.recompute_granularity == "full" or training.recomputed_modules - {"core_attn"},
             f"{given} recomputes no matrix products, nor what they read, as {recomputes} does; use selective with "
@@ -182,10 +202,6 @@ def check_fp8(config: Config) -> list[str]:
         (
             config.lora.lora_rank or config.model.quantize_base != "none",
             f"{given} trains whole weights, without adapters and quantize_base; leave these out, or fp8_format",
-        ),
-        (
-            config.optimizer.zero_stage == 3,
-            f"{given} needs whole weights on each rank, but zero_stage=3; use 2 or less",
         ),
         (
             config.parallel.schedule != "1f1b",
@@ -205,17 +221,56 @@ def check_fp8(config: Config) -> list[str]:
 
 def check_fp8_device(config: Config) -> Iterator[str]:
     """Yield a message for what fp8 cannot run on; device and mode are chosen."""
-    device, given = config.parallel.device, f"fp8_format={config.fp8.fp8_format}"
-    if not config.fp8.uses_fp8 or device == "auto":
+    device, fp8, recipe = config.parallel.device, config.fp8, config.fp8_recipe
+    given = f"fp8_format={fp8.fp8_format}"
+    if not fp8.uses_fp8 or device == "auto":
         return
     # apart from check_fp8: with device=auto the ranks choose, and check this again
-    if not find_device(device).has_fp8:
-        yield f"{given} runs on Gaudi's transformer engine, but device={device}; leave it out"
-    elif config.training.torch_compile:
+    if recipe == "delayed":
+        yield from _check_delayed(config)
+    if fp8.fp8_format not in FP8_FORMATS[recipe]:
+        yield f"fp8_recipe={recipe} has fp8_format {' or '.join(FP8_FORMATS[recipe])}, not {fp8.fp8_format}; use that"
+    yield from _check_fp8_products(config)
+    if not config.training.torch_compile:
+        return
+    if recipe == "delayed":
         yield (
             f"{given} and torch_compile exclude each other here; turn torch_compile off, and lazy mode on "
             "(HL_USE_LAZY_MODE=1), as Habana trains in fp8"
         )
+    else:
+        yield (
+            f"{given} and torch_compile exclude each other here; turn torch_compile off: its kernels are compiled one "
+            "by one"
+        )
+
+
+FP8_FORMATS = {"delayed": ("hybrid", "e5m2"), "tensorwise": ("hybrid", "e4m3"), "rowwise": ("e4m3",)}
+"""Formats of each recipe. torch multiplies no two e5m2 matrices, and a row of gradients has little range to hold."""
+
+
+def _check_fp8_products(config: Config) -> Iterator[str]:
+    """Yield a message where the device lacks the products of the recipe, and does not emulate them."""
+    device, recipe, emulates = config.parallel.device, config.fp8_recipe, config.fp8.fp8_emulate
+    able = find_device(device).fp8_recipes
+    given = f"fp8_format={config.fp8.fp8_format}"
+    if emulates and (recipe == "delayed" or "delayed" in able):
+        yield (
+            f"fp8_emulate computes fp8_recipe=tensorwise and rowwise on CPU and CUDA, not fp8_recipe={recipe} on "
+            f"device={device}; leave it out"
+        )
+        return
+    if emulates or recipe in able:
+        return
+    if able:
+        yield f"fp8_recipe={recipe} does not run on device={device}, which has {', '.join(able)}; use that"
+    elif recipe == "delayed":
+        yield (
+            f"{given} with fp8_recipe=delayed runs on Gaudi's transformer engine, but device={device}; leave it out, "
+            "or use fp8_recipe=tensorwise"
+        )
+    else:
+        yield f"{given} needs products that device={device} lacks; leave it out, or emulate them by fp8_emulate"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ class Task:
         if not self.predicts_tokens:
             yield f"{given} trains task=pretrain and task=sft, not {self.config.training.task}; leave it out"
         # scales are measured again after so many passes, by default those of a step
-        if fp8.fp8_interval is None and varied_by is not None:
+        is_delayed = self.config.fp8_recipe == "delayed"
+        if is_delayed and fp8.fp8_interval is None and varied_by is not None:
             yield (
                 f"{given} needs fp8_interval, since {varied_by} varies the microbatches of a step; give their least "
                 "number"

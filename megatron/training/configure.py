@@ -71,6 +71,8 @@ def prepare_device(config: Config) -> tuple[Config, str]:
     if faults := list(check_device(config)):
         raise ConfigError(faults)
     accelerator.check_precision(record, config.training.precision)
+    if config.fp8.uses_fp8 and not config.fp8.fp8_emulate and (missing := record.missing_fp8()):
+        raise ConfigError([f"fp8_format={config.fp8.fp8_format} cannot run: {missing}"])
     # DeepSpeed's own check of the values needs the chosen device, since it imports deepspeed
     if config.training.deepspeed_config is not None:
         deepspeed.check_values(check_deepspeed(config), config.training.deepspeed_config)

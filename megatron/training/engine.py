@@ -409,7 +409,7 @@ class SequentialEngine(Engine):
             engine.step = self.trace.recorded("OptimizerStep", engine.step)
         forward = self.passes.counted("ForwardPass", marked(self.ctx.state.fp8.around(self._loss)))
         self._forward = self.trace.recorded("ForwardPass", forward)
-        backward = self.passes.counted("BackwardPass", marked(engine.backward))
+        backward = self.passes.counted("BackwardPass", marked(self.ctx.state.fp8.around_backward(engine.backward)))
         self._backward = self.trace.recorded("BackwardPass", backward)
 
     def _watch_microbatches(self, before_forward: Callable[[], None], after_backward: Callable[[], None]) -> None:

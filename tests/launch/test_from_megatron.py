@@ -154,6 +154,10 @@ def test_the_published_command_of_llama_is_the_preset() -> None:
         ),
         ("--train-tokens 6400", {"train_samples": 100}),
         (
+            "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+            {"fp8_format": "e4m3", "fp8_recipe": "tensorwise", "fp8_first_last_layers_bf16": 1},
+        ),
+        (
             "--checkpoint-activations --checkpoint-activations-granularity selective",
             {"recompute_granularity": "selective"},
         ),
@@ -194,6 +198,12 @@ def config_sections(config: Config) -> list[dict[str, Any]]:
         ("--seed 1 2", "--seed 1 2", "takes one value"),
         ("--window-size 5,5", "--window-size 5,5", "sees none behind it"),
         ("--num-experts 4", "--num-experts 4", "only blocks with"),
+        (
+            "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2",
+            "--num-layers-at-start-in-bf16",
+            "at either end, not 2 and 1",
+        ),
+        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8", "rowwise"),
         (
             "--pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 1",
             "--num-layers-per-virtual-pipeline-stage 1",

@@ -17,6 +17,7 @@ from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits, linear_cross_entropy
+from megatron.parallel.operators import fp8
 from megatron.parallel.shards import initialise, named_parameters, shard_of
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
@@ -105,8 +106,11 @@ def run(arguments: str, weights: Mapping[str, Array] | None, tokens_BS: Array, l
     model = build_model(config, ctx, weights)
     tokens, labels = torch.from_numpy(tokens_BS), torch.from_numpy(labels_BS)
     logits = logits_of(model, tokens, ctx)
-    loss = model(tokens, project=mean_loss(labels, ctx))
-    loss.backward()
+    passes = ctx.state.fp8
+    if config.fp8.uses_fp8:
+        fp8.set_up(passes, config, ctx)
+    loss = passes.around(model)(tokens, project=mean_loss(labels, ctx))
+    passes.around_backward(loss.backward)()
     gradients = {name: p.grad.numpy() for name, p in named_parameters(model) if p.grad is not None}
     return Outputs(logits.numpy(), float(loss.detach()), gradients)
 

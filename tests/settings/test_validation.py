@@ -732,6 +732,11 @@ IDLE: dict[str, tuple[str, str]] = {
     "--rope-scaling-factor 8": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--device cpu --use-fast-softmax": ("device=hpu", "--device hpu"),
     "--no-fp8-wgrad": ("fp8_format", "--fp8-format hybrid --device hpu --bf16"),
+    "--fp8-format hybrid --device cuda --bf16 --fp8-interval 2": ("fp8_recipe=delayed", "--device hpu"),
+    "--fp8-format e4m3 --fp8-recipe rowwise --device cuda --bf16 --no-fp8-amax-reduce": (
+        "fp8_recipe=delayed or tensorwise",
+        "--fp8-recipe tensorwise",
+    ),
     "--num-replicas 2": ("ZeRO's shards", "--zero-stage 1"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
@@ -837,6 +842,8 @@ def test_every_rule_is_broken_by_a_case() -> None:
 TESTED_ELSEWHERE = {
     "check_fp8": "tests/training/test_fp8_runs.py",
     "check_fp8_device": "tests/training/test_fp8_runs.py",
+    "_check_delayed": "tests/training/test_fp8_runs.py",
+    "_check_fp8_products": "tests/training/test_fp8_scaled_runs.py",
     "check_schedule": "tests/training/test_schedules.py",
 }
 

@@ -139,17 +139,19 @@ def test_a_resumed_run_measures_its_scales_again(hpu_ranks: RankPools, tmp_path:
         "--rampup-batch-size 2 2 8": "needs fp8_interval, since rampup_batch_size varies",
         "--task sft --micro-batch-size 1": "needs fp8_interval, since packing=step varies",
         "--task sft --packing none --compile-ahead": "keeps the largest values of each pass, which compile_ahead would",
-        "--task sft --packing dataset": "fp8_format=hybrid runs on Gaudi's transformer engine, but device=cpu",
+        "--task sft --packing dataset": "runs on Gaudi's transformer engine, but device=cpu",
         "--task preference": "trains task=pretrain and task=sft, not preference",
-        "": "fp8_format=hybrid runs on Gaudi's transformer engine, but device=cpu; leave it out",
+        "": "fp8_recipe=delayed runs on Gaudi's transformer engine, but device=cpu; leave it out",
     }.items(),
 )
 def test_what_fp8_cannot_have_is_refused_before_the_start(options: str, said: str) -> None:
-    assert said in train(f"--bf16 --data-path x --train-iters 1 --fp8-format hybrid {options}")
+    assert said in train(f"--bf16 --data-path x --train-iters 1 --fp8-format hybrid --fp8-recipe delayed {options}")
 
 
 def test_a_missing_engine_is_named(ranks: RankPools, tmp_path: Path, flags: str) -> None:
-    (fault,) = ranks(1)(train_without_engine, f"{flags} --fp8-format hybrid --results-dir {tmp_path / 'fp8'}")
+    (fault,) = ranks(1)(
+        train_without_engine, f"{flags} --fp8-format hybrid --fp8-recipe delayed --results-dir {tmp_path / 'fp8'}"
+    )
     assert re.match(r"DeviceError: fp8 needs intel_transformer_engine, .*never by pip from the public index", fault)
 
 

@@ -419,8 +419,8 @@ _VARIABLES: tuple[Entry, ...] = (
         lambda text: [("--torch-compile", False)] if is_on(text) else [],
     ),
     _switch("HL_USE_LAZY_MODE", "lazy", "HPU: lazy mode (PT_HPU_LAZY_MODE)"),
-    # matrix products in fp8, HPU only
-    _switch("HL_FP8", "fp8", "1: matrix products of the layers in fp8, HPU only"),
+    # matrix products in fp8
+    _switch("HL_FP8", "fp8", "1: matrix products of the layers in fp8, on HPU and CUDA"),
     _switch("HL_USE_TRANSFORMER_ENGINE", "transformer_engine", "the same, by its earlier name"),
     _text("HL_TRANSFORMER_IMPL", "transformer_impl", "transformer_engine; or local, which has no fp8"),
     _one_in("HL_FP8_FORMAT", "fp8_format", FP8_FORMATS, f"with HL_FP8=1: {one_of(FP8_FORMATS)}"),

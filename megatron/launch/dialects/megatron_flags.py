@@ -333,6 +333,9 @@ TRANSLATED: tuple[Entry, ...] = (
     _many("--recompute-modules", _modules, "--recompute-modules"),
     _switch("--use-torch-compile", ("--torch-compile", ON)),
     _many("--fp8-coverage", _coverage, "--fp8-mlp-row-parallel"),
+    _switch("--first-last-layers-bf16", ("bf16_ends", ON)),
+    sets("--num-layers-at-start-in-bf16", "bf16_start", read=whole(0)),
+    sets("--num-layers-at-end-in-bf16", "bf16_end", read=whole(0)),
     # sharded states are ZeRO of some stage
     _switch("--use-distributed-optimizer", ("--zero-stage", "1")),
     _switch("--use-torch-fsdp2", ("--zero-stage", "3")),

@@ -240,6 +240,21 @@ def _join_ends(reading: Reading, layers: int, stages: int, first: int | None, la
     reading.settings["--pipeline-partition-method"] = ",".join(map(str, sizes))
 
 
+def join_fp8(reading: Reading) -> None:
+    """Set the layers in 16 bits, which Megatron counts apart at both ends."""
+    given = reading.given("bf16_start", "bf16_end")
+    is_on = reading.take("bf16_ends", False)
+    start, end = reading.take("bf16_start", 1), reading.take("bf16_end", 1)
+    if not is_on:
+        if given:
+            reading.leave(given, "Megatron reads it with --first-last-layers-bf16 alone")
+        return
+    if start != end:
+        reading.refuse(given, f"as many layers stay in 16 bits at either end, not {start} and {end}")
+        return
+    reading.settings["--fp8-first-last-layers-bf16"] = str(start)
+
+
 def join_lengths(reading: Reading) -> int | None:
     """Convert lengths in tokens; return the samples of a rank where the global batch is left out."""
     length = reading.number("--seq-length")

@@ -17,6 +17,7 @@ from megatron.launch.dialects.megatron_joins import (
     Reading,
     add_defaults,
     join_experts,
+    join_fp8,
     join_lengths,
     join_model,
     join_pipeline,
@@ -92,6 +93,7 @@ def translate(started: Started, further: Sequence[str] = ()) -> TranslatedComman
     join_experts(reading, is_deepspeed=is_deepspeed)
     join_vocabulary(reading)
     join_pipeline(reading)
+    join_fp8(reading)
     join_deepspeed(reading, started.files)
     samples = join_lengths(reading)
     add_defaults(reading)

@@ -1,4 +1,4 @@
-"""Linear layers whose products run in fp8, by the transformer engine of Gaudi's software, with delayed scaling.
+"""Choice of the products that run in fp8, and delayed scaling by the transformer engine of Gaudi's software.
 
 Scales follow from the largest absolute values (amax) of earlier microbatches. The engine quantises, multiplies and
 keeps the scales; parameters, communication and bias stay with the layers here, so layouts and checkpoints are the same
@@ -9,6 +9,7 @@ transformer_block.py; Micikevicius et al. 2022 (arXiv:2209.05433).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable
@@ -20,9 +21,11 @@ from torch import Tensor
 from megatron.options.config import Config, num_microbatches
 from megatron.options.training import Fp8Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.costs import Activation, MatrixProduct
+from megatron.parallel.costs import Activation
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear, plus_bias
 from megatron.parallel.mappings import enter_tensor_region
+from megatron.parallel.operators.fp8_linear import ScaledMethod
+from megatron.parallel.operators.fp8_weights import fp8_weights
 from megatron.parallel.pass_state import Fp8Passes
 from megatron.parallel.shards import LayerDeclaration
 from megatron.runtime.device import DeviceError
@@ -45,22 +48,22 @@ def with_fp8(layers: Iterable[LayerDeclaration], config: Config) -> list[LayerDe
 
 
 def _with_fp8(layer: LayerDeclaration, config: Config) -> LayerDeclaration:
-    if layer.number is None:
-        return layer
-    for name, shard in layer.shards.items():
-        if not isinstance(shard.cost, MatrixProduct):
-            continue
-        smooth = False
-        if isinstance(shard.cost.reads, Activation):  # the MLP's second product
-            if not config.fp8.fp8_mlp_row_parallel:
-                continue
-            smooth = config.fp8.fp8_smooth_swiglu and shard.cost.reads.is_gated
-        layer = layer.with_method(name.removesuffix(".weight"), Fp8Method(config.fp8, smooth_swiglu=smooth))
+    for name, cost in fp8_weights(layer, config):
+        method: BaseMethod
+        if config.fp8_recipe == "delayed":
+            is_gated = isinstance(cost.reads, Activation) and cost.reads.is_gated
+            method = Fp8Method(config.fp8, smooth_swiglu=config.fp8.fp8_smooth_swiglu and is_gated)
+        else:
+            method = ScaledMethod(config.fp8, config.fp8_recipe)
+        layer = layer.with_base_method(name.removesuffix(".weight"), method)
     return layer
 
 
 def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
     """Prepare the context in which this rank's training passes run. Collective. Raises DeviceError."""
+    if config.fp8_recipe != "delayed":
+        passes.autocast = contextlib.nullcontext
+        return
     engine, fp8 = transformer_engine(), config.fp8
     interval, history = _scaling(config, ctx.num_batch_ranks)
     recipe = engine.recipe.DelayedScaling(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from megatron.options.config import Config
 from megatron.parallel.costs import MatrixProduct
 from megatron.parallel.layout import Layout
+from megatron.parallel.operators.fp8_weights import fp8_weights
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import held_numel
-from megatron.plan.microbatch import MicrobatchSizes
+from megatron.plan.microbatch import BYTES, MicrobatchSizes
 from megatron.plan.rates.rates import Collective, Role
 from megatron.plan.timing.operations import AxisExchange, Hidden, LinearProduct, Move, Operation, Pointwise, Work
 from megatron.plan.zero import adds_in_float32
@@ -50,6 +51,8 @@ class LinearLayer:
     """Share of the inputs of its adapters that is dropped."""
     scales_weight: bool
     """DoRA scales the rows of the sum of weight and adapter."""
+    in_fp8: bool
+    """Its products run in fp8."""
 
     @property
     def is_column(self) -> bool:
@@ -62,6 +65,7 @@ class LinearLayer:
 
 def linear_layers(layer: LayerDeclaration, config: Config) -> Iterator[LinearLayer]:
     """Yield the linear layers; of experts, which are alike, those of the first."""
+    in_fp8 = dict(fp8_weights(layer, config))
     for name, shard in layer.shards.items():
         if not isinstance(shard.cost, MatrixProduct) or shard.expert:
             continue
@@ -80,6 +84,7 @@ def linear_layers(layer: LayerDeclaration, config: Config) -> Iterator[LinearLay
             added,
             config.lora.lora_dropout,
             scales_weight=bool(added) and method is not None and method.scales_weight,
+            in_fp8=name in in_fp8,
         )
 
 
@@ -129,12 +134,31 @@ class LinearWork:
             numbers = Pointwise("quantized", "forward", precision, outputs * inputs)
             forward.add(numbers, count)
             passes.input.add(numbers, count)
-        if not self._sizes.config.fp8.uses_fp8:
+        if not linear.in_fp8:
             return precision
-        # of both operands, and of the gradient in the backward pass
-        forward.add(Pointwise("cast", "forward", precision, tokens * inputs + outputs * inputs), count)
+        # of both operands, and of the gradient in the backward pass; a weight that is kept is converted once a step
+        converted = tokens * inputs
+        if not self._sizes.config.fp8.cache_fp8_weight_fwd:
+            converted += outputs * inputs
+        forward.add(Pointwise("cast", "forward", precision, converted), count)
         passes.input.add(Pointwise("cast", "forward", precision, tokens * outputs), count)
+        if self._is_scaled and linear.weight.trained:  # the inputs again, transposed, which are kept in 16 bits
+            passes.weight.add(Pointwise("cast", "forward", precision, tokens * inputs), count)
+        if self._tensor and self._exchanges_scales:
+            # the largest value of what is cut: outputs' gradients of a column, inputs of a row
+            work = passes.input if linear.is_column else forward
+            work.add(AxisExchange("all_reduce", BYTES["fp32"], "tensor"), count)
         return "fp8"
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Scales of fp8 follow from the operands."""
+        return self._sizes.config.fp8_recipe != "delayed"
+
+    @property
+    def _exchanges_scales(self) -> bool:
+        config = self._sizes.config
+        return config.fp8_recipe == "tensorwise" and config.fp8.fp8_amax_reduce
 
     def enter(self, forward: Work, tokens: float, channels: float, number_bytes: int | None = None) -> None:
         """From the residual stream to what every tensor-parallel rank sees: mappings.enter_tensor_region."""
@@ -155,8 +179,10 @@ class LinearWork:
             forward.add(AxisExchange("all_reduce", size, "tensor"))
 
     def _hides_exchanges(self, linear: LinearLayer) -> bool:
-        """A dense column-parallel layer exchanges behind its products in the backward pass."""
-        return not linear.weight.quantized and not self._sizes.config.fp8.uses_fp8
+        """A column-parallel layer exchanges behind its products in the backward pass, but for some methods."""
+        if linear.in_fp8:
+            return self._is_scaled
+        return not linear.weight.quantized
 
     def _enter(self, linear: LinearLayer, forward: Work, tokens: float, inputs: int) -> None:
         if not self._hides_exchanges(linear):
@@ -242,7 +268,8 @@ class LinearWork:
 
     def _accumulate(self, linear: LinearLayer, count: float) -> None:
         trained = [shard for shard in (linear.bias, *linear.added.values()) if shard is not None and shard.trained]
-        if linear.weight.trained and not self._adds_in_float32:
+        # a scaled product adds to no sum
+        if linear.weight.trained and (linear.in_fp8 or not self._adds_in_float32):
             trained.append(linear.weight)
         add_sums(self._passes.weight, trained, self._sizes, self._layout, count)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.options.config import Config
 from megatron.parallel.layout import Layout
+from megatron.parallel.operators.fp8_weights import computes_in_fp8
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.activations import layer_memory
 from megatron.plan.flops import declared_layers, held_numel, held_shards
@@ -128,7 +129,9 @@ class StageTimes:
     def layer_time(self, index: int) -> LayerTime:
         """Return the time of a layer of the declared list."""
         layer, propagates = self._layers[index], self._propagates[index]
-        key = (id(layer.shards), id(layer.methods) if layer.methods else 0, layer.dropouts, layer.projects, propagates)
+        methods = id(layer.methods) if layer.methods else 0
+        in_fp8 = computes_in_fp8(layer, self._sizes.config)
+        key = (id(layer.shards), methods, layer.dropouts, layer.projects, propagates, in_fp8)
         if key not in self._known:
             self._known[key] = self._measure(layer, propagates=propagates)
         return self._known[key]

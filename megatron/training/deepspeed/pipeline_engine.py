@@ -96,7 +96,11 @@ class PipelineEngine(Engine):
         super().__init__(engine, *arguments)
         table = engine._INSTRUCTION_MAP
         # innermost, so that the marks, counters and timers around it see all of a pass
-        table = table | {ForwardPass: self.ctx.state.fp8.around(table[ForwardPass])}
+        fp8 = self.ctx.state.fp8
+        table = table | {
+            ForwardPass: fp8.around(table[ForwardPass]),
+            BackwardPass: fp8.around_backward(table[BackwardPass]),
+        }
         # the table of DeepSpeed has no WeightPass
         passes = (kind for kind in (ForwardPass, BackwardPass, pipeline_executor.WeightPass) if kind in table)
         engine._INSTRUCTION_MAP = table | {kind: marked(table[kind]) for kind in passes}
