@@ -187,8 +187,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that convert to hf or native, each a share of the tensors (default: the cores whose largest "
-        "tensors half of the memory holds; 1 for a small model)",
+        help="processes that convert to hf, native or universal, each a share of the tensors (default: the cores whose "
+        "largest tensors half of the memory holds; 1 for a small model)",
     )
     arguments = parser.parse_args(argv)
     _check(parser, arguments)
@@ -199,7 +199,7 @@ ONLY_FOR = {
     "dtype": (("hf", "peft"), "holds float32 weights"),
     "tokenizer": (("hf", "peft"), "holds float32 weights"),
     "push_to_hub": (("hf", "peft"), "is read by this project and DeepSpeed"),
-    "workers": (("hf", "native"), "is written by one process"),
+    "workers": (("hf", "native", "universal"), "is written by one process"),
 }
 """Options of some targets alone, and why the others have none."""
 
@@ -216,7 +216,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error(f"--workers {arguments.workers} must be 1 or more")
     for name, (kinds, reason) in ONLY_FOR.items():
         if getattr(arguments, name) and arguments.to not in kinds:
-            targets = " and ".join(f"--to {kind}" for kind in kinds)
+            targets = ", ".join(f"--to {kind}" for kind in kinds)
             parser.error(f"--{name.replace('_', '-')} is for {targets}; {arguments.to} {reason}")
     if arguments.verify and importlib.util.find_spec("transformers") is None:
         parser.error("--verify needs transformers; install it, or leave the option out")
@@ -235,7 +235,7 @@ def write(model: WholeModel, folder: Path, arguments: argparse.Namespace, worker
             conversion.write_native(model, folder, bar.update, workers)
             return
         if arguments.to == "universal":
-            conversion.write_universal(model, folder, bar.update)
+            conversion.write_universal(model, folder, bar.update, workers)
             return
         if arguments.to == "megatron-core":
             conversion.write_megatron_core(model, folder, bar.update)
@@ -322,7 +322,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
     print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
     opening = conversion.Opening(Path(arguments.load), *given)
-    count = 1 if arguments.to == "universal" else conversion.num_workers(source, arguments.workers)
+    count = conversion.num_workers(source, arguments.workers)
     with contextlib.ExitStack() as stack:
         workers = None
         if count > 1:

@@ -267,6 +267,11 @@ def _write_native_share(opening: Opening, names: list[str], number: int, part: P
     return write_files(dataclasses.replace(part, first=number, step=count), _fragments(model, names=names))
 
 
+def _write_universal_share(opening: Opening, names: list[str], number: int, copy: Opening | None, folder: Path) -> None:
+    # of a source that universal folders are not made of, its native copy
+    universal.write_parameters(_opened_by(copy or opening).source, folder, names)
+
+
 def _compare_share(opening: Opening, names: list[str], number: int, result: Opening, precision: Precision) -> int:
     return compare_tensors(_opened_by(opening), _opened_by(result), precision, names=names)
 
@@ -311,14 +316,20 @@ def _fragments(
         yield Fragment(name, "weight", shards[name], 0, 1, 0, tensor.flatten(), dtype)
 
 
-def write_universal(model: WholeModel, folder: Path, progress: ReportNumel) -> None:
+def write_universal(model: WholeModel, folder: Path, progress: ReportNumel, workers: Workers | None = None) -> None:
     """Write a universal folder, with the moments of the source; a Hugging Face model is written as native first."""
     # beside the result, on whose disk there is room for both (`needed_bytes`)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as native:
         source = model.source
+        copy = None
         if not source.holds_run:
-            source = write_native(model, Path(native), progress)
-        universal.write(source, folder)
+            source = write_native(model, Path(native), progress, workers)
+            # the copy's own tensors are not counted again
+            copy, progress = Opening(source.folder), lambda numel: None
+        if workers is None:
+            universal.write(source, folder)
+            return
+        universal.write(source, folder, lambda work: workers.on_shares(_write_universal_share, progress, copy, work))
 
 
 def write_megatron_core(model: WholeModel, folder: Path, progress: ReportNumel) -> None:

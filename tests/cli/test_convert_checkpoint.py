@@ -379,6 +379,32 @@ def test_two_processes_write_the_files_of_one(tmp_path: Path, capsys: pytest.Cap
     assert "tensors equal" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("holds_run", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_write_the_universal_folder_of_one(tmp_path: Path, holds_run: bool) -> None:
+    """Of a model of transformers, of which a native copy is made first, and of a run's checkpoint."""
+    source = tmp_path / "theirs"
+    make("llama_gqa", source)
+    if holds_run:
+        source = tmp_path / "native"
+        convert_to("native", tmp_path / "theirs", source)
+    for count in ("1", "2"):
+        convert_to("universal", source, tmp_path / count, "--workers", count)
+    one, two = (
+        {str(path.relative_to(tmp_path / count)): path.read_bytes() for path in (tmp_path / count).rglob("*.pt")}
+        for count in ("1", "2")
+    )
+    assert len(one) > 10
+    assert one.keys() == two.keys()
+    for name in one:
+        # the identity of a run is drawn
+        if not name.endswith("model_states.pt"):
+            assert one[name] == two[name], name
+    # nothing of the native copy is left
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(
+        {"1", "2", "theirs", source.name}
+    )
+
+
 @pytest.mark.slow
 def test_two_processes_write_a_checkpoint_and_name_what_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -401,7 +427,8 @@ def test_two_processes_write_a_checkpoint_and_name_what_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("more", "fault"), [(["--workers", "0"], "must be 1 or more"), (["--workers", "2", "--to", "universal"], "is for")]
+    ("more", "fault"),
+    [(["--workers", "0"], "must be 1 or more"), (["--workers", "2", "--to", "megatron-core"], "is for")],
 )
 def test_workers_that_would_do_nothing_are_refused(
     more: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ PARAMETER_GROUPS = 16
 """DeepSpeed restores as many parameter groups as the file lists, and stops at the model's own number."""
 
 
-def write(checkpoint: WeightSource, folder: Path) -> None:
+def write(checkpoint: WeightSource, folder: Path, write_tensors: Callable[[Path], object] | None = None) -> None:
     """Write DeepSpeed's universal folder, which its loader reads with `checkpoint: {load_universal: true}`.
 
-    The folder appears when it is complete. One tensor is in memory at a time. Raises CheckpointError if it exists.
+    `write_tensors` writes the parameters into the folder it is given, by `write_parameters` in several processes. The
+    folder appears when it is complete. One tensor is in memory at a time. Raises CheckpointError if it exists.
 
     Under ZeRO-3 that loader ignores shapes: it takes as many numbers of the vocabulary as the file has, and all later
     parameters shift. So the vocabulary is written with the padding that the run has at tensor-parallel size 1. Where it
@@ -40,28 +42,51 @@ def write(checkpoint: WeightSource, folder: Path) -> None:
     for name in checkpoint.parameters:
         if not re.fullmatch(r"\w+(\.\w+)+", name):
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
-    facts = checkpoint.facts if isinstance(checkpoint, DeepSpeedCheckpoint) else _native_facts(checkpoint)
-    saved = (facts.get("metadata") or {}).get("config")
-    config = from_dict(saved) if saved else None
-    if config is None:
-        names = PipelineNames.of_ours(checkpoint.parameters)
-    else:
-        names = PipelineNames.of_config(config)
-    vocabulary_rows = _vocabulary_rows(config, checkpoint.parameters)
+    written = _Written.of(checkpoint)
     with new_folder(folder) as partial:
         (partial / "zero").mkdir()
-        for name in checkpoint.parameters:
-            parameter_folder = partial / "zero" / names.theirs(name)
-            parameter_folder.mkdir()
-            _write_parameter(parameter_folder, checkpoint, name, vocabulary_rows)
-            # a frozen parameter has neither moments nor steps
-            if len(_written_kinds(checkpoint, name)) > 1:
-                _save(torch.tensor(_optimizer_step(facts)), parameter_folder / "step.pt")
-        info = universal_info(checkpoint.parameters, 1, names)
-        _write_states(partial, info, facts, for_zero_3=vocabulary_rows is not None)
+        if write_tensors is None:
+            write_parameters(checkpoint, partial, list(checkpoint.parameters))
+        else:
+            write_tensors(partial)
+        info = universal_info(checkpoint.parameters, 1, written.names)
+        _write_states(partial, info, written.facts, for_zero_3=written.vocabulary_rows is not None)
         # the files are on the disk; so must their names be, before the folder gets its own
         for parent, _, _ in os.walk(partial):
             sync_folder(Path(parent))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Form of a checkpoint in the folder."""
+
+    facts: Mapping[str, Any]
+    names: PipelineNames
+    vocabulary_rows: int | None
+    """Rows of the vocabulary with their padding; None: without."""
+
+    @classmethod
+    def of(cls, checkpoint: WeightSource) -> _Written:
+        facts = checkpoint.facts if isinstance(checkpoint, DeepSpeedCheckpoint) else _native_facts(checkpoint)
+        saved = (facts.get("metadata") or {}).get("config")
+        config = from_dict(saved) if saved else None
+        if config is None:
+            names = PipelineNames.of_ours(checkpoint.parameters)
+        else:
+            names = PipelineNames.of_config(config)
+        return cls(facts, names, _vocabulary_rows(config, checkpoint.parameters))
+
+
+def write_parameters(checkpoint: WeightSource, folder: Path, parameters: Sequence[str]) -> None:
+    """Write the folders of some parameters."""
+    written = _Written.of(checkpoint)
+    for name in parameters:
+        parameter_folder = folder / "zero" / written.names.theirs(name)
+        parameter_folder.mkdir()
+        _write_parameter(parameter_folder, checkpoint, name, written.vocabulary_rows)
+        # a frozen parameter has neither moments nor steps
+        if len(_written_kinds(checkpoint, name)) > 1:
+            _save(torch.tensor(_optimizer_step(written.facts)), parameter_folder / "step.pt")
 
 
 def _write_parameter(folder: Path, checkpoint: WeightSource, name: str, vocabulary_rows: int | None) -> None:
