@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.cli.command import command
-from megatron.cli.measuring import add_measure_flags, check_measure_flags, measure
+from megatron.cli.planning.measuring import add_measure_flags, check_measure_flags, measure
 from megatron.cli.planning.search import add_search, check_search, search_text
 from megatron.cli.planning.times import add_compare, planned_times, times_text, with_run
 from megatron.options.config import Config, ConfigError

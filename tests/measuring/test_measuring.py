@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron.cli.measuring import measure_plan
 from megatron.cli.plan import main, plan_parser
+from megatron.cli.planning.measuring import measure_plan
 from megatron.measuring import trainings
 from megatron.measuring.report import summary
 from megatron.measuring.starts import config_of, starts_of
