@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.measuring import trainings
+from megatron.measuring.disk import disk_rate
 from megatron.measuring.options import MeasureOptions, Sizes
-from megatron.measuring.pieces import DTYPES, HALF, Pieces, copies, seen_share
+from megatron.measuring.pieces import DTYPES, HALF, Pieces, seen_share
 from megatron.measuring.starts import mean_starts, starts_of
-from megatron.measuring.stopwatch import Case, Pool, measure, spread
+from megatron.measuring.stopwatch import Case, Pool, copies, measure, spread
 from megatron.measuring.trainings import Training
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
@@ -72,7 +71,7 @@ class AloneRates:
         return [each for each in self._options.precisions if each not in self._record.widened()]
 
     def _tables(self, config: Config, ctx: ParallelContext, threads: int) -> tuple[Table, list[Case]]:
-        cases = list(copies(self._sizes, ctx.device))
+        cases = list(copies(self._sizes.bytes, ctx.device))
         for precision in self.precisions():
             pool = Pool(self._sizes.pool_numbers, DTYPES[precision], ctx.device)
             pieces = Pieces(config, ctx, precision, self._sizes, pool)
@@ -192,15 +191,3 @@ def file_tree(title: str, device: str, source: str, cores: int | None, measured:
     if cores is not None:
         tree["cores"] = cores
     return tree | measured
-
-
-def disk_rate(folder: Path, size: int) -> float:
-    """Return the bytes a second that a file is written and synced with. It has no name, so that none can be left."""
-    block = os.urandom(min(size, 2**24))
-    with tempfile.TemporaryFile(dir=folder) as file:
-        begin = time.perf_counter()
-        for _ in range(max(1, size // len(block))):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return size / (time.perf_counter() - begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.measuring.options import Sizes
+from megatron.measuring.options import TINY, Sizes
 from megatron.measuring.stopwatch import LEAST_S, Run, synchronise
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.layout import AXES, Layout
 from megatron.parallel.mappings import all_gather_into, all_to_all_rows, reduce_scatter_into
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -56,7 +58,7 @@ def groups_of(ctx: ParallelContext, per_node: int) -> list[RankGroup]:
         if per_node > 1:
             wanted.append((count, 1, per_node, across))
             wanted.append((count * per_node, per_node, 1, [tuple(range(count * per_node))]))
-    return [_group(ctx, *each) for each in wanted]
+    return [make_group(ctx, *each) for each in wanted]
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -69,9 +71,10 @@ def _powers(most: int) -> Iterator[int]:
         yield most
 
 
-def _group(
+def make_group(
     ctx: ParallelContext, size: int, per_node: int, sharing: int, members: Sequence[tuple[int, ...]]
 ) -> RankGroup:
+    """Make the process groups of these members. Collective."""
     own, ranks = None, members[0]
     for each in members:
         # every rank makes all groups
@@ -84,15 +87,15 @@ def _group(
 class ExchangeRates:
     """Measures exchanges over all ranks."""
 
-    def __init__(self, ctx: ParallelContext, sizes: Sizes, per_node: int) -> None:
+    def __init__(self, ctx: ParallelContext, sizes: Sizes, groups: Sequence[RankGroup]) -> None:
         self._ctx, self._sizes = ctx, sizes
-        self.groups = groups_of(ctx, per_node)
+        self.groups = groups
 
     def measure(self, say: Callable[[str], None]) -> dict[str, list[dict[str, Any]]]:
         """Return `collectives` of a file. Collective."""
         for number in range(self._sizes.rounds):
             for group, kind, size in itertools.product(self.groups, KINDS, self._sizes.bytes):
-                self._repeat(group, kind, size)
+                self.repeat(group, kind, size)
             say(f"  {(number + 1) / self._sizes.rounds:.0%}")
         return {kind: [self._table(group, kind) for group in self.groups] for kind in KINDS}
 
@@ -105,8 +108,8 @@ class ExchangeRates:
         rest = {"size": group.size, "per_node": group.per_node, "sharing": group.sharing}
         return {**rest, "bytes": sizes, "seconds": seconds.tolist()}
 
-    def _repeat(self, group: RankGroup, kind: str, size: int) -> None:
-        """Time an exchange once more, and keep what this rank takes."""
+    def repeat(self, group: RankGroup, kind: str, size: int) -> None:
+        """Time an exchange once more, and keep what this rank takes. Collective."""
         self._barrier()
         if group.own is None:
             return
@@ -181,3 +184,45 @@ class ExchangeRates:
         total = torch.tensor([own, float(own > 0)], dtype=torch.float64)
         dist.all_reduce(total, group=self._ctx.control_group)
         return float(total[0] / total[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups of a layout, all of a kind at once, as a training has them
+
+OPERATIONS = {"tensor": "all_reduce", "context": "all_to_all", "data": "reduce_scatter", "stage": "send"}
+"""Exchange of each kind of group."""
+GROUP_BYTES_ON_HOST, GROUP_BYTES = 2**22, 2**27
+GROUP_ROUNDS = 3
+
+
+def members_of(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """Return the ranks of the groups of each kind that has more than one rank."""
+    ranks = [dataclasses.replace(layout, rank=rank) for rank in range(layout.world_size)]
+    found = {
+        "tensor": [each.peers(AXES, "tensor_rank") for each in ranks],
+        "context": [each.peers(AXES, "context_rank") for each in ranks],
+        "data": [each.grad_peers() for each in ranks],
+        "stage": [each.peers(AXES, "stage") for each in ranks],
+    }
+    return {kind: sorted({tuple(group) for group in groups}) for kind, groups in found.items() if len(groups[0]) > 1}
+
+
+def group_times(ctx: ParallelContext, *, is_host: bool) -> list[dict[str, Any]]:
+    """Return the median seconds of each group's exchange. Collective; every rank has them all."""
+    size = GROUP_BYTES_ON_HOST if is_host else GROUP_BYTES
+    members = members_of(ctx)
+    groups = {kind: make_group(ctx, len(each[0]), 1, len(each), each) for kind, each in members.items()}
+    exchanges = ExchangeRates(ctx, dataclasses.replace(TINY, bytes=(size,)), list(groups.values()))
+    for _ in range(GROUP_ROUNDS):
+        for kind, group in groups.items():
+            exchanges.repeat(group, OPERATIONS[kind], size)
+    own = {kind: statistics.median(group.seconds[OPERATIONS[kind], size]) for kind, group in groups.items()}
+    gathered = ctx.gather_objects(own)
+    return [_record(kind, ranks, size, gathered) for kind, each in members.items() for ranks in each]
+
+
+def _record(kind: str, ranks: tuple[int, ...], size: int, gathered: list[dict[str, float]]) -> dict[str, Any]:
+    # a message is between the first two alone; the others have nothing to do
+    timed = ranks[:2] if OPERATIONS[kind] == "send" else ranks
+    seconds = max(gathered[rank][kind] for rank in timed)
+    return {"kind": kind, "operation": OPERATIONS[kind], "ranks": list(ranks), "size": size, "seconds": seconds}

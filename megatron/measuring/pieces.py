@@ -254,22 +254,3 @@ def seen_share(kind: str, length: int) -> float:
         return 1.0
     window = max(1, length // 4)
     return (window * (window + 1) / 2 + (length - window) * window) / (length * (length + 1) / 2)
-
-
-def copies(sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Yield copies within the memory of the device, and to the host's."""
-    for size in sizes.bytes:
-
-        def prepare(size: int = size) -> list[Run]:
-            source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-            return [lambda: target.copy_(source)]
-
-        yield Case(("copy", size), prepare)
-        if device.type != "cpu":
-
-            def prepare_host(size: int = size) -> list[Run]:
-                source = torch.zeros(size, dtype=torch.uint8, device=device)
-                target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-                return [lambda: target.copy_(source)]
-
-            yield Case(("host_copy", size), prepare_host)

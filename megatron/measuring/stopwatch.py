@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 Run = Callable[[], object]
@@ -26,6 +25,8 @@ LONG_S, FEW_ROUNDS = 4e-3, 3
 def synchronise(device: torch.device) -> None:
     """Wait until a device has done what it was given."""
     if device.type != "cpu":
+        from deepspeed.accelerator import get_accelerator  # late: what is timed on a CPU alone does without its import
+
         get_accelerator().synchronize()
 
 
@@ -117,3 +118,22 @@ def _spreads(cases: Iterable[Case]) -> Iterator[float]:
         if len(case.seconds) >= 4:
             low, _, high = statistics.quantiles(case.seconds, n=4)
             yield (high - low) / case.median
+
+
+def copies(sizes: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """Yield copies of so many bytes within the memory of the device, and to the host's."""
+    for size in sizes:
+
+        def prepare(size: int = size) -> list[Run]:
+            source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+            return [lambda: target.copy_(source)]
+
+        yield Case(("copy", size), prepare)
+        if device.type != "cpu":
+
+            def prepare_host(size: int = size) -> list[Run]:
+                source = torch.zeros(size, dtype=torch.uint8, device=device)
+                target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+                return [lambda: target.copy_(source)]
+
+            yield Case(("host_copy", size), prepare_host)

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.measuring.alone import file_tree
-from megatron.measuring.exchanges import ExchangeRates
+from megatron.measuring.exchanges import ExchangeRates, groups_of
 from megatron.measuring.options import Sizes
 from megatron.measuring.starts import config_of
 from megatron.measuring.trainings import Training, write_data
@@ -37,7 +37,7 @@ def measure_together(alone: Alone, device: str, sizes: Sizes, per_node: int, say
     ctx = ParallelContext.build(ParallelConfig(), device)
     found = alone() if ctx.rank == 0 else {}
     dist.barrier(group=ctx.control_group)
-    exchanges = ExchangeRates(ctx, sizes, per_node)
+    exchanges = ExchangeRates(ctx, sizes, groups_of(ctx, per_node))
     say(f"exchanges of {ctx.world_size} ranks")
     found["collectives"] = exchanges.measure(say)
     if record.is_host and per_node > 1:

@@ -90,12 +90,13 @@ def test_an_interrupted_measurement_leaves_nothing(number: signal.Signals, tmp_p
 
 def measured_by_two(tmp_path: str) -> dict[str, Any]:
     """Measure exchanges on each of two ranks."""
-    from megatron.measuring.exchanges import ExchangeRates
+    from megatron.measuring.exchanges import ExchangeRates, groups_of
     from megatron.measuring.options import TINY as TINY_SIZES
     from megatron.options.config import ParallelConfig
     from megatron.parallel.context import ParallelContext
 
-    rates = ExchangeRates(ParallelContext.build(ParallelConfig(), "cpu"), TINY_SIZES, per_node=2)
+    ctx = ParallelContext.build(ParallelConfig(), "cpu")
+    rates = ExchangeRates(ctx, TINY_SIZES, groups_of(ctx, per_node=2))
     return {"collectives": rates.measure(lambda text: None), "slowdown": rates.slowdown(2)}
 
 
