@@ -191,6 +191,10 @@ class Host:
         _call(*self._entered("--mount"), "mount", "--bind", str(own), str(path))
         return own
 
+    def full_disk(self, path: Path) -> None:
+        """Give the host a disk at `path`, a folder, that takes a few kB more."""
+        _call(*self._entered("--mount"), "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(path))
+
     def cut_off(self) -> None:
         """Unplug its network cable: what is sent to it or by it is lost, and nobody is told."""
         self._set_port("down")

@@ -108,6 +108,7 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_MAX_RESTARTS": "0",
         "HL_MIN_NODES": "all",
         "HL_SPARE_HOSTS": "0",
+        "HL_DOCTOR": "0",
         "HL_DEVICE": "first available",
         "HL_USE_HPU": "first available",
         "HL_QNPU_DIR": "",

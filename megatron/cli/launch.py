@@ -315,6 +315,8 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
         sys.stdout.write(plan_text(plan, f"Plan of {names or 'the run'}; nothing was started or written"))
         return 0
     _print_notes(plan)
+    if plan.doctor and not _is_healthy(plan):
+        return REFUSED
     if plan.fine_tuning is not None:
         try:
             plan = with_processed_data(plan, plan.fine_tuning)
@@ -324,6 +326,23 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
             print(for_stderr(text), file=sys.stderr)
             return REFUSED
     return launch(plan)
+
+
+def _is_healthy(plan: LaunchPlan) -> bool:
+    """Examine the hosts of a plan, and return whether none stands out."""
+    # late: most runs need none of it
+    from megatron.launch.doctor.examination import examine_plan
+    from megatron.launch.doctor.report import text
+
+    findings = examine_plan(plan)
+    print(text(findings), file=sys.stderr)
+    if not findings.suspicions:
+        return True
+    remedy = "replace these hosts, or set HL_DOCTOR=0 (leave --doctor out)"
+    if plan.hostsfile is not None:
+        remedy = f"{command_name('doctor')} --hostsfile {plan.hostsfile} --write-hostsfile FILE leaves them out"
+    print(for_stderr(f"nothing was started: hosts stand out; {remedy}"), file=sys.stderr)
+    return False
 
 
 def _print_notes(plan: LaunchPlan) -> None:

@@ -55,6 +55,8 @@ class LaunchOptions(RankOptions):
     """HOST:PORT of the first node, if a scheduler starts this launcher on each node; instead of a hostsfile."""
     activate: str | None = None
     """Folder whose `activate` every other host sources first."""
+    doctor: bool = False
+    """Examine the hosts first, as megatron-doctor does, and start nothing where one stands out."""
 
     def options(self) -> dict[str, Any]:
         """Return these options by name, without what a subclass adds."""

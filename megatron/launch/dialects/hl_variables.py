@@ -563,6 +563,7 @@ _VARIABLES: tuple[Entry, ...] = (
         lambda text: [whole()(rank) for rank in text.split()],
         ALL,
     ),
+    _switch("HL_DOCTOR", "doctor", "1: examine the hosts first, and start nothing where one stands out"),
     _switch("HL_DRY_RUN", "dry_run", "1: print the plan and start nothing"),
     # text
     _text("HL_PROMPTS", "--input", "file of prompts: .jsonl, or a prompt a line", GENERATE),
