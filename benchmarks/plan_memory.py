@@ -119,6 +119,8 @@ CPU_CASES = [
     Case("weights, bf16, sums in bf16, DP 2", f"{WEIGHTS} --bf16 --grad-reduce-dtype bf16", 2),
     Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
     Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),
+    Case("weights, fp32, average, DP 2", f"{WEIGHTS} --ema-decay 0.99", 2),
+    Case("weights, bf16, average", f"{WEIGHTS} --bf16 --ema-decay 0.99"),
     Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 --pipeline-model-parallel-size 2", 2),
     Case("Llama GQA, bf16, interleaved", f"{TINY_GQA} --bf16 --num-layers 4 --global-batch-size 12 {INTERLEAVED}", 2),
     Case("Bloom, bf16, zero-bubble", f"{TINY_BLOOM} --bf16 {ZERO_BUBBLE}", 2),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.checkpoint.reader import newest_checkpoint
+from megatron.options.progress import Progress
+from megatron.training.guard import restore_whole
 from tests.training import layouts, planted
 
 Numbers = dict[str, Any]
@@ -74,3 +77,22 @@ def after_a_bad_step(arguments: str) -> tuple[bool, bool, bool, list[int]]:
     engine.run_without_update(batches, num_microbatches=layouts.num_microbatches(engine), consumed_samples=24)
     note(before)
     return moved[0], moved[1], moved[2], counts
+
+
+def after_a_rollback(arguments: str, folder: str) -> tuple[bool, bool]:
+    """Whether two steps after a save move the average, and whether a rollback to it brings that of the save back."""
+    engine, task = layouts.build(f"{arguments} --save {folder}")
+    for step in range(3):
+        layouts.loss_of_step(engine, task, step)
+    layouts.save(engine, 3)
+    saved, record = averages_of(engine), engine.state.average.record()  # type: ignore[union-attr]
+    for step in range(3, 5):
+        layouts.loss_of_step(engine, task, step)
+    moved = averages_of(engine)
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    restore_whole(engine, checkpoint, Progress(iteration=3, consumed_samples=24))
+    back = averages_of(engine)
+    is_back = all((back[name] == value).all() for name, value in saved.items())
+    assert engine.state.average.record() == record  # type: ignore[union-attr]
+    return any((moved[name] != value).any() for name, value in saved.items()), is_back

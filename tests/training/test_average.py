@@ -99,6 +99,13 @@ def test_a_step_that_is_refused_does_not_move_it(ranks: RankPools, flags: str) -
     assert [counts for *_, counts in by_rank] == [[2, 2, 2]] * len(by_rank)
 
 
+@pytest.mark.parametrize("flags", ["", "--zero-stage 1"])
+def test_a_rollback_brings_back_that_of_its_checkpoint(ranks: RankPools, tmp_path: Path, flags: str) -> None:
+    words = f"{MODEL} {EMA} --ema-interval 2 {flags}"
+    found = ranks(2 if flags else 1)(averages.after_a_rollback, words, str(tmp_path))
+    assert set(found) == {(True, True)}
+
+
 def test_a_run_says_what_becomes_of_its_average(
     ranks: RankPools, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
