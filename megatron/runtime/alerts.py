@@ -154,15 +154,17 @@ class Alerts:
         self._left_out: Counter[str] = Counter()
         self._failing: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._deliver_all, name="alerts", daemon=True)
         if self._targets:
             self._thread.start()
 
-    @property
-    def pid(self) -> int | None:
-        """Process that delivers just now, which leads a group of its own."""
-        process = self._process
-        return None if process is None else process.pid
+    @contextlib.contextmanager
+    def held(self) -> Iterator[int | None]:
+        """Start no process within; yield the session of the one that delivers just now, if one does."""
+        with self._starting:
+            process = self._process
+            yield None if process is None else process.pid
 
     def send(self, alert: Alert) -> None:
         """Have an alert delivered, unless one of its event was a short time ago."""
@@ -235,14 +237,15 @@ class Alerts:
             stdout = subprocess.PIPE
         environment = {name: value for name, value in os.environ.items() if name != "MEGATRON_RUN_SECRET"}
         try:
-            self._process = subprocess.Popen(
-                target.command,
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+            with self._starting:
+                self._process = subprocess.Popen(
+                    target.command,
+                    stdin=subprocess.PIPE,
+                    stdout=stdout,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
+                )
             said, _ = self._process.communicate(content, timeout=TIMEOUT_S)
             status = self._process.returncode
         except subprocess.TimeoutExpired:

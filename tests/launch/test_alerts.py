@@ -144,6 +144,21 @@ def test_of_several_agents_the_first_alerts_or_that_of_a_verdict_without_it() ->
     assert [sent(0, alone=False), sent(1, alone=False), sent(1, alone=True)] == [1, 0, 1]
 
 
+def test_ending_processes_leaves_a_delivery_with_all_that_it_starts_alone() -> None:
+    script = (
+        "import os, subprocess, time, psutil\n"
+        "from megatron.launch.agents.ownership import end_processes\n"
+        "kept = subprocess.Popen(['sh', '-c', 'sleep 60 & wait'], start_new_session=True)\n"
+        "other = subprocess.Popen(['sleep', '60'])\n"
+        "while not psutil.Process(kept.pid).children(): time.sleep(0.01)\n"
+        "left = end_processes(os.getpid(), (), kept.pid)\n"
+        "print(left, kept.poll(), len(psutil.Process(kept.pid).children()), other.wait())\n"
+        "end_processes(os.getpid())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.stdout.strip() == "[] None 1 -9", run.stderr
+
+
 def test_a_clean_end_is_no_event() -> None:
     alerts: list[Alert] = []
     agents: Any = RunAlerts(AgentOptions())

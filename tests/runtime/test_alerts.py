@@ -229,6 +229,17 @@ def test_a_target_that_hangs_fills_a_bounded_queue_and_delays_no_call(monkeypatc
     assert said == ["alerts: not all were delivered before the end"]
 
 
+def test_no_delivery_begins_while_an_agent_ends_processes(tmp_path: Path) -> None:
+    sender = Alerts("run7", f"tee {tmp_path}/got", None, print)
+    with sender.held() as session:
+        assert session is None
+        sender.send(Alert(ABORT, "ended", status=1))
+        time.sleep(0.3)
+        assert not (tmp_path / "got").exists()
+    sender.close()
+    assert (tmp_path / "got").exists()
+
+
 def test_no_secret_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "tokenizers off")

@@ -249,7 +249,9 @@ class NodeRanks:
     def end(self) -> None:
         """Kill what is left of the ranks and of all that they started."""
         # also what ranks have started in sessions of their own, such as the workers of a loader
-        for pid in end_processes(os.getpid(), self._spared | self._helpers.pids | self._alerts.pids()):
+        with self._alerts.held() as session:
+            left = end_processes(os.getpid(), self._spared | self._helpers.pids, session)
+        for pid in left:
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:
             process.join(KILL_S)  # its threads may still end

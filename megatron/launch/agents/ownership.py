@@ -211,10 +211,11 @@ def processes_below(pid: int) -> set[int]:
     return set()
 
 
-def end_processes(below: int, spared: Collection[int] = ()) -> list[int]:
+def end_processes(below: int, spared: Collection[int] = (), spared_session: int | None = None) -> list[int]:
     """Kill the descendants of a process, whatever their groups and sessions; return those that survive.
 
-    One that starts another in the meantime is looked for again. `spared`: descendants to leave alive.
+    One that starts another in the meantime is looked for again. `spared`, and all of a session: descendants to leave
+    alive.
     """
     import psutil
 
@@ -223,7 +224,9 @@ def end_processes(below: int, spared: Collection[int] = ()) -> list[int]:
         left = []
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(below).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    if spared_session is not None and os.getsid(process.pid) == spared_session:
+                        continue
                     if process.pid in spared or process.status() == psutil.STATUS_ZOMBIE:
                         continue
                     # not a zombie: it has ended, and stays until its parent waits for it

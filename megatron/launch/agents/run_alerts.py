@@ -6,11 +6,11 @@ that came to the watchdog's verdict does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.launch.agents.agent_command import AgentOptions
-from megatron.launch.agents.ownership import processes_below
 from megatron.launch.agents.restart_policy import Failure
 from megatron.launch.child_processes import report
 from megatron.runtime.agent_link import RankLink
@@ -36,10 +36,9 @@ class RunAlerts:
         """Begin an attempt, in which this node has this number."""
         self._is_first, self.verdict = node == 0, {}
 
-    def pids(self) -> set[int]:
-        """Return the processes that deliver an alert just now."""
-        pid = self._sender.pid
-        return set() if pid is None else {pid} | processes_below(pid)
+    def held(self) -> contextlib.AbstractContextManager[int | None]:
+        """Within it start no process that delivers; yields the session of one that runs, which must be let alone."""
+        return self._sender.held()
 
     def take(self, link: RankLink) -> None:
         """Send the alerts that a rank has sent, which one of the run does, and note its verdict."""
