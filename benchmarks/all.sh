@@ -84,6 +84,7 @@ run guard_overhead:two_ranks - 1 --ranks 2
 run start - 1
 run loss - 2
 run kernels - 2
+run muon MEGATRON_TEST_DATA 1 --data "${MEGATRON_TEST_DATA:-}"
 run families - 1
 run experts - 1
 run context_parallel - 1

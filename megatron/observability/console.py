@@ -168,6 +168,7 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
         f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
         f"learning rate: {step.learning_rate:.3E}",
         *_decoupled(step),
+        *_of_muon(step),
         f"global batch size: {step.global_batch_size:5d}",
         f"{loss_name}: {step.lm_loss:.6E}",
         *(f"{name}: {value:.6E}" for name, value in step.metrics.items()),
@@ -202,6 +203,12 @@ def _decoupled(step: StepMetrics) -> list[str]:
     if step.decoupled_learning_rate is None:
         return []
     return [f"decoupled learning rate: {step.decoupled_learning_rate:.3E}"]
+
+
+def _of_muon(step: StepMetrics) -> list[str]:
+    if step.muon_learning_rate is None:
+        return []
+    return [f"muon learning rate: {step.muon_learning_rate:.3E}"]
 
 
 def validation_line(name: str, iteration: int, found: Validation, loss_name: str) -> str:

@@ -141,6 +141,8 @@ class StepMetrics:
     nan_iterations: int
     decoupled_learning_rate: float | None = None
     """Learning rate of word embedding and output layer in this step, where it is another."""
+    muon_learning_rate: float | None = None
+    """Learning rate of Muon's matrices in this step, where it is another."""
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Result of `accelerator.memory_stats`."""
     predicted_s: float | None = None
@@ -193,7 +195,14 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
     if step.predicted_s is not None:
         row["time_over_predicted"] = step.elapsed_s / step.predicted_s
     # keys that only some devices, tasks and machines have
-    for name in ("decoupled_learning_rate", "compiled_graphs", "metrics", "predicted_time_s", "parts"):
+    for name in (
+        "decoupled_learning_rate",
+        "muon_learning_rate",
+        "compiled_graphs",
+        "metrics",
+        "predicted_time_s",
+        "parts",
+    ):
         if row[name] in (None, {}):
             del row[name]
     row |= {**vars(speed), **memory}
@@ -209,6 +218,7 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         **{f"metrics-training/{name}": value for name, value in step.metrics.items()},
         "learning-rate/learning-rate": step.learning_rate,
         "learning-rate/decoupled learning-rate": step.decoupled_learning_rate,
+        "learning-rate/muon learning-rate": step.muon_learning_rate,
         "batch-size/batch-size": step.global_batch_size,
         "loss-scale/loss-scale": step.loss_scale,
         "grad-norm/grad-norm": step.grad_norm,

@@ -23,7 +23,7 @@ from megatron.options.types import (
     Whole,
 )
 
-OptimizerName = Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit"]
+OptimizerName = Literal["adamw", "adam", "sgd", "fusedadamw", "paged_adamw_32bit", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,31 @@ class OptimizerKind:
     can_offload: bool = True
     scales_with_width: bool = False
     """muP's learning rates are known for it."""
+    matrix_states: tuple[str, ...] | None = None
+    """Kinds of states of linear layers' weights (`Shard.is_linear_weight`), if others; None: `states`."""
+    needs_whole_matrices: bool = False
+    """It computes with matrices as wholes: neither ZeRO-3's stretches nor an adapter's factors are any."""
 
+
+MUON = (
+    *("muon_lr", "muon_momentum", "muon_nesterov", "muon_scale_mode", "muon_extra_scale_factor"),
+    *("muon_num_ns_steps", "muon_coefficient_type", "muon_ns_dtype"),
+)
+"""Options of Muon alone."""
+NS_COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""Coefficients a, b, c of a step of Newton-Schulz, X <- a X + (b A + c A^2) X with A = X X^T, taken in turn.
+
+`simple` is of Keller Jordan (kellerjordan.github.io/posts/muon), `quintic` of You Jiacheng (modded-nanogpt).
+"""
 
 _ADAM = OptimizerKind(
     states=("exp_avg", "exp_avg_sq"),
@@ -70,13 +94,26 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = {
     "fusedadamw": _ADAM,
     # its states have memory of their own, from which they move to the host by themselves
     "paged_adamw_32bit": dataclasses.replace(_ADAM, has_l2_decay=False, can_offload=False),
+    "muon": dataclasses.replace(
+        _ADAM,
+        matrix_states=("momentum_buffer",),
+        deepspeed_types=("Muon", "muon"),
+        options=(*_ADAM.options, *MUON),
+        has_l2_decay=False,
+        can_offload=False,
+        scales_with_width=False,
+        needs_whole_matrices=True,
+    ),
 }
 # dict.fromkeys: each once, in one order for all checkpoints
-STATES = tuple(dict.fromkeys(state for kind in OPTIMIZERS.values() for state in kind.states))
+STATES = tuple(
+    dict.fromkeys(state for kind in OPTIMIZERS.values() for state in (*kind.states, *(kind.matrix_states or ())))
+)
 """All kinds of states."""
 READERS = {
     "sgd_momentum": ("optimizer=sgd", "choose that"),
     "decoupled_weight_decay": ("an Adam", "choose one"),
+    **dict.fromkeys(MUON, ("optimizer=muon", "choose that")),
 }
 """The optimizer that reads an option which not every one reads, and what to do to have it read."""
 
@@ -88,7 +125,8 @@ class OptimizerConfig:
     optimizer: OptimizerName = "adamw"
     """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
     device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
-    states move to host memory where the device's is short; on other devices adamw, which is logged."""
+    states move to host memory where the device's is short; on other devices adamw, which is logged. `muon`: hidden
+    matrices step along their orthogonalised momentum, all else by adamw."""
     decoupled_weight_decay: bool = True
     """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
     lr: PositiveFloat = 1e-4
@@ -148,6 +186,27 @@ class OptimizerConfig:
     """Applied steps from one update of that average to the next."""
     offload_ema: bool = False
     """Keep the average in host memory, to which each update copies the weights."""
+    muon_lr: PositiveFloat | None = None
+    """Peak learning rate of Muon's matrices; it follows the schedule of lr, which is that of all else. Unset: lr."""
+    muon_momentum: Probability = 0.95
+    """Momentum of Muon."""
+    muon_nesterov: bool = True
+    """Muon's Nesterov momentum: orthogonalise what the momentum is about to become with the same gradient again."""
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Scale of an orthogonalised matrix of r rows (outputs) and c columns (inputs). `spectral`: sqrt(max(r, c)), whose
+    numbers are of one size for any shape, as in Moonlight. `shape_scaling`: sqrt(max(1, r / c)), Keller Jordan's, with
+    a muon_lr near 0.02. `unit_rms_norm`: sqrt(r / c)."""
+    muon_extra_scale_factor: PositiveFloat | None = None
+    """Factor of that scale. Unset: 0.2 with `spectral`, as large as AdamW's steps, so that one lr serves both; else
+    1."""
+    muon_num_ns_steps: Positive = 5
+    """Steps of the Newton-Schulz iteration that orthogonalises."""
+    muon_coefficient_type: Literal["simple", "quintic"] = "simple"
+    """Coefficients of its polynomials. `simple`: Keller Jordan's three, of every step; `quintic`: five triples in turn,
+    as Megatron has by default."""
+    muon_ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of that iteration, and of what ranks exchange for it. `auto`: bf16 in runs of 16 bits on a device whose
+    products are as fast as they should be in it, else fp32."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the whole model's gradient. 0: no clipping."""
     zero_stage: Annotated[Whole, Field(ge=0, le=3)] = 0
@@ -181,12 +240,30 @@ class OptimizerConfig:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Return the kinds of states that the optimizer keeps of each parameter."""
+        """Return the kinds of states that the optimizer keeps of parameters other than linear layers' weights."""
         # SGD without momentum has nothing to store
         needed = self.kind.keeps_none_without
         if needed and not getattr(self, needed):
             return ()
         return self.kind.states
+
+    @property
+    def matrix_states(self) -> tuple[str, ...]:
+        """Return the kinds of states that it keeps of linear layers' weights."""
+        if self.kind.matrix_states is None:
+            return self.states
+        return self.kind.matrix_states
+
+    @property
+    def muon_scale_factor(self) -> float:
+        """Return the factor of the scale of Muon's updates."""
+        if self.muon_extra_scale_factor is not None:
+            return self.muon_extra_scale_factor
+        # Liu et al. 2025 (arXiv:2502.16982), section 2.2: AdamW's updates have a root mean square of 0.2 to 0.4
+        return 0.2 if self.muon_scale_mode == "spectral" else 1.0
+
+    def states_of(self, *, is_linear_weight: bool) -> tuple[str, ...]:
+        return self.matrix_states if is_linear_weight else self.states
 
     def optimizer_faults(self) -> Iterator[str]:
         """Yield what the optimizer refuses."""
@@ -197,3 +274,8 @@ class OptimizerConfig:
             )
         if self.offload_optimizer and not self.kind.can_offload:
             yield f"offload_optimizer does not support optimizer={self.optimizer}; use adamw or adam, or turn it off"
+        if self.zero_stage == 3 and self.kind.needs_whole_matrices:
+            yield (
+                f"optimizer={self.optimizer} needs whole matrices, which zero_stage=3 cuts up with their gradients; "
+                "use zero_stage 0, 1 or 2, or adamw"
+            )

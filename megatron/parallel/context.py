@@ -365,3 +365,18 @@ class ParallelContext(Layout):
         tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
         dist.all_reduce(tensor, group=self.batch_group)
         return float(tensor.item())
+
+
+def group_of_stage(ctx: ParallelContext) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that hold layers of this rank's stage; None: it is alone. Collective."""
+    import torch.distributed as dist
+
+    if ctx.world_size == ctx.num_stages:
+        return None
+    if ctx.tensor_size == 1:
+        return ctx.grad_group
+    if ctx.grad_size == 1:
+        return ctx.tensor_group
+    if ctx.num_stages == 1:
+        return dist.group.WORLD
+    return _group_of(ctx, lambda place: place.ranks_of(place.stage))

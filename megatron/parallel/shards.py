@@ -87,6 +87,14 @@ class Shard:
         """
         return isinstance(self.cost, MatrixProduct | Router) and len(self.shape) > 1
 
+    @property
+    def is_linear_weight(self) -> bool:
+        """It is the weight of a linear layer of a block: no table, no output projection, no router, no adapter's part.
+
+        Muon updates these, and leaves the others to AdamW.
+        """
+        return isinstance(self.cost, MatrixProduct) and len(self.shape) == 2 and not self.added
+
     def frozen(self) -> Shard:
         """Return the shard of a parameter that nothing moves."""
         return dataclasses.replace(self, trained=False, balances=False)

@@ -19,6 +19,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import declared_layers, held_numel, held_shards, of_layers, parameters_of_layer
+from megatron.plan.matrices import MatrixUpdate
 from megatron.plan.microbatch import BYTES
 from megatron.plan.pipeline import stage_ranges
 from megatron.runtime.device import Device
@@ -167,13 +168,26 @@ class ZeroRank:
             totals += of_layer
         return list(totals.items())
 
-    def _trained_of(self, layer: LayerDeclaration) -> Counter[int]:
+    def _trained_of(self, layer: LayerDeclaration, is_linear_weight: bool | None = None) -> Counter[int]:
+        """Return trained numbers of a layer by the ranks that sum their gradients; of one kind, or of both (None)."""
         totals: Counter[int] = Counter()
         for shard in held_shards(layer, self.layout):
-            if shard.trained:
+            if shard.trained and is_linear_weight in (None, shard.is_linear_weight):
                 _, size = self.layout.grad_place(shard)
                 totals[size] += held_numel(shard, self.layout)
         return totals
+
+    @cached_property
+    def state_numbers(self) -> int:
+        """Numbers of the optimizer's states on this rank."""
+        options, total = self.config.optimizer, 0
+        for is_linear_weight in (False, True):
+            kinds = len(options.states_of(is_linear_weight=is_linear_weight))
+            for of_size in of_layers(self.layers, partial(self._trained_of, is_linear_weight=is_linear_weight)):
+                for size, numel in of_size.items():
+                    shards = 1 if self.config.effective_zero_stage == 0 else size // self.layout.num_replicas
+                    total += kinds * -(-numel // shards)
+        return total
 
     @property
     def share(self) -> int:
@@ -261,10 +275,10 @@ class ZeroRank:
     def without_gradients(self) -> SharedState:
         """Return weights and optimizer states, as every optimizer but that of ZeRO-3 holds them."""
         weights = self.parameters * self.number_bytes
-        state_bytes = FLOAT32 * len(self.config.optimizer.states)
+        state_bytes = FLOAT32 * self.state_numbers
         if self.config.effective_zero_stage == 0:  # float32: the weights are their own master weights
-            return SharedState(weights, optimizer_states=state_bytes * self.trained)
-        return SharedState(weights, FLOAT32 * self.share, state_bytes * self.share)
+            return SharedState(weights, optimizer_states=state_bytes)
+        return SharedState(weights, FLOAT32 * self.share, state_bytes)
 
     def flat_bucket(self, staged_bytes: int) -> int:
         """Return what DeepSpeed makes of a full bucket, whose numbers have so many bytes, to reduce it."""
@@ -301,7 +315,7 @@ def _of_training(rank: ZeroRank) -> SharedState:
     config, stage = rank.config, rank.config.effective_zero_stage
     if stage == 0 and rank.grad_size == 1:
         # torch's own optimizer reads each gradient where autograd has left it
-        return rank.without_gradients()
+        return _with_matrices(rank, rank.without_gradients())
     if stage == 3:
         state = _zero_3(rank)
     elif has_gradient_buffers(config):
@@ -312,6 +326,7 @@ def _of_training(rank: ZeroRank) -> SharedState:
         state = _zero_1(rank)
     if config.optimizer.kind.copies_gradient and config.optimizer.weight_decay > 0:
         state = replace(state, at_update=state.at_update + FLOAT32 * rank.share)
+    state = _with_matrices(rank, state)
     if config.optimizer.offload_optimizer:
         state = _offloaded(rank, state)
     if stage in (1, 2) and rank.shard_size > 1 and rank.device.collectives_are_gloo:
@@ -321,6 +336,14 @@ def _of_training(rank: ZeroRank) -> SharedState:
         gathered = rank.number_bytes * min(largest, ALLGATHER_BUCKET)
         state = replace(state, at_update=max(state.at_update, gathered))
     return state
+
+
+def _with_matrices(rank: ZeroRank, state: SharedState) -> SharedState:
+    """Add what an optimizer of whole matrices allocates for its update."""
+    if not rank.config.optimizer.kind.needs_whole_matrices:
+        return state
+    update = MatrixUpdate(rank.config, rank.layout, rank.layers)
+    return replace(state, at_update=state.at_update + update.temporary_bytes)
 
 
 def _buffered(rank: ZeroRank) -> SharedState:

@@ -302,6 +302,11 @@ def check_engine(config: Config) -> Iterator[str]:
             optimizer.offload_optimizer and optimizer.zero_stage == 0,
             "offload_optimizer needs zero_stage 1, 2 or 3, not 0; set zero_stage or turn it off",
         ),
+        (
+            optimizer.kind.needs_whole_matrices and config.lora.lora_rank is not None,
+            f"optimizer={optimizer.optimizer} is for whole matrices, which an adapter's factors are not: orthogonal "
+            "factors say nothing of their product; use adamw, or leave out lora_rank",
+        ),
     )
     yield from optimizer.optimizer_faults()
 

@@ -16,13 +16,14 @@ from megatron.parallel.operators import fp8
 from megatron.parallel.operators.nf4 import quantized_weights
 from megatron.parallel.shards import initialise, named_parameters, shard_of
 from megatron.plan.flops import declared_layers
+from megatron.plan.matrices import ns_precision
 from megatron.runtime.accelerator import quiet
 from megatron.runtime.devices import device_of
 from megatron.tasks.task import Task
 from megatron.training.deepspeed import releases
 from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.deepspeed.experts import announce_experts
-from megatron.training.deepspeed.lean_optimizers import lean
+from megatron.training.deepspeed.lean_optimizers import DTYPES, lean
 from megatron.training.deepspeed.pipeline_engine import PipelineEngine, pipeline_module
 from megatron.training.deepspeed.pipeline_executor import PipelineExecutor
 from megatron.training.deepspeed.replicas import shard_within_replica
@@ -71,6 +72,8 @@ def build_engine(
         fp8.set_up(ctx.state.fp8, config, ctx)
     cls = PipelineEngine if config.uses_pipeline else SequentialEngine
     built = cls(engine, config, ctx, task, losses, detector)
+    if config.optimizer.optimizer == "muon" and not evaluates:
+        _place_matrices(built, config, ctx)
     if not will_restore:  # a restored base brings them, or sets them once it is there
         start_from_base(built.module, built.state, config)
     return built
@@ -116,6 +119,13 @@ def _build_deepspeed(
         # DeepSpeed's own timer keeps two events of every step until it prints, which it never does here
         engine.timers = NoopTimer()
     return engine
+
+
+def _place_matrices(engine: Engine, config: Config, ctx: ParallelContext) -> None:
+    """Let Muon know which parts of matrices this rank updates. Collective."""
+    named = [each for each in named_parameters(engine.module) if each[1].requires_grad]
+    dtype = DTYPES[ns_precision(config)]
+    engine.state.torch_optimizer.inner.place(named, engine.state.trained_slices(), ctx, dtype)
 
 
 def _keep_float32(model: nn.Module) -> None:

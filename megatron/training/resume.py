@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron.options.extension import position_changes
 from megatron.options.model import differing
 from megatron.options.progress import Progress
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shards import declared_shards
+from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.registry import load_task
 from megatron.tasks.task import Task
@@ -116,7 +119,7 @@ def _saved_optimizer(
 
     Raises CheckpointError for the state of another kind of optimizer.
     """
-    kept, held = config.optimizer.states, [kind for kind in checkpoint.kinds if kind not in ("weight", AVERAGE)]
+    kept, held = _kinds_of_moments(config), [kind for kind in checkpoint.kinds if kind not in ("weight", AVERAGE)]
     saved = checkpoint.metadata.get("optimizer")
     if options.no_load_optim:
         return None, ["the optimizer was not restored (no_load_optim); it starts from zero"]
@@ -137,6 +140,14 @@ def _saved_optimizer(
         scale = config.training.initial_loss_scale
         return saved, [f"the loss scale was not restored; the checkpoint has none, so it starts at {scale:g}"]
     return saved, []
+
+
+def _kinds_of_moments(config: Config) -> list[str]:
+    """Return the kinds of moments that the optimizer keeps of the trained parameters."""
+    shards = declared_shards(declared_layers(config)).values()
+    trained = {shard.is_linear_weight for shard in shards if shard.trained}
+    kinds = (config.optimizer.states_of(is_linear_weight=each) for each in sorted(trained))
+    return list(dict.fromkeys(itertools.chain.from_iterable(kinds)))
 
 
 def _saved_seed(content: Mapping[str, Any], config: Config, options: CheckpointConfig) -> tuple[int | None, list[str]]:

@@ -53,6 +53,10 @@ class OwnedSlice:
     """Views like `weight`, by kind; none before the first step, and of frozen parameters."""
     is_saved_here: bool
     """No other rank saves it."""
+    tensor: Tensor
+    """The tensor of the optimizer's that `weight` is a view of: the parameter, or a flat one of ZeRO's."""
+    place: int = 0
+    """Its first number in that."""
 
     @property
     def shard(self) -> Shard:
@@ -174,8 +178,13 @@ class EngineState:
     def _check_moments(self, checkpoint: Checkpoint, shards: Mapping[str, Shard]) -> None:
         trained = [name for name, parameter in named_parameters(self._module) if parameter.requires_grad]
         held = [name for name in trained if name in shards]
+
+        def is_whole(name: str) -> bool:
+            kept = {kind for kind in self._kinds_of(shards[name]) if kind in checkpoint.kinds}
+            return kept <= set(checkpoint.kinds_of(name))
+
         # moments of zero beside others that have seen many steps would be a wrong start in silence
-        frozen = [name for name in held if checkpoint.kinds_of(name) != checkpoint.kinds]
+        frozen = [name for name in held if not is_whole(name)]
         if frozen:
             raise CheckpointError(
                 f"{checkpoint.folder} has no optimizer state of {first_of(frozen, SHOWN_NAMES)}, frozen when it was "
@@ -201,12 +210,13 @@ class EngineState:
             moments = [kind for kind in STATES if kind in checkpoint.kinds]
             if moments:  # first: the slices are views of them
                 self._allocate_moments(moments, float(saved["step"] or 0.0))
-        slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
+        slices = self.trained_slices()
         with torch.no_grad():
             self._restore_weights(checkpoint, slices, with_frozen=not trained_only)
             for owned in slices.values():
-                for kind in moments:
-                    self._restore_moment(checkpoint, owned, kind)
+                for kind in self._kinds_of(owned.shard):
+                    if kind in moments:
+                        self._restore_moment(checkpoint, owned, kind)
         if self.average is not None:
             self.average.restore(average_steps, partial(self._saved_average, checkpoint, slices))
         if saved is not None and self._config.training.fp16:
@@ -249,7 +259,7 @@ class EngineState:
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters, by name, to these local tensors, float32."""
-        slices = {owned.name: owned for owned in self.owned(with_frozen=False)}
+        slices = self.trained_slices()
 
         with torch.no_grad():
             for name, parameter in named_parameters(self._module):
@@ -299,16 +309,23 @@ class EngineState:
             if persistent:
                 persistent[0].all_gather(persistent)
 
+    def _kinds_of(self, shard: Shard) -> tuple[str, ...]:
+        """Return the kinds of moments that the optimizer keeps of a trained parameter."""
+        return self._config.optimizer.states_of(is_linear_weight=shard.is_linear_weight)
+
     def _allocate_moments(self, kinds: list[str], step: float) -> None:
         """Allocate the moments, as the first step would, and set how many steps they have seen."""
-        inner = self.torch_optimizer
-        if self._config.effective_zero_stage == 0:
-            tensors = [p for group in inner.param_groups for p in group["params"]]
-        elif self._config.optimizer.zero_stage == 3:
-            tensors = list(self._optimizer.fp32_partitioned_groups_flat)
-        else:
-            tensors = list(_flat_partitions(self._optimizer))
-        inner.allocate_states(tensors, kinds, step, counts=self._config.optimizer.kind.counts_steps)
+        inner, options = self.torch_optimizer, self._config.optimizer
+        if options.zero_stage == 3:
+            inner.allocate_states(
+                self._optimizer.fp32_partitioned_groups_flat, kinds, step, counts=options.kind.counts_steps
+            )
+            return
+        # ZeRO-1 and 2 have put their flat partitions in the place of the parameters
+        for group in inner.param_groups:
+            by_muon = group.get("by_muon", False)
+            kept = [kind for kind in options.states_of(is_linear_weight=by_muon) if kind in kinds]
+            inner.allocate_states(group["params"], kept, step, counts=options.kind.counts_steps and not by_muon)
 
     # Ownership
 
@@ -322,12 +339,12 @@ class EngineState:
                 continue
             # frozen: no float32 copy is held, so one is made while it is saved
             if not parameter.requires_grad and not hasattr(parameter, "ds_id"):
-                yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here)
+                yield OwnedSlice(name, parameter, 0, parameter.view(-1).float(), {}, is_saved_here, parameter)
             elif hasattr(parameter, "ds_id"):
                 yield from self._zero3_slice(name, parameter, is_saved_here)
             elif self._config.effective_zero_stage == 0:
                 moments = {kind: tensor.view(-1) for kind, tensor in self._moments_of(parameter).items()}
-                yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here)
+                yield OwnedSlice(name, parameter, 0, parameter.detach().view(-1), moments, is_saved_here, parameter)
             # None where no part of the parameter lies in this rank's partition
             elif (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
                 where = mapping.get_hp_fragment_address()
@@ -335,6 +352,10 @@ class EngineState:
                 # lp: place in the 16-bit parameter; hp: place in the rank's flat float32 partition
                 start = mapping.lp_fragment_address.start
                 yield self._slice_of_flat(name, parameter, start, flat, where.start, where.numel, is_saved_here)
+
+    def trained_slices(self) -> dict[str, OwnedSlice]:
+        """Return the slices that this rank's optimizer updates, by the parameter's name."""
+        return {owned.name: owned for owned in self.owned(with_frozen=False)}
 
     def _is_saved_here(self, index: int, parameter: Tensor) -> bool:
         """Return True if no other rank saves what this one owns of a parameter, the `index`-th of the module."""
@@ -359,7 +380,8 @@ class EngineState:
     ) -> OwnedSlice:
         """Return the slice from `start` on of a parameter whose float32 weights are at `offset` in `flat`."""
         moments = {kind: tensor.narrow(0, offset, numel) for kind, tensor in self._moments_of(flat).items()}
-        return OwnedSlice(name, parameter, start, flat.detach().narrow(0, offset, numel), moments, is_saved_here)
+        weight = flat.detach().narrow(0, offset, numel)
+        return OwnedSlice(name, parameter, start, weight, moments, is_saved_here, flat, offset)
 
     def _stretch(self, parameter: Any) -> tuple[int, int] | None:
         """Return start and length of the stretch of a parameter that ZeRO-3 leaves on this rank; None: nothing."""
@@ -375,7 +397,8 @@ class EngineState:
             return
         start, numel = stretch
         if not parameter.requires_grad:
-            yield OwnedSlice(name, parameter, start, parameter.ds_tensor.narrow(0, 0, numel).float(), {}, is_saved_here)
+            weight = parameter.ds_tensor.narrow(0, 0, numel).float()
+            yield OwnedSlice(name, parameter, start, weight, {}, is_saved_here, parameter)
             return
         group, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         flat = self._optimizer.fp32_partitioned_groups_flat[group]

@@ -495,7 +495,7 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_MOE_EP": "2"}, "it belongs to scripts/run_mixtral.sh and scripts/run_sft.sh and scripts/run_dpo.sh"),
         ({"HL_PROFILE": "hltv"}, "HL_PROFILE='hltv' needs Habana's trace viewer"),
         ({"HL_PROFILE_STEPS": "3"}, "HL_PROFILE_STEPS='3' must be two iterations"),
-        ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd, fusedadamw or paged_adamw_32bit"),
+        ({"HL_OPTIMIZER": "lamb"}, "must be adamw, adam, sgd, fusedadamw, paged_adamw_32bit or muon"),
         ({"HL_DEVICE": "gpu"}, "HL_DEVICE='gpu' must be auto, hpu, cuda, cpu, or your own"),
         ({"HL_DEVICE": "cuda", "HL_USE_HPU": "1"}, "HL_USE_HPU=1 contradicts HL_DEVICE=cuda"),
         ({"HL_DEVICE": "hpu", "HL_USE_HPU": "0"}, "HL_USE_HPU=0 contradicts HL_DEVICE=hpu"),

@@ -356,6 +356,8 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds exp_avg, exp_avg_sq of another .*=sgd keeps momentum_buffer"):
         plan(f"{ROPE} --load {tmp_path} --optimizer sgd")
     assert plan(f"{ROPE} --load {tmp_path} --optimizer sgd --no-load-optim").optimizer is None
+    with pytest.raises(CheckpointError, match=r"of another .*=muon keeps exp_avg.*momentum_buffer. Give .*--no-load-o"):
+        plan(f"{ROPE} --load {tmp_path} --optimizer muon")
 
 
 def test_a_start_with_weights_alone_says_so(tmp_path: Path) -> None:

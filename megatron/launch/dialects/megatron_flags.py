@@ -146,6 +146,13 @@ def _member(node: ast.AST) -> int:
     return value
 
 
+def _optimizer(value: Any) -> Sequence[Setting]:
+    # the one whose matrices are divided among the ranks has their states divided too
+    if str(value) == "dist_muon":
+        return [("--optimizer", "muon"), ("--zero-stage", "1")]
+    return [("--optimizer", str(value))]
+
+
 def _modules(value: Any) -> Sequence[Setting]:
     names = {"core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp", "moe_act": "mlp_act"}
     words = value if isinstance(value, list) else [value]
@@ -341,6 +348,9 @@ TRANSLATED: tuple[Entry, ...] = (
     _switch("--use-torch-fsdp2", ("--zero-stage", "3")),
     _switch("--use-megatron-fsdp", ("--zero-stage", "3")),
     sets("--num-distributed-optimizer-instances", "--num-replicas", read=_count),
+    _many("--optimizer", _optimizer, "--optimizer", "--zero-stage"),
+    _only("--muon-tp-mode", "duplicated", "distributed"),
+    _only("--muon-scalar-optimizer", "adam"),
     _switch("--cpu-optimizer", ("--offload-optimizer", ON)),
     _switch("--optimizer-cpu-offload", ("--offload-optimizer", ON)),
     *(

@@ -288,11 +288,20 @@ DEFAULTS = {
     "--log-interval": "100",
 }
 """Megatron's, where ours differ and the training or its log would."""
+MUON_DEFAULTS = {
+    "--muon-nesterov": "false",
+    "--muon-coefficient-type": "quintic",
+    "--muon-extra-scale-factor": "1.0",
+}
+"""The same with --optimizer muon."""
 
 
 def add_defaults(reading: Reading) -> None:
     for name, value in DEFAULTS.items():
         reading.settings.setdefault(name, value)
+    if reading.settings.get("--optimizer") == "muon":
+        for name, value in MUON_DEFAULTS.items():
+            reading.settings.setdefault(name, value)
     if str(reading.settings.get("--fp16", "false")).lower() == "true":
         reading.settings.setdefault("--initial-loss-scale", "4294967296")
     # ours have defaults, which would be another training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.options.config import Config, ConfigError
@@ -25,8 +26,14 @@ def checkpoint_bytes(config: Config) -> int:
     if config.optimizer.ema_decay is not None:
         numbers += count_parameters(config, lambda shard: shard.trained)
     if not config.checkpoint.no_save_optim:
-        numbers += len(config.optimizer.states) * count_parameters(config, lambda shard: shard.trained)
+        for is_linear_weight in (False, True):
+            kinds = config.optimizer.states_of(is_linear_weight=is_linear_weight)
+            numbers += len(kinds) * count_parameters(config, partial(_is_trained, is_linear_weight=is_linear_weight))
     return FLOAT32 * numbers
+
+
+def _is_trained(shard: Shard, *, is_linear_weight: bool) -> bool:
+    return shard.trained and shard.is_linear_weight == is_linear_weight
 
 
 def _is_saved(config: Config, shard: Shard) -> bool:

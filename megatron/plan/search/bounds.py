@@ -78,7 +78,8 @@ def least_bytes(config: Config, num_devices: int, size: ModelSize) -> float:
     if training.skip_train:
         return least
     if not config.optimizer.offload_optimizer:
-        least += FLOAT32 * len(config.optimizer.states) * size.trained / shards
+        states = min(len(config.optimizer.states), len(config.optimizer.matrix_states))
+        least += FLOAT32 * states * size.trained / shards
     if has_gradient_buffers(config) and layout.grad_size > 1:
         least += BYTES[training.grad_accum_dtype] * size.trained / parts
     return least

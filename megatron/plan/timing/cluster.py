@@ -11,10 +11,20 @@ from megatron.parallel.layout import Layout
 from megatron.plan.rates.rates import Span
 
 Axis = Literal[
-    "tensor", "context", "expert", "grad", "shard", "replica", "expert_shard", "expert_replica", "pipeline", "world"
+    "tensor",
+    "context",
+    "expert",
+    "grad",
+    "shard",
+    "replica",
+    "expert_shard",
+    "expert_replica",
+    "pipeline",
+    "stage",
+    "world",
 ]
 """Groups of ranks that exchange: those that share layers, rows, and experts; that sum gradients (`grad`), within and
-across replicas of ZeRO's shards, of experts apart; neighbours in the pipeline, and all."""
+across replicas of ZeRO's shards, of experts apart; neighbours in the pipeline, all of a stage, and all."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ def _stride_and_size(layout: Layout, axis: Axis) -> tuple[int, int]:
         "expert_shard": (expert_stride, expert_shard),
         "expert_replica": (expert_stride * expert_shard, replicas),
         "pipeline": (stage_ranks, min(2, layout.num_stages)),
+        "stage": (1, stage_ranks),
         "world": (1, layout.world_size),
     }
     return by_axis[axis]

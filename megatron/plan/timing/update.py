@@ -13,10 +13,11 @@ from megatron.options.config import Config
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.flops import held_numel, held_shards
+from megatron.plan.matrices import MatrixUpdate
 from megatron.plan.microbatch import BYTES
 from megatron.plan.rates.rates import RatesError
 from megatron.plan.timing.cluster import Axis
-from megatron.plan.timing.operations import AxisExchange, Item, Machine, Move, Pointwise, Update
+from megatron.plan.timing.operations import AxisExchange, Item, LinearProduct, Machine, Move, Pointwise, Update
 from megatron.plan.zero import ZeroRank, has_gradient_buffers, held_layers
 
 LOSS_BYTES = 5 * BYTES["fp32"]
@@ -165,5 +166,26 @@ class StageUpdate:
         if self._stage and has_gradient_buffers(config) and rank.grad_size > 1:
             # the mean of the summed shard
             seconds += machine.seconds(Move(rank.share * rank.sum_bytes))
-        seconds += machine.seconds(Update(config.optimizer.optimizer, config.training.precision, numbers))
+        optimizer = config.optimizer.optimizer
+        if config.optimizer.kind.needs_whole_matrices:
+            matrices = MatrixUpdate(config, self._layout, rank.layers)
+            seconds += sum(count * machine.seconds(each) for each, count in self._of_matrices(matrices))
+            optimizer, numbers = "adamw", max(0, numbers - matrices.held)
+        seconds += machine.seconds(Update(optimizer, config.training.precision, numbers))
         return seconds + sum(machine.seconds(each) for each in self._gathered())
+
+    def _of_matrices(self, update: MatrixUpdate) -> Iterator[Item]:
+        """Yield what the rank that orthogonalises most does in Muon's update."""
+        steps, size = self._config.optimizer.muon_num_ns_steps, BYTES[update.precision]
+        # its momentum and its step read and write what SGD's do
+        yield Update("sgd", self._config.training.precision, update.held), 1.0
+        for matrix in update.owned:
+            small, large = sorted(matrix.shape)
+            # A = X X^T, A A, and (b A + c A A) X
+            for inner, outputs in ((large, small), (small, small), (small, large)):
+                yield LinearProduct(update.precision, "forward", small, outputs, inner), steps
+        if update.exchanges:
+            # into the buffer and out of it, on both ends
+            yield Move(size * (update.sent_numbers + update.returned_numbers)), 2.0
+            yield AxisExchange("all_to_all", size * update.sent_numbers, "stage"), 1.0
+            yield AxisExchange("all_to_all", size * update.returned_numbers, "stage"), 1.0

@@ -42,7 +42,8 @@ KEYS = {
     "fp16": "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power "
     "loss_scale loss_scale_window min_loss_scale",
     "optimizer": "legacy_fusion params type",
-    "optimizer.params": "adam_w_mode betas bias_correction eps lr max_grad_norm momentum torch_adam weight_decay",
+    "optimizer.params": "adam_lr adam_w_mode betas bias_correction eps lr max_grad_norm momentum muon_lr torch_adam "
+    "weight_decay",
     "pipeline": "activation_checkpoint_interval grad_partitioned partition pipe_partitioned seed_layers stages",
     "tensorboard": "enabled job_name output_path",
     "timers": "throughput",
@@ -166,6 +167,7 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
     accumulation = training.global_batch_size // (training.micro_batch_size * layout.num_batch_ranks)
     betas, off = [optimizer.adam_beta1, optimizer.adam_beta2], Agreed((False, None))
     zero, params = "zero_optimization.", "optimizer.params."
+    momentum = "muon_momentum" if optimizer.optimizer == "muon" else "sgd_momentum"
     return {
         "train_batch_size": Agreed((training.global_batch_size,), "global_batch_size"),
         "train_micro_batch_size_per_gpu": Agreed((training.micro_batch_size,), "micro_batch_size"),
@@ -206,7 +208,9 @@ def _options(config: Config, layout: Layout) -> dict[str, Agreed]:
         params + "betas": Agreed((betas,), "adam_beta1"),
         params + "eps": Agreed((optimizer.adam_eps,), "adam_eps"),
         params + "weight_decay": Agreed((optimizer.weight_decay,), "weight_decay"),
-        params + "momentum": Agreed((optimizer.sgd_momentum,), "sgd_momentum"),
+        params + "momentum": Agreed((getattr(optimizer, momentum),), momentum),
+        params + "muon_lr": Agreed((optimizer.muon_lr or optimizer.lr,), "muon_lr"),
+        params + "adam_lr": Agreed((optimizer.lr,), "lr"),
         params + "adam_w_mode": Agreed((optimizer.decoupled_weight_decay,), "decoupled_weight_decay"),
         params + "bias_correction": Agreed((True,)),
         params + "max_grad_norm": Agreed((optimizer.clip_grad,), "clip_grad"),

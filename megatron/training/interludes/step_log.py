@@ -14,6 +14,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import Straggler, StragglerStats
 from megatron.observability.slow_steps import watch_steps
 from megatron.observability.step_metrics import StepMetrics
+from megatron.options.optimizer import OptimizerConfig
 from megatron.options.progress import Progress
 from megatron.parallel.shards import named_parameters
 from megatron.resilience.watchdog import Watchdog
@@ -121,6 +122,7 @@ class StepLog:
                 elapsed_s=elapsed_s,
                 learning_rate=lr,
                 decoupled_learning_rate=decoupled_lr,
+                muon_learning_rate=_muon_rate(engine.config.optimizer, lr),
                 global_batch_size=size,
                 lm_loss=loss,
                 straggler=self._slow_ranks(clocked),
@@ -163,3 +165,10 @@ class StepLog:
             log.warning(
                 "HPU lacks these operators, so rank %d computed them on the CPU, waiting each time: %s", ctx.rank, named
             )
+
+
+def _muon_rate(options: OptimizerConfig, lr: float) -> float | None:
+    """Return the learning rate of Muon's matrices in a step of this one; None: it is the same, or there are none."""
+    if options.muon_lr is None or options.muon_lr == options.lr:
+        return None
+    return lr * options.muon_lr / options.lr

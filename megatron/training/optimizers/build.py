@@ -98,6 +98,12 @@ def _paged_adamw(groups: Groups, options: OptimizerConfig, ctx: ParallelContext)
     return PagedAdamW(groups, **_adam_arguments(options))
 
 
+def _muon(groups: Groups, options: OptimizerConfig, ctx: ParallelContext) -> torch.optim.Optimizer:
+    from megatron.training.optimizers.muon import Muon  # late: few runs need it
+
+    return Muon(_adam(groups, options, ctx), options)
+
+
 def _adam_arguments(options: OptimizerConfig) -> dict[str, Any]:
     return {"lr": options.lr, "betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_eps}
 
@@ -109,4 +115,5 @@ BUILDERS: dict[OptimizerName, Builder] = {
     "sgd": _sgd,
     "fusedadamw": _adam,
     "paged_adamw_32bit": _paged_adamw,
+    "muon": _muon,
 }

@@ -45,11 +45,16 @@ class Treatment:
     """Its weight decay is the schedule's times this."""
     is_decoupled: bool = False
     """The schedule's learning rate is that of word embedding and output layer (decoupled_lr)."""
+    by_muon: bool = False
+    """Muon updates it: the weight of a linear layer, where that is the optimizer."""
 
 
 def treatment_of(parameter: Any, config: Config) -> Treatment:
     """Return how a trained parameter, or the placeholder of a stage that trains nothing, is updated."""
     shard = shard_of(parameter)
+    optimizer = config.optimizer
+    if optimizer.optimizer == "muon" and shard.is_linear_weight:
+        return Treatment((optimizer.muon_lr or optimizer.lr) / optimizer.lr, by_muon=True)
     # Megatron-LM's `is_embedding_or_output_parameter`: the tables of tokens, tied or not, and no positions
     is_decoupled = config.optimizer.decoupled_lr is not None and shard.vocabulary and not shard.added
     width = config.model.width_multiplier if shard.is_hidden_matrix else 1.0
@@ -62,8 +67,8 @@ def _groups_of(trained: Sequence[nn.Parameter], config: Config) -> Groups:
     by_treatment: dict[Treatment, list[nn.Parameter]] = {}
     for parameter in trained:
         by_treatment.setdefault(treatment_of(parameter, config), []).append(parameter)
-    # what does not decay comes last, and other learning rates after the schedule's own
-    treatments = sorted(by_treatment, key=lambda each: (each.wd_mult == 0.0, each.lr_mult != 1.0))
+    # Muon's come first, what does not decay last, and other learning rates after the schedule's own
+    treatments = sorted(by_treatment, key=lambda each: (each.wd_mult == 0.0, not each.by_muon, each.lr_mult != 1.0))
     return [_group(each, by_treatment[each], config) for each in treatments]
 
 

@@ -42,6 +42,12 @@ def write(checkpoint: WeightSource, folder: Path, write_tensors: Callable[[Path]
     for name in checkpoint.parameters:
         if not re.fullmatch(r"\w+(\.\w+)+", name):
             raise CheckpointError(f"{checkpoint.folder} holds a parameter {name!r}, whose name cannot be a folder's")
+    # frozen parameters have weights alone
+    if len({checkpoint.kinds_of(name) for name in checkpoint.parameters} - {("weight",)}) > 1:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the momentum of Muon beside the moments of AdamW, and DeepSpeed's universal "
+            "loader restores the same kinds for all parameters; export its weights with megatron-convert"
+        )
     written = _Written.of(checkpoint)
     with new_folder(folder) as partial:
         (partial / "zero").mkdir()
