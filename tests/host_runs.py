@@ -87,7 +87,8 @@ def runs_ranks(host: Host) -> bool:
 
 
 def python_processes(host: Host) -> str:
-    return host.run("pgrep", "-a", "-f", "megatron|deepspeed|multiprocessing").stdout
+    # not the shell that removes the secret of a run, within 0.2 s after the launcher has ended
+    return host.run("pgrep", "-a", "-f", "python.*(megatron|deepspeed|multiprocessing)").stdout
 
 
 def losses(results: Path) -> dict[int, float]:
