@@ -269,7 +269,8 @@ def _low_ends(rates: Mapping[tuple[int, int], float], end: int, spreads: float) 
     of_hosts: dict[int, list[float]] = {}
     for pair, rate in rates.items():
         of_hosts.setdefault(pair[end], []).append(rate)
-    if len(of_hosts) < 3:
+    # of three hosts each has two links, whose pairs are named instead
+    if len(of_hosts) < 4:
         return {}
     # the higher half: a host with one slow link is not slow
     usual = {host: statistics.median_high(each) for host, each in of_hosts.items()}

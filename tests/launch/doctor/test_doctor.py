@@ -35,7 +35,7 @@ from tests import runs
 from tests.habana import skip_with_cuda, write_distribution
 
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = Extent(disk_bytes=2**22, product_s=0.04, link_s=0.06)
+SMALL = Extent(disk_bytes=2**22, product_s=0.04, link_s=0.2)
 MARKER = "MEGATRON_TEST_OF_DOCTOR"
 PLANTED = "MEGATRON_TEST_PLANTED"
 PRODUCTS = """
