@@ -105,6 +105,8 @@ run checkpoint_relayout - 1
 run convert_huggingface - 2 --rounds 1
 run merge_adapter - 2 --rounds 3
 run chaos - 1 --kills 2 --every-s 30
+run chaos:copies - 1 --kills 2 --every-s 30 --copies 10
+run peer_copies - 1
 run sft_throughput CHATS,CHATS_VOCAB 2 --data-path "${CHATS:-}" --vocab-size "${CHATS_VOCAB:-}" --seq-length 512 --max-batch-len 4096
 run tokenize_chats TUNING,MEGATRON_TEST_DATA 2 --peer-python "${TUNING:-}" --repeat 48 --rounds 2
 run pack_dataset TUNING 1 --peer-python "${TUNING:-}"

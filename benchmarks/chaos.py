@@ -2,10 +2,12 @@
 
     python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0] [--faults SIGKILL SIGSTOP SIGSEGV passing]
     python benchmarks/chaos.py --kills 100 --every-s 2        the same as a stress test
+    python benchmarks/chaos.py --copies 5                     restarts from copies in memory, every 5 steps
 
 `passing` is an error of a file system or a network, which a restart may not see again.
 
-A tiny model on 4 CPU ranks (TP 2, PP 2), saved in the background every 5 steps. The effective time is that of the
+A tiny model on 4 CPU ranks (TP 2, PP 2), saved in the background every 5 steps, with --copies only at the end. The
+effective time is that of the
 steps whose results were kept, over the time from the first step to the last; beside it, where the rest went: until a
 failure was noticed, until the ranks had started and restored, and steps that were done again. The final weights are
 compared bit by bit with those of an undisturbed run of the same length.
@@ -105,6 +107,7 @@ class Disturbed:
         self.failures: list[Failure] = []
         self.lines: list[str] = []
         self.saves = 0
+        self.steps = 0
         self._faults_folder = faults_folder
         self.heard_s = time.monotonic()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -117,6 +120,7 @@ class Disturbed:
             now_s = self.heard_s = time.monotonic()
             self.lines.append(line)
             self.saves += line.startswith("saved ")
+            self.steps += line.startswith(" iteration ")
             if not self.failures:
                 continue
             last = self.failures[-1]
@@ -241,6 +245,22 @@ def after_save(seconds: float) -> Callable[[Disturbed], bool]:
     return has_come
 
 
+def after_steps(count: int) -> Callable[[Disturbed], bool]:
+    """The moment after so many further steps."""
+    steps: list[int] = []
+
+    def has_come(run: Disturbed) -> bool:
+        steps.append(run.steps)
+        return run.steps >= steps[0] + count
+
+    return has_come
+
+
+def copies_flags(interval: int) -> list[str]:
+    """Flags of a run that a restart finds in memory: the last value of an option counts."""
+    return ["--save-interval", str(ENDLESS), "--peer-copy-interval", str(interval)]
+
+
 def differing(one: Path, other: Path) -> list[str]:
     """Differences, bit by bit, between the newest checkpoints of two folders."""
     first, second = _newest(one), _newest(other)
@@ -311,6 +331,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--every-s", type=float, default=30.0, help="mean time between two kills (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--copies", type=int, metavar="STEPS", help="keep copies in memory this often, save at the end")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["SIGKILL"], help="in random order")
     options = parser.parse_args()
     generator = random.Random(options.seed)
@@ -319,6 +340,8 @@ def main() -> int:
         data = write_dataset(folder / "data")
         moments = [after(generator.uniform(0.5, 1.5) * options.every_s) for _ in range(options.kills)]
         flags = [*QUICK, "--task", TASK]
+        if options.copies is not None:
+            flags += copies_flags(options.copies)
         disturbed = [*flags_of(data, folder / "disturbed", ENDLESS, SAVE_INTERVAL), *flags]
         outcome = disturb(disturbed, moments, options.seed, stop=True, faults=options.faults)
         print(f"seed {options.seed}")
@@ -327,7 +350,7 @@ def main() -> int:
             return outcome.status
         steps = steps_of(folder / "disturbed" / "results")
         print(report(outcome, steps), end="")
-        flags += flags_of(data, folder / "undisturbed", ENDLESS, SAVE_INTERVAL)
+        flags = [*flags_of(data, folder / "undisturbed", ENDLESS, SAVE_INTERVAL), *flags]
         undisturbed = disturb([*flags, "--exit-interval", str(len(steps))], [], options.seed)
         print(report(undisturbed, steps_of(folder / "undisturbed" / "results")), end="")
         different = differing(folder / "disturbed" / "saved", folder / "undisturbed" / "saved")

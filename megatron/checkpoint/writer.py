@@ -62,6 +62,23 @@ def anonymous_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def stored_as(file: str, fragment: Fragment, crc32: int, offset: int) -> StoredFragment:
+    """Return a fragment as it lies in a file."""
+    numel = fragment.tensor.numel()
+    stretch = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
+    return StoredFragment(file, fragment.name, fragment.kind, *stretch, crc32, offset)
+
+
+def file_entry(num_bytes: int, header: bytes, fragments: Sequence[StoredFragment]) -> dict[str, Any]:
+    """Return the manifest's entry of a file."""
+    keys = ("name", "kind", "tensor_rank", "tensor_size", "padding", "start", "numel", "crc32")
+    return {
+        "bytes": num_bytes,
+        "header_crc32": isal_zlib.crc32(header),
+        "fragments": [{key: getattr(at, key) for key in keys} for at in fragments],
+    }
+
+
 class Writer:
     """One file of a checkpoint, streamed: tensors as they come, with their checksums; the header last.
 
@@ -105,10 +122,7 @@ class Writer:
             self._filled, done = end, done + count
             if end == len(self._piece):
                 self._flush()
-        stretch = (fragment.tensor_rank, fragment.tensor_size, fragment.shard.padding, fragment.start, numel)
-        self._fragments.append(
-            StoredFragment(self.path.name, fragment.name, fragment.kind, *stretch, crc32, self._offset)
-        )
+        self._fragments.append(stored_as(self.path.name, fragment, crc32, self._offset))
         self._offset += numel * ITEM_BYTES
         self._free_header_bytes -= _entry_bytes(fragment)
 
@@ -122,12 +136,7 @@ class Writer:
         self._write(memoryview(header))
         os.fsync(self._file)
         self.abandon()
-        keys = ("name", "kind", "tensor_rank", "tensor_size", "padding", "start", "numel", "crc32")
-        return {
-            "bytes": self._offset,
-            "header_crc32": isal_zlib.crc32(header),
-            "fragments": [{key: getattr(at, key) for key in keys} for at in self._fragments],
-        }
+        return file_entry(self._offset, header, self._fragments)
 
     def abandon(self) -> None:
         """Close the file as it is. Does nothing after `close`."""

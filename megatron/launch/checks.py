@@ -219,6 +219,9 @@ def check_restarts(request: LaunchRequest, config: Config) -> Iterator[str]:
             f"max_restarts={request.max_restarts}: a restart resumes the newest checkpoint, but none are saved; "
             "give --save (HL_SAVE=1), or no HL_MAX_RESTARTS (--max-restarts)"
         )
+    interval = config.checkpoint.peer_copy_interval
+    if interval is not None and not request.max_restarts:
+        yield f"peer_copy_interval={interval}: a restart alone reads copies; set HL_MAX_RESTARTS (--max-restarts) too"
     yield from _check_spare_hosts(request)
     if request.rendezvous is not None:
         fault = endpoint_fault(request.rendezvous)

@@ -13,7 +13,7 @@ from megatron.runtime.accelerator import ALLOCATED, MAX_ALLOCATED
 from megatron.runtime.files import parse_json, replacing
 from megatron.runtime.result_files import METRICS_FILE
 
-SINGLE_EVENTS = ("evaluate", "save-checkpoint")
+SINGLE_EVENTS = ("evaluate", "save-checkpoint", "keep-copy")
 """Timers that are not part of a step."""
 
 

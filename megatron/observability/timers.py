@@ -32,8 +32,8 @@ COMMUNICATION = (
 """Timers that level 1 adds up as `communication`."""
 PER_STEP = ("batch-generator", "forward-compute", "backward-compute", "communication", *COMMUNICATION, "optimizer")
 """Timers in seconds a step."""
-PER_CALL = ("evaluate", "save-checkpoint")
-"""Timers in seconds an evaluation, and a save: the part of it that training waits for."""
+PER_CALL = ("evaluate", "save-checkpoint", "keep-copy")
+"""Timers in seconds an evaluation, a save and a copy in memory: the part of these that training waits for."""
 
 
 class StepTimers:

@@ -26,6 +26,10 @@ class CheckpointConfig:
     since a good one."""
     async_save: bool = True
     """Write in the background: training waits only while its state is copied, which takes as much host memory."""
+    peer_copy_interval: Positive | None = None
+    """Steps between two copies of the state in the memory of the agents that restart the ranks (--max-restarts), on
+    several hosts also in that of the next host: a restart loses at most so many steps. They take twice the size of a
+    checkpoint, over several hosts four times. Unset: none are kept."""
     save_samples: Positive | None = None
     """Save at the first step that reaches or passes each multiple of this many samples, in addition to save_interval;
     also export if save_hf is given."""

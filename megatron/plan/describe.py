@@ -13,6 +13,7 @@ from typing import Any
 from megatron.options.config import Config, batch_sizes, samples_after
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
+from megatron.plan.campaign.saves import copied_bytes
 from megatron.plan.context_exchange import Sent, sent_by_layers
 from megatron.plan.expert_memory import exchange_bytes
 from megatron.plan.fit import (
@@ -75,6 +76,9 @@ def describe(
     if host_bytes := max(stage.host_bytes for stage in stages):
         ranks = min(num_devices, devices_per_node)
         lines.append(f"     host: up to {_gib(ranks * host_bytes)} GiB a node, of {_count(ranks, 'rank')}")
+    if config.checkpoint.peer_copy_interval is not None:
+        copies = _gib(copied_bytes(config, layout, nodes=nodes, devices_per_node=devices_per_node))
+        lines.append(f"     host: {copies} GiB a node for copies of the state (--peer-copy-interval)")
     lines += ["", *_fit_lines(config, stages, num_devices, devices_per_node, check)]
     return "\n".join(lines) + "\n"
 

@@ -15,6 +15,8 @@ BEGAN = "MEGATRON_JOB_BEGAN_S"
 """Variable with the start of the agent, before any restart, on the host's monotonic clock."""
 COMMAND = "MEGATRON_JOB_COMMAND"
 """Variable with the command that started the agent, a JSON list: a forked rank has that of its fork server."""
+COPIES = "MEGATRON_PEER_COPIES"
+"""Variable with the folder in the agent's memory, in which ranks keep copies of their state (peer_copies.py)."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Variable with the number of restarts by the agent so far, as torchrun calls it."""
 

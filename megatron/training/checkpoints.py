@@ -5,36 +5,70 @@ The format is in checkpoint/format.py; training/state.py knows what a rank owns.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
+import logging
 import platform
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata as packages
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.checkpoint.folders import MANIFEST, Run
-from megatron.checkpoint.format import SaveError
+from megatron.checkpoint.copies import copied_bytes
+from megatron.checkpoint.folders import (
+    MANIFEST,
+    Run,
+    checkpoint_folders,
+    holds_checkpoints,
+    iteration_of,
+    of_run,
+    run_in,
+)
+from megatron.checkpoint.format import CheckpointError, SaveError
+from megatron.checkpoint.reader import Checkpoint, read_latest, resumes_itself
 from megatron.checkpoint.saver import Saver
-from megatron.options.config import Config
+from megatron.options.config import CheckpointConfig, Config
+from megatron.options.optimizer import STATES
 from megatron.options.progress import Progress
 from megatron.options.schedule import ParamSchedule
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
+from megatron.resilience.peer_copies import PeerCopies, open_newest
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.exports import BEST, Exports, export_name, is_due
 from megatron.weights.loader import TAG
+from megatron.weights.model import check_model
+
+logger = logging.getLogger(__name__)
 
 VERSIONS = ("torch", "deepspeed", "numpy")
 POLL_S = 1.0
 """Longest wait for a save between two collectives."""
 RANK_TIMEOUT_S = 1800.0
 """Longest wait of a save for a rank that writes nothing."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A copy in memory, and the saves around it: a restart from it makes up for those that were cut short."""
+
+    iteration: int
+    """Iteration of the copy."""
+    save_is_due: bool = False
+    """A save is begun at the same iteration."""
+    export_is_due: bool = False
+    saved_at: int = 0
+    """Iteration of the save before it, which may be under way; 0: none."""
+    is_needed: bool = False
+    """That save is to be exported, or kept as the best: no later one takes its place."""
 
 
 class Checkpoints:
@@ -50,9 +84,11 @@ class Checkpoints:
         beat: Callable[[], None] = lambda: None,
         source: Mapping[str, Any] | None = None,
         run: Run = Run(),  # noqa: B008 - frozen
+        kept: Kept | None = None,
     ):
         """`beat` is called, also by a thread, whenever a save under way has made progress. `source`: description of the
-        Hugging Face model that the run once started from. `run`: its identity.
+        Hugging Face model that the run once started from. `run`: its identity. `kept`: the copy in memory that the run
+        begins at.
         """
         options = config.checkpoint
         assert options.save is not None
@@ -62,6 +98,8 @@ class Checkpoints:
         """Called with the folder of each checkpoint and each export that is complete."""
         self.on_complete: Callable[[int], None] = lambda iteration: None
         """Called with the iteration of each checkpoint that is complete."""
+        self.on_copied: Callable[[int], None] = lambda iteration: None
+        """Called with the iteration of each copy in memory that is complete on all ranks."""
         self.on_failed: Callable[[str], None] = lambda line: None
         """Called with the line on a failed save, the first since a good one."""
         self._last_error: SaveError | None = None
@@ -87,14 +125,24 @@ class Checkpoints:
                 attend=self._attend,
             ),
         )
+        self.kept = kept
+        self._copies: PeerCopies | None = None
         try:
             # on hosts that see different folders a save would wait for files that never come
             check_shared(ctx, self._saver.folder, self._token)
             if options.save_hf is not None:
                 self._exports = raise_on_all_ranks(ctx, lambda: Exports(config, ctx.rank, run, source))
+            if options.peer_copy_interval is not None:
+                self._copies = self._open_copies()
         except BaseException:
             self._saver.close()
             raise
+
+    def _open_copies(self) -> PeerCopies:
+        at = None
+        if self.kept is not None:
+            at = self.kept.iteration
+        return PeerCopies(self._ctx, self._token, at, lambda iteration: self.on_copied(iteration))
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -112,6 +160,8 @@ class Checkpoints:
             self._saver.leave(lost=is_lost_peer(error))
         if self._exports is not None:
             self._exports.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _attend(self, has_ended: Callable[[float | None], bool]) -> None:
         """Wait for the save of every rank, in short collectives, in which the loss of a rank shows at once."""
@@ -119,8 +169,17 @@ class Checkpoints:
             pass
 
     def reserve(self, engine: Engine) -> None:
-        """Allocate the host memory of an asynchronous save now, so that a lack of it fails at once."""
+        """Allocate the host memory of an asynchronous save, and find that of copies, so that a lack fails at once."""
         self._saver.reserve(engine.state.fragments(with_optimizer=not engine.config.checkpoint.no_save_optim))
+        if self._copies is not None:
+            fragments = engine.state.fragments(with_optimizer=True)
+            num_bytes = copied_bytes(fragments)
+            optimizer = engine.config.optimizer
+            # before the first step makes the moments; at most so many of each weight
+            if all(fragment.kind not in STATES for fragment in fragments):
+                most = max(len(optimizer.states), len(optimizer.matrix_states))
+                num_bytes += most * copied_bytes([one for one in fragments if one.kind == "weight"])
+            self._copies.reserve(num_bytes)
 
     @property
     def is_saving(self) -> bool:
@@ -143,27 +202,11 @@ class Checkpoints:
         `expert_loads`: tokens of each expert since the previous save, of `LoadWatch.record`.
         Raises TrainingAborted if verify_checkpoint finds copies that differ.
         """
-        # each rank saves a share: of copies that differ the checkpoint would hold a mixture
-        if engine.config.checkpoint.verify_checkpoint:
-            ReplicaCheck(engine.ctx, engine.state.held()).check(progress.iteration)
+        self._verify(engine, progress)
         options = engine.config.checkpoint
         with_optimizer = not options.no_save_optim
-        content = {
-            "run": self.run.to_json(),
-            "progress": dataclasses.asdict(progress),
-            "data_fingerprint": fingerprint,
-            "config": engine.config.to_dict(),
-            "layout": _layout(engine),
-            "versions": _versions(),
-            "schedule": None if schedule is None else schedule.to_dict(),
-            "optimizer": engine.state.scalars() if with_optimizer else None,
-            "ema": None if engine.state.average is None else engine.state.average.record(),
-            "rng": {"seed": engine.dropout_seed},
-            "source": self._source,
-            "base": engine.base,
-            "start_fingerprint": engine.start_fingerprint,
-            "export": to_export and self._exports is not None,
-        }
+        content = self._content(engine, progress, fingerprint, schedule, with_optimizer=with_optimizer)
+        content["export"] = to_export and self._exports is not None
         if expert_loads is not None:
             content["expert_loads"] = expert_loads
         self._count += 1
@@ -175,6 +218,62 @@ class Checkpoints:
             content,
             keep=f"{TAG}{progress.best.iteration}" if options.keep_best else "",
         )
+
+    def _verify(self, engine: Engine, progress: Progress) -> None:
+        # each rank saves a share: of copies that differ the checkpoint would hold a mixture
+        if engine.config.checkpoint.verify_checkpoint:
+            ReplicaCheck(engine.ctx, engine.state.held()).check(progress.iteration)
+
+    def _content(
+        self,
+        engine: Engine,
+        progress: Progress,
+        fingerprint: str,
+        schedule: ParamSchedule | None,
+        *,
+        with_optimizer: bool,
+    ) -> dict[str, Any]:
+        """Return the metadata of a checkpoint."""
+        return {
+            "run": self.run.to_json(),
+            "progress": dataclasses.asdict(progress),
+            "data_fingerprint": fingerprint,
+            "config": engine.config.to_dict(),
+            "layout": layout_of(engine.config, engine.ctx),
+            "versions": _versions(),
+            "schedule": None if schedule is None else schedule.to_dict(),
+            "optimizer": engine.state.scalars() if with_optimizer else None,
+            "ema": None if engine.state.average is None else engine.state.average.record(),
+            "rng": {"seed": engine.dropout_seed},
+            "source": self._source,
+            "base": engine.base,
+            "start_fingerprint": engine.start_fingerprint,
+        }
+
+    def copy_is_due(self, iteration: int) -> bool:
+        interval = self._config.checkpoint.peer_copy_interval
+        return interval is not None and iteration % interval == 0
+
+    def keep_copy(
+        self, engine: Engine, progress: Progress, fingerprint: str, *, schedule: ParamSchedule | None, kept: Kept
+    ) -> None:
+        """Copy the state into the agents' memory, optimizer included. `kept`: the saves around it. Collective.
+
+        Raises TrainingAborted as `save` does.
+        """
+        assert self._copies is not None
+        self._verify(engine, progress)
+
+        def metadata() -> str:
+            content = self._content(engine, progress, fingerprint, schedule, with_optimizer=True)
+            return json.dumps(content | {"kept": dataclasses.asdict(kept)}, allow_nan=False)
+
+        self._copies.keep(progress.iteration, engine.state.fragments(with_optimizer=True), metadata)
+
+    def discard_copies(self) -> None:
+        """Give up the copies in memory, after a rollback: a restart is not to go back to before it."""
+        if self._copies is not None:
+            self._copies.discard()
 
     def report(self) -> list[str]:
         """Return a line on each save that ended since the last call."""
@@ -309,16 +408,71 @@ class Checkpoints:
         return lines
 
 
-def _layout(engine: Engine) -> dict[str, Any]:
-    ctx = engine.ctx
+def layout_of(config: Config, ctx: ParallelContext) -> dict[str, Any]:
     return {
         "pipeline_model_parallel_size": ctx.num_stages,
         "tensor_model_parallel_size": ctx.tensor_size,
         "context_parallel_size": ctx.context_size,
         "data_parallel_size": ctx.num_batch_ranks,
-        "zero_stage": engine.config.effective_zero_stage,
-        "precision": engine.config.training.precision,
+        "zero_stage": config.effective_zero_stage,
+        "precision": config.training.precision,
     }
+
+
+def newest_copy(config: Config, ctx: ParallelContext, own: Run | None) -> tuple[Checkpoint | None, Kept | None]:
+    """Return the newest copy in the agents' memory that is newer than what the run has saved, if there is one.
+
+    A newer one that cannot be used is reported. `own`: the run that has saved; None: nothing is saved. Collective.
+    """
+    options = config.checkpoint
+    if options.peer_copy_interval is None or options.save is None:
+        return None, None
+    # as rank 0 sees it: others may see an older save of a shared folder
+    saved = ctx.broadcast(raise_on_all_ranks(ctx, lambda: _newest_saved(options, own)))
+    layout = layout_of(config, ctx)
+
+    def refusal(iteration: int, metadata: Mapping[str, Any]) -> str | None:
+        if not metadata:
+            return None if iteration > saved else "the disk has it"
+        if own is not None and Run.of(metadata).id != own.id:
+            return f"it is of run {Run.of(metadata).id}"
+        kept = Kept(**metadata["kept"])
+        # a later checkpoint is not what was to be exported
+        if kept.is_needed and kept.saved_at > saved:
+            return f"the save of iteration {kept.saved_at}, to be exported or kept as the best, was cut short"
+        return _differing_layout(metadata, layout)
+
+    copy, lines = open_newest(ctx, refusal)
+    for line in lines:
+        if ctx.rank == 0:
+            logger.warning("%s", line)
+    if copy is None:
+        return None, None
+    raise_on_all_ranks(ctx, lambda: check_model(copy, config))
+    kept = Kept(**copy.metadata["kept"])
+    return copy, dataclasses.replace(kept, save_is_due=kept.save_is_due or kept.saved_at > saved)
+
+
+def _newest_saved(options: CheckpointConfig, own: Run | None) -> int:
+    """Return the iteration of the newest checkpoint that the run would resume from the disk; 0: of none."""
+    save = Path(str(options.save))
+    if own is None and resumes_itself(options) and holds_checkpoints(save):
+        own = run_in(checkpoint_folders(save)[0])
+        with contextlib.suppress(CheckpointError):  # a damaged one does not say
+            own = read_latest(save)[1]
+    if own is None:  # it has saved none yet; what is there is another run's
+        return 0
+    found = of_run(own, checkpoint_folders(save), with_ancestors=False)
+    return max((iteration_of(path.name) for path in found), default=0)
+
+
+def _differing_layout(metadata: Mapping[str, Any], layout: Mapping[str, Any]) -> str | None:
+    """Return how the layout of a copy differs from that of now."""
+    there = metadata.get("layout") or {}
+    apart = [f"{name}={there.get(name)}, now {value}" for name, value in layout.items() if there.get(name) != value]
+    if not apart:
+        return None
+    return f"it was made on another layout ({'; '.join(apart)})"
 
 
 @functools.cache  # reads the packages' metadata, while training waits

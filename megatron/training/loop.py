@@ -27,7 +27,7 @@ from megatron.runtime.commands import counted
 from megatron.tasks.data import Microbatch
 from megatron.tasks.task import Task
 from megatron.training.callbacks import Events
-from megatron.training.checkpoints import Checkpoints
+from megatron.training.checkpoints import Checkpoints, Kept
 from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.guard import Guard
 from megatron.training.interludes.evaluation import BestTracker, Evaluator
@@ -89,6 +89,9 @@ class Loop:
         )
         self._step_log = StepLog(self.engine, self.progress, self.log, self.watchdog, self._is_saving)
         self._saved_at = self.progress.iteration
+        self._is_saved_for_use = False  # that save is to be exported, or kept as the best
+        if self.checkpoints is not None and self.checkpoints.kept is not None:  # the run begins at none on the disk
+            self._saved_at = self.checkpoints.kept.saved_at
         self._is_stop_seen: bool | None = None  # by some rank in the last step; None: not decided with it
         self.engine.join_stop_decision(self.shutdown.sees_reason)
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
@@ -103,6 +106,7 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.on_saved = self._events.saved
             self.checkpoints.on_complete = self._saved
+            self.checkpoints.on_copied = self.watchdog.saved
             self.checkpoints.on_failed = partial(self.watchdog.alert, SAVE)
         self._interludes = self._wanted_interludes()
 
@@ -150,6 +154,9 @@ class Loop:
             self.checkpoints.reserve(self.engine)
             self.watchdog.phase("save", progress.iteration)
             self.checkpoints.export_what_is_due(progress, self.log.message, self.watchdog.beat)
+            kept = self.checkpoints.kept
+            if kept is not None and kept.save_is_due:
+                self._save(and_export=kept.export_is_due)
         if progress.iteration == 0:
             # the loss at the start; and a validation that cannot work fails now, not after hours
             self._evaluator.run("valid")
@@ -273,7 +280,9 @@ class Loop:
             if self._guard.after_step(result, begin):
                 self._batches.seek(progress.consumed_samples)
                 self._step_log.roll_back()
-                self._saved_at = progress.iteration
+                self._saved_at, self._is_saved_for_use = progress.iteration, False
+                if self.checkpoints is not None:
+                    self.checkpoints.discard_copies()
                 return True
         self._step_log.write_if_due(result, lr, self.schedule.decoupled_learning_rate(begin), size)
         return False
@@ -321,13 +330,28 @@ class Loop:
         self.watchdog.phase("save", self.progress.iteration)
         is_time, is_export = self._timer.is_due(), self._is_export_due(consumed_before)
         is_due = is_time or is_export or self._best.save_is_due
-        if is_due or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0:
+        is_due = is_due or self.progress.iteration % self.engine.config.checkpoint.save_interval == 0
+        if self.checkpoints.copy_is_due(self.progress.iteration):
+            self._keep_copy(save_is_due=is_due, export_is_due=is_export)
+        if is_due:
             self._save(and_export=is_export)
             self._timer.restart()
             # a save may take minutes: no further step, and no second save, after a signal
             self.shutdown.decide(self.progress)
         for line in self.checkpoints.report():
             self.log.message(line)
+
+    def _keep_copy(self, *, save_is_due: bool, export_is_due: bool) -> None:
+        """Copy the state into memory, from which a restart goes on: also where the save that follows is cut short."""
+        assert self.checkpoints is not None
+        self._guard.before_save()
+        progress = self.progress
+        progress.consumed_tokens = self.log.tokens_of(progress.consumed_samples)
+        kept = Kept(progress.iteration, save_is_due, export_is_due, self._saved_at, self._is_saved_for_use)
+        with self.engine.timers.on_host("keep-copy"):
+            self.checkpoints.keep_copy(
+                self.engine, progress, self.datasets[0].fingerprint, schedule=self.schedule.params, kept=kept
+            )
 
     def _save_if_best(self) -> None:
         if self._best.save_is_due:
@@ -360,6 +384,7 @@ class Loop:
                 to_export=and_export,
                 expert_loads=self._step_log.loads.record(),
             )
+        self._is_saved_for_use = and_export or self._best.save_is_due
         self._saved_at, self._best.save_is_due = self.progress.iteration, False
         if and_export:
             self._export()

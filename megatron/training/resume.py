@@ -25,6 +25,7 @@ from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.registry import load_task
 from megatron.tasks.task import Task
+from megatron.training.checkpoints import Kept, newest_copy
 from megatron.training.engine import Engine
 from megatron.training.optimizers.average import saved_average
 from megatron.training.state import start_from_base
@@ -229,6 +230,8 @@ class Start:
     """None: no checkpoint whose data this run continues."""
     counted_from: int | None = None
     """seq_length of the checkpoint, whose samples `progress` counts as samples of the run's. None: it has the same."""
+    kept: Kept | None = None
+    """The copy in the agents' memory that `checkpoint` is; None: it lies on a disk."""
 
 
 # Resuming
@@ -243,10 +246,13 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     options = config.checkpoint
     # read by one rank: others may see a newer save of a shared folder, or an older one
     own = _of_rank_0(ctx, lambda: own_run(options))
+    copy, kept = newest_copy(config, ctx, own)
+    if copy is not None:
+        own = own or Run.of(copy.metadata)  # it may have saved nothing yet
     # --load and --finetune of the command started the run; typed again they must not start it once more
     if own is not None:
         options = _resuming_options(options)
-    found = find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    found = copy or find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
     if found is None:  # on all ranks
         _check_start(config, options)
     checkpoint = found
@@ -263,7 +269,7 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     other = _other_length(saved_data, config)
     if other is not None:
         progress = counted_in_own_samples(progress, other, config)
-    return Start(options, checkpoint, progress, run, saved_data, other)
+    return Start(options, checkpoint, progress, run, saved_data, other, kept)
 
 
 def _other_length(saved: SavedData | None, config: Config) -> int | None:

@@ -223,7 +223,7 @@ def open_checkpoints(
     source = None
     if start.checkpoint is not None:
         source = start.checkpoint.metadata.get("source")
-    checkpoints = Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run)
+    checkpoints = Checkpoints(config, ctx, partial(watchdog.beat_of, "save"), source, start.run, start.kept)
     if start.checkpoint is not None:
         watchdog.saved(start.progress.iteration)  # the attempt that saved it may have ended before it could
     return checkpoints

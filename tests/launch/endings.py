@@ -68,6 +68,7 @@ def rank() -> NoReturn:
 def run(trial: dict[str, Any], node: int, folder: str) -> NoReturn:
     """Own the agent of a node; says what it does."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    ownership.MEMORY = Path(folder)  # so that the memory of an agent that restarts its ranks is seen to be left
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ[IN_SERVER] = "1"
     os.environ[SECRET] = "of the nodes of a test"

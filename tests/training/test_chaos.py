@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -90,9 +91,32 @@ def test_killed_ranks_of_other_axes_leave_no_trace_in_the_weights(
     assert_equal_runs(disturbed, whole)
 
 
+def memory_left() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("megatron-copies-*")}
+
+
+def test_killed_ranks_go_on_from_copies_in_memory(ranks: RankPools, tmp_path: Path) -> None:
+    """Nothing is on the disk before the end, and at most so many steps are lost as lie between two copies."""
+    data, whole, disturbed = chaos.write_dataset(tmp_path / "data"), tmp_path / "whole", tmp_path / "disturbed"
+    undisturbed(ranks, data, whole, 12)
+    before = memory_left()
+    flags = [*chaos.flags_of(data, disturbed, 12, save_interval=5), *chaos.copies_flags(3)]
+    outcome = chaos.disturb(flags, [chaos.after_steps(7)], seed=0, max_restarts=1)
+    assert outcome.status == 0, outcome.text
+    assert len(outcome.failures) == 1
+    (resumed,) = [line for line in outcome.text.splitlines() if line.startswith("resumed ")]
+    assert re.match(r"resumed /dev/shm/megatron-copies-[\w-]+/global_step(6|9): weights, optimizer, random", resumed)
+    assert_equal_runs(disturbed, whole)
+    assert memory_left() <= before
+
+
 @pytest.mark.slow
-def test_a_hundred_faults_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
-    """Kills, stops, segmentation faults and passing errors: from the start of the ranks, or after a checkpoint."""
+@pytest.mark.parametrize("mode", ["disk", "peers"])
+def test_a_hundred_faults_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path, mode: str) -> None:
+    """Kills, stops, segmentation faults and passing errors: from the start of the ranks, or after a checkpoint.
+
+    `peers`: nothing is saved on the disk before the end, and restarts go on from copies in memory.
+    """
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -101,10 +125,22 @@ def test_a_hundred_faults_leave_no_trace_in_the_weights(ranks: RankPools, tmp_pa
     moments = [moment(generator.uniform(0.0, 3.0)) for _ in range(50) for moment in (chaos.after, chaos.after_save)]
     more = [*chaos.QUICK, "--task", chaos.TASK]
     flags = [*chaos.flags_of(data, disturbed, chaos.ENDLESS, save_interval=5), *more]
+    if mode == "peers":
+        # a copy is known to be whole at the next one
+        steps_between = [generator.randint(11, 20) for _ in range(50)]
+        moments = [
+            each
+            for start, steps in zip(moments[::2], steps_between, strict=True)
+            for each in (start, chaos.after_steps(steps))
+        ]
+        flags += chaos.copies_flags(5)
     outcome = chaos.disturb(flags, moments, seed, stop=True, faults=chaos.FAULTS)
     assert outcome.status == 0, outcome.text
     assert len(outcome.failures) == 100
     steps = chaos.steps_of(disturbed / "results")
     print(chaos.report(outcome, steps))
+    if mode == "peers":
+        assert outcome.text.count("resumed /dev/shm/megatron-copies-") >= 50
+        assert f"resumed {disturbed}" not in outcome.text
     undisturbed(ranks, data, whole, chaos.ENDLESS, f"--exit-interval {len(steps)}", *more)
     assert_equal_runs(disturbed, whole)

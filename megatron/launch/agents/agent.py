@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.hub.download import whole_folder
@@ -27,7 +28,7 @@ from megatron.launch.agents import rendezvous
 from megatron.launch.agents.agent_command import AgentOptions, announce, parse
 from megatron.launch.agents.helper_processes import HelperProcesses
 from megatron.launch.agents.node_ranks import KILL_S, NodeRanks, NotStartedError
-from megatron.launch.agents.ownership import adopted_orphans, owned
+from megatron.launch.agents.ownership import adopted_orphans, open_memory, owned
 from megatron.launch.agents.restart_policy import Failure, ending
 from megatron.launch.agents.run_alerts import RunAlerts
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
@@ -71,11 +72,13 @@ class Agent:
         train_flags: Sequence[str],
         received: deque[int],
         alerts: RunAlerts,
+        memory: Path | None = None,
     ) -> None:
+        """`memory`: folder in which the ranks may keep copies of their state."""
         self._options = options
         self._received, self._alerts = received, alerts
         self._rendezvous = rendezvous_of(options)
-        self._ranks = NodeRanks(options, helpers, train_flags, alerts)
+        self._ranks = NodeRanks(options, helpers, train_flags, alerts, memory)
         self._membership: rendezvous.Membership | None = None
         self._failures: list[Failure] = []
         """Those that ended the last attempt."""
@@ -324,8 +327,12 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             if options.models:
                 with interruptible(SIGNALS, received):
                     fetch_models(options.models.split())
+            # only ranks that are restarted can read what is kept for them
+            memory = None
+            if options.max_restarts:
+                memory = open_memory()
             with adopted_orphans():
-                return Agent(options, helpers, train_flags, received, alerts).run()
+                return Agent(options, helpers, train_flags, received, alerts, memory).run()
         # a signal before the ranks have run: nothing is to be saved
         except SystemExit as interrupted:
             return int(interrupted.code or DONE)

@@ -20,6 +20,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from typing import Any
 
 from megatron.launch.agents.agent_command import AgentOptions
@@ -97,10 +98,15 @@ class NodeRanks:
     """The ranks of this node, in one attempt after another."""
 
     def __init__(
-        self, options: AgentOptions, helpers: HelperProcesses, train_flags: Sequence[str], alerts: RunAlerts
+        self,
+        options: AgentOptions,
+        helpers: HelperProcesses,
+        train_flags: Sequence[str],
+        alerts: RunAlerts,
+        memory: Path | None = None,
     ) -> None:
-        """Raises CoresError."""
-        self._options = options
+        """`memory`: as of the agent. Raises CoresError."""
+        self._options, self._memory = options, memory
         self._helpers = helpers
         self._context: Any = multiprocessing.get_context(helpers.start_method)
         self._train_flags = tuple(train_flags)
@@ -167,7 +173,7 @@ class NodeRanks:
 
     def _environment(self, membership: Membership, local_rank: int) -> dict[str, str]:
         per_node = self._options.ranks_per_node
-        values = {
+        values: dict[str, object] = {
             "RANK": membership.node * per_node + local_rank,
             "WORLD_SIZE": membership.num_nodes * per_node,
             "LOCAL_WORLD_SIZE": per_node,
@@ -178,6 +184,8 @@ class NodeRanks:
             # a forked rank would report the command of its fork server
             job.COMMAND: json.dumps(sys.orig_argv),
         }
+        if self._memory is not None:
+            values[job.COPIES] = self._memory
         return {name: str(value) for name, value in values.items()}
 
     @property

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import shutil
@@ -27,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -39,6 +41,9 @@ END_AT_ONCE = signal.SIGQUIT
 KILL_S = 1.0
 """Time for killed processes to disappear."""
 LOOK_S = 0.005
+LOCK_TRIES = 3
+MEMORY = Path("/dev/shm")
+MEMORY_PREFIX = "megatron-copies-"
 LONGEST_TMPDIR = 56
 """Length of TMPDIR that leaves room for a socket two folders below: its path has at most 107."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
@@ -84,6 +89,7 @@ class _End:
             end_processes(os.getpid(), self.spared)
             if self.folder is not None:  # child and owner both do: the other one may have been killed
                 shutil.rmtree(self.folder, ignore_errors=True)
+                shutil.rmtree(memory_of(self.folder), ignore_errors=True)
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: amid another write
                     stream.flush()
@@ -235,3 +241,56 @@ def end_processes(below: int, spared: Collection[int] = (), spared_session: int 
         if not left or time.monotonic() > deadline_s:
             return left
         time.sleep(LOOK_S)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of an agent, in which the ranks keep copies of their state: a folder that outlives them, but not the agent.
+#
+# It is the user's alone, and removed with the temporary folder. Where agent and owner were both killed, the next agent
+# of this user on the host removes it: a live one has its folder locked.
+
+
+def memory_of(folder: str) -> Path:
+    """Return the folder in memory that belongs to a temporary one."""
+    return MEMORY / f"{MEMORY_PREFIX}{Path(folder).name}"
+
+
+def open_memory() -> Path | None:
+    """Make the folder of this process, locked until it ends; None where the host has no memory for files."""
+    if not MEMORY.is_dir() or tempfile.tempdir is None:
+        return None
+    remove_stale_memory()
+    path = memory_of(tempfile.tempdir)
+    with contextlib.suppress(OSError):  # a rank that needs it says that there is none
+        for _ in range(LOCK_TRIES):
+            path.mkdir(mode=0o700)
+            # held to the end of the process, and by no program that it starts
+            if _locked(path) is not None:
+                return path
+            # another agent took it for one without an owner, before it was locked
+    return None
+
+
+def remove_stale_memory() -> None:
+    """Remove the folders of this user whose agents have ended without it."""
+    for path in MEMORY.glob(f"{MEMORY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid != os.getuid():
+                continue
+            lock = _locked(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """Lock a folder, as long as the descriptor that is returned is open; None: it is locked, or there no longer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,16 @@ def rank_bytes(config: Config, layout: Layout) -> int:
     trained = count_parameters(config, lambda shard: shard.trained)
     ranks_per_stage = layout.world_size // layout.num_stages
     return math.ceil(checkpoint_bytes(config) * largest / max(trained, 1) / ranks_per_stage)
+
+
+def copied_bytes(config: Config, layout: Layout, *, nodes: int, devices_per_node: int) -> int:
+    """Return the host memory of a node for copies of the state, on the node whose ranks hold most (peer_copies.py)."""
+    # the optimizer is in each of them, whatever a save leaves out
+    whole = replace(config, checkpoint=replace(config.checkpoint, no_save_optim=False))
+    ranks = min(layout.world_size, devices_per_node)
+    # the whole copy and the one that is made; over several nodes those of the node before too
+    copies = 2 if nodes == 1 else 4
+    return copies * ranks * rank_bytes(whole, layout)
 
 
 def _trained_numbers(layer: LayerDeclaration) -> int:

@@ -1,0 +1,137 @@
+"""A restart from copies in memory: all ranks take the same one, or say why none, and then the disk's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankFailure, RankPools
+from tests.resilience import copied
+
+RANKS = 2
+
+
+def agents(tmp_path: Path, count: int) -> list[str]:
+    """Folders in the memory of the agents of so many hosts."""
+    folders = [tmp_path / f"memory{number}" for number in range(count)]
+    for folder in folders:
+        folder.mkdir(mode=0o700, parents=True)
+    return [str(folder) for folder in folders]
+
+
+def files(folder: str) -> set[str]:
+    return {f"{path.parent.name}/{path.name}" for path in Path(folder).glob("*/rank_*.safetensors")}
+
+
+def test_the_newest_whole_copy_is_found_and_older_than_the_disk_it_is_not_used(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    memory = agents(tmp_path, 1)
+    assert ranks(RANKS)(copied.keep, memory, [10, 20, 30]) == [[10, 20]] * RANKS, "30 is not yet known to be whole"
+    assert ranks(RANKS)(copied.reopen, memory, 0) == [(30, [])] * RANKS
+    assert ranks(RANKS)(copied.reopen, memory, 30) == [(None, [])] * RANKS
+    # the next attempt begins at it, and goes on
+    assert ranks(RANKS)(copied.keep, memory, [40], kept=30) == [[]] * RANKS
+    assert ranks(RANKS)(copied.reopen, memory, 0) == [(40, [])] * RANKS
+
+
+def test_a_copy_that_one_rank_alone_has_completed_is_passed_over_by_all(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 1)
+    ranks(RANKS)(copied.keep, memory, [10, 20])
+    ranks(RANKS)(copied.tear, memory, 30, kept=20)
+    line = "the copy of iteration 30 in memory is passed over: rank 1 had not completed it, or its memory is lost"
+    assert ranks(RANKS)(copied.reopen, memory, 0) == [(20, [line])] * RANKS
+    # the disk has as much as the whole one
+    assert ranks(RANKS)(copied.reopen, memory, 20) == [(None, [line])] * RANKS
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    ("a bit of a tensor", lambda copy: flip(copy / "rank_00001.safetensors", -5), "has the checksum"),
+    ("a bit of a header", lambda copy: flip(copy / "rank_00001.safetensors", 40), "rank_00001.safetensors"),
+    ("a bit of a part", lambda copy: flip(copy / "rank_00001.json", 200), "its checksum is not that of its text"),
+    ("a file cut off", lambda copy: (copy / "rank_00000.safetensors").write_bytes(b"0" * 64), "it has 64 bytes"),
+    ("a file gone", lambda copy: (copy / "rank_00000.safetensors").unlink(), "is not there"),
+    ("a link", lambda copy: linked(copy / "rank_00000.safetensors"), "is a link, which is never followed"),
+]
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(("damage", "said"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES])
+def test_a_damaged_copy_is_named_and_not_used(
+    ranks: RankPools, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    memory = agents(tmp_path, 1)
+    ranks(RANKS)(copied.keep, memory, [10, 20])
+    damage(Path(memory[0], "global_step20"))
+    for step, lines in ranks(RANKS)(copied.reopen, memory, 10):
+        assert step is None
+        assert len(lines) == 1
+        assert lines[0].startswith("the copy of iteration 20 in memory is passed over: ")
+        assert said in lines[0]
+
+
+def test_copies_of_another_number_of_ranks_are_passed_over(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 1)
+    ranks(4)(copied.keep, memory, [10])
+    said = "the copy of iteration 10 in memory is passed over: it was made by 4 ranks, and there are 2"
+    assert ranks(RANKS)(copied.reopen, memory, 0) == [(None, [said])] * RANKS
+    # their memory is given back by those that come
+    ranks(RANKS)(copied.keep, memory, [20])
+    assert files(memory[0]) == {f"global_step20/rank_{rank:05d}.safetensors" for rank in range(RANKS)}
+
+
+def test_a_host_that_is_lost_leaves_its_copies_on_the_next_one(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 2)
+    ranks(4)(copied.keep, memory, [10, 20, 30])
+    everything = {f"global_step{step}/rank_{rank:05d}.safetensors" for step in (20, 30) for rank in range(4)}
+    assert files(memory[0]) == files(memory[1]) == everything
+    shutil.rmtree(memory[1])
+    Path(memory[1]).mkdir(mode=0o700)  # that of the host in its place
+    assert ranks(4)(copied.reopen, memory, 0) == [(30, [])] * 4
+
+
+def test_neighbours_that_are_lost_take_a_copy_with_them(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 4)
+    ranks(4)(copied.keep, memory, [10])
+    assert [len(files(folder)) for folder in memory] == [2] * 4, "its rank's own, and that of the host before"
+    for folder in memory[::2]:
+        shutil.rmtree(folder)
+        Path(folder).mkdir(mode=0o700)
+    assert ranks(4)(copied.reopen, memory, 0) == [(10, [])] * 4
+    assert [len(files(folder)) for folder in memory] == [4] * 4, "each host reads its own memory"
+    ranks(4)(copied.keep, memory, [20, 30], kept=10)
+    assert [len(files(folder)) for folder in memory] == [4] * 4, "two copies of two ranks again"
+    for folder in memory[:2]:
+        shutil.rmtree(folder)
+        Path(folder).mkdir(mode=0o700)
+    said = [f"the copy of iteration {step} in memory is passed over: rank 0 had not completed it" for step in (30, 20)]
+    for step, lines in ranks(4)(copied.reopen, memory, 0):
+        assert step is None
+        assert [line.partition(", or")[0] for line in lines] == said
+
+
+def test_memory_that_does_not_suffice_is_refused_on_all_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 1)
+    assert ranks(RANKS)(copied.reserve, memory, 1 << 20) == [""] * RANKS
+    said = ranks(RANKS)(copied.reserve, memory, 1 << 50)
+    assert "CheckpointError: peer_copy_interval: 2 copies of each rank's state take 4194304.00 GiB" in said[0]
+
+
+def test_memory_of_another_user_is_refused(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 1)
+    Path(memory[0]).chmod(0o755)
+    with pytest.raises(RankFailure, match="is not a folder of this user alone"):
+        ranks(RANKS)(copied.keep, memory, [10])
