@@ -262,7 +262,7 @@ def whole(at_least: int = 0) -> Callable[[Any], int]:
         try:
             # text with a fraction is refused, as int() does not read it
             number = int(text)
-        except ValueError:
+        except (TypeError, ValueError):  # several words are a list
             number = at_least - 1
         if number < at_least:
             raise WrongValueError(f"must be a whole number, {at_least} or more")

@@ -294,6 +294,7 @@ JOINED = ("--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--qk-layernorm
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=commands())
 @example(drawn=[["--num-query-groups", "a", "b"]])
+@example(drawn=[["--train-tokens", "a", "b"]])
 def test_every_flag_has_one_outcome_and_the_result_reads_back(tmp_path_factory: Any, drawn: list[list[str]]) -> None:
     words = [*shlex.split(f"{MODEL} {STEP}"), *(word for flag in drawn for word in flag)]
     result = translate(Started("pretrain_gpt.py", words))
