@@ -391,6 +391,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
+    from megatron.runtime.first_steps import importing
+
+    with importing():
+        import megatron.weights.conversion  # noqa: F401 - deepspeed and torch, which take half of a small conversion
     from megatron.checkpoint.format import CheckpointError
     from megatron.hub.names import HubError
     from megatron.options.config import ConfigError

@@ -51,7 +51,6 @@ from megatron.weights.formats import (
 from megatron.weights.huggingface import NameMap, export_huggingface, name_map, parameters_of, write_tensors
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import DTYPES, WeightsWriter
-from megatron.weights.megatron_core import export as megatron_core
 from megatron.weights.model import ReportNumel, WholeModel, whole_model
 from megatron.weights.peft.export import NativeAdapter, native_adapter
 from megatron.weights.tokenizer_files import tokenizer_files
@@ -334,6 +333,9 @@ def write_universal(model: WholeModel, folder: Path, progress: ReportNumel, work
 
 def write_megatron_core(model: WholeModel, folder: Path, progress: ReportNumel) -> None:
     """Write the weights as iteration 0 in megatron-core's format. Raises CheckpointError where it has no such model."""
+    # torch.distributed.checkpoint, whose import takes as long as half of torch's
+    from megatron.weights.megatron_core import export as megatron_core
+
     megatron_core.write(model, folder, progress)
 
 
