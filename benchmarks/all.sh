@@ -103,6 +103,7 @@ run checkpoint_save - 1
 run adapter_save - 1
 run checkpoint_relayout - 1
 run convert_huggingface - 2 --rounds 1
+run read_megatron_core - 1
 run merge_adapter - 2 --rounds 3
 run chaos - 1 --kills 2 --every-s 30
 run chaos:copies - 1 --kills 2 --every-s 30 --copies 10

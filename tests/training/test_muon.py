@@ -30,15 +30,22 @@ from tests.training.matrices import DECAY, LR, SHARDS, STEPS, numbers
 from tests.training.test_checkpoints import newest
 
 KELLER = (3.4445, -4.7750, 2.0315)
+YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of each step by You Jiacheng, as modded-nanogpt and Megatron-LM have them."""
 OPTIONS: dict[str, Any] = {"muon_momentum": 0.9}
 
 
-def iterated(matrix: np.ndarray, steps: int = 5) -> np.ndarray:
+def iterated(matrix: np.ndarray, coefficients: tuple[tuple[float, float, float], ...]) -> np.ndarray:
     """Odd polynomials of the singular values, computed by them: no product of the iteration."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.sqrt((values**2).sum())
-    a, b, c = KELLER
-    for _ in range(steps):
+    for a, b, c in coefficients:
         values = a * values + b * values**3 + c * values**5
     return (left * values) @ right
 
@@ -54,7 +61,13 @@ def cut(name: str, matrix: np.ndarray, pieces: str) -> list[np.ndarray]:
 
 
 @functools.cache
-def reference(pieces: str = "apart", *, nesterov: bool = True, scale: str = "spectral") -> dict[str, np.ndarray]:
+def reference(
+    pieces: str = "apart",
+    *,
+    nesterov: bool = True,
+    scale: str = "spectral",
+    coefficients: tuple[tuple[float, float, float], ...] = 5 * (KELLER,),
+) -> dict[str, np.ndarray]:
     """The weights of one process after all steps: Muon (Jordan 2024; Liu et al. 2025), and AdamW for the others."""
     found = {}
     for name, shard in SHARDS.items():
@@ -65,7 +78,8 @@ def reference(pieces: str = "apart", *, nesterov: bool = True, scale: str = "spe
             if shard.is_linear_weight:
                 momentum = 0.9 * momentum + gradient
                 ahead = gradient + 0.9 * momentum if nesterov else momentum
-                parts = [iterated(part) * factor(part.shape, scale) for part in cut(name, ahead, pieces)]
+                cuts = cut(name, ahead, pieces)
+                parts = [iterated(part, coefficients) * factor(part.shape, scale) for part in cuts]
                 weight = weight - LR * np.concatenate(parts, axis=shard.dim or 0)
             else:
                 momentum = 0.9 * momentum + 0.1 * gradient
@@ -78,9 +92,13 @@ def reference(pieces: str = "apart", *, nesterov: bool = True, scale: str = "spe
 
 def factor(shape: tuple[int, ...], scale: str) -> float:
     rows, columns = shape
-    if scale == "spectral":
-        return 0.2 * max(rows, columns) ** 0.5
-    return max(1, rows / columns) ** 0.5
+    factors = {
+        "spectral": 0.2 * max(rows, columns) ** 0.5,
+        "spectral of 0.3": 0.3 * max(rows, columns) ** 0.5,
+        "shape_scaling": max(1, rows / columns) ** 0.5,
+        "unit_rms_norm": (rows / columns) ** 0.5,
+    }
+    return factors[scale]
 
 
 def merged(parts: list[list[tuple[str, int, int, list[float]]]], sizes: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -153,6 +171,11 @@ def test_a_reference_of_other_matrices_differs(ranks: RankPools, wrong: str) -> 
     [
         ({"muon_nesterov": False}, {"nesterov": False}),
         ({"muon_scale_mode": "shape_scaling"}, {"scale": "shape_scaling"}),
+        ({"muon_scale_mode": "unit_rms_norm"}, {"scale": "unit_rms_norm"}),
+        ({"muon_extra_scale_factor": 0.3}, {"scale": "spectral of 0.3"}),
+        ({"muon_num_ns_steps": 3}, {"coefficients": 3 * (KELLER,)}),
+        ({"muon_coefficient_type": "quintic"}, {"coefficients": YOU}),
+        ({"muon_coefficient_type": "quintic", "muon_num_ns_steps": 7}, {"coefficients": (*YOU, *YOU[:2])}),
     ],
     ids=str,
 )

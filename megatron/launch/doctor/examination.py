@@ -31,7 +31,7 @@ from megatron.launch.doctor.replies import (
 )
 from megatron.launch.doctor.rules import Suspicion, link_text
 from megatron.launch.plan import Host, LaunchPlan
-from megatron.runtime.commands import first_of
+from megatron.runtime.commands import counted, first_of
 from megatron.runtime.descriptors import needed
 from megatron.runtime.devices import DEVICES, find_device, is_device
 
@@ -130,7 +130,7 @@ class Examination:
             stages["groups"] = self._examine_groups
         for name, examine in stages.items():
             begin_s = time.monotonic()
-            self._say(f"{name}: {len(self._fleet.alive or self._fleet.hosts)} hosts")
+            self._say(f"{name}: {counted(len(self._fleet.alive or self._fleet.hosts), 'host')}")
             self.findings.suspicions += list(examine())
             self.findings.seconds[name] = time.monotonic() - begin_s
         lost = {number: agent.fault for number, agent in self._fleet.agents.items() if agent.fault is not None}
