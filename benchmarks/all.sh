@@ -85,6 +85,7 @@ run start - 1
 run loss - 2
 run kernels - 2
 run muon MEGATRON_TEST_DATA 1 --data "${MEGATRON_TEST_DATA:-}"
+run mup_coordinates - 1 "$output/mup_coordinates.png"
 run families - 1
 run experts - 1
 run context_parallel - 1

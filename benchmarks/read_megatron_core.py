@@ -46,7 +46,7 @@ RATE_LIMIT, MEMORY_LIMIT = 0.7, 1.2
 CONVERTER = Path(__file__).resolve().parent.parent / "tools" / "convert_checkpoint.py"
 HIDDEN, VOCABULARY = 1024, 32000
 NUMBER_BYTES = 12
-"""Of a parameter in the checkpoint: its float32 weight and two moments."""
+"""Bytes of a parameter in the checkpoint: its float32 weight and two moments."""
 BLOCK = 2**23
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2"
 

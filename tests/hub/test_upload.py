@@ -93,7 +93,7 @@ def test_what_cannot_be_pushed_is_refused_before_the_work(
     words = ["--load", str(tmp_path), "--save", str(tmp_path / "out"), "--push-to-hub", "org/new"]
     with pytest.raises(SystemExit):
         convert_checkpoint.main([*words, "--to", "native"])
-    assert "--push-to-hub is for --to hf and --to peft" in capsys.readouterr().err
+    assert "--push-to-hub is for --to hf, --to peft" in capsys.readouterr().err
     # before the model is looked at
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
         convert_checkpoint.run(convert_checkpoint.parse_arguments([*words, "--to", "hf"]))
