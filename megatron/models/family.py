@@ -182,7 +182,8 @@ class Family:
                 yield from _quantization_faults(config, self.layers(config))
         # Gaudi's engine has rules of its own
         if config.fp8.uses_fp8 and config.fp8_recipe != "delayed":
-            yield from size_faults(layers, config, Layout.of(config.parallel))
+            with contextlib.suppress(LayoutError):  # of sizes that cannot be cut, reported above
+                yield from size_faults(layers, config, Layout.of(config.parallel))
 
     def idle(self, config: Config) -> Iterator[str]:
         """Yield a message for every name in the options of adapters that selects nothing."""

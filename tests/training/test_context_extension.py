@@ -28,7 +28,7 @@ from tests import runs
 from tests.models.outputs import logits_of
 from tests.models.test_families import our_model
 from tests.ranks import RankPools
-from tests.training.test_resume import LEARNED, LONGROPE, OTHER, ROPE, WINDOWS, YARN, config_of, find, save
+from tests.training.test_resume import COMPARED_AS, LEARNED, LONGROPE, OTHER, ROPE, WINDOWS, YARN, config_of, find, save
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,7 +128,8 @@ def test_rotary_positions_may_differ_and_nothing_else(tmp_path: Path) -> None:
                 with pytest.raises(CheckpointError, match=rf"of another model.*\b{name}=.*, or --extend-context to go"):
                     find(start)
                 continue
-            with pytest.raises(CheckpointError, match=rf"of another model.*\b{name}=[^;]+ here, \S+ there") as refused:
+            said = COMPARED_AS.get(name, name)
+            with pytest.raises(CheckpointError, match=rf"of another model.*\b{said}=[^;]+ here, \S+ there") as refused:
                 find(f"{start} --extend-context --rotary-base 5e5")
             if name != "architecture":
                 assert "rotary_base=" not in str(refused.value)
