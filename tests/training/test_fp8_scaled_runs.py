@@ -101,24 +101,29 @@ def test_a_gpu_without_fp8_is_named_with_the_remedy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE])
 def test_the_loss_of_300_steps_on_real_text_is_within_a_percent(
-    ranks: RankPools, tmp_path: Path, test_data: Path, recipe: str
+    ranks: RankPools, tmp_path: Path, test_data: Path
 ) -> None:
+    """From a model that has learned to look back. Before that, the loss of so small a model at a step is a matter of
+    chance: with three seeds of bf16 it is 2.49, 2.55 and 2.61 after 300 steps."""
     text = np.frombuffer((test_data / "tinyshakespeare.txt").read_bytes(), np.uint8)
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_document(text.astype(np.uint16))
         builder.finalize()
+    base = tmp_path / "base"
     flags = (
         f"{LLAMA} --data-path {tmp_path / 'data'} --hidden-size 64 --ffn-hidden-size 176 --seq-length 64 "
-        "--micro-batch-size 8 --global-batch-size 8 --train-iters 300 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 20 "
-        "--split 1,0,0 --eval-iters 0"
+        "--micro-batch-size 8 --global-batch-size 8 --lr 3e-3 --lr-decay-style constant --lr-warmup-iters 20 "
+        "--split 1,0,0 --eval-iters 0 --no-pipeline-parallel --save-interval 1000"
     )
+    assert ranks(1)(train, f"{flags} --train-iters 400 --save {base} --results-dir {tmp_path / 'start'}") == [""]
     means = {}
-    for name, options in (("bf16", ""), ("fp8", recipe)):
-        assert ranks(1)(train, f"{flags} {options} --results-dir {tmp_path / name}") == [""]
+    for name, options in (("bf16", ""), ("tensorwise", TENSORWISE), ("rowwise", ROWWISE)):
+        further = f"{flags} --train-iters 700 --load {base} {options} --results-dir {tmp_path / name}"
+        assert ranks(1)(train, further) == [""]
         found = losses(tmp_path / name)
         assert len(found) == 300
         means[name] = statistics.mean(found[-30:])
-    assert means["bf16"] < 2.4  # of 4.8 at the start: it has learned
-    assert means["fp8"] == pytest.approx(means["bf16"], rel=0.01)
+    assert means["bf16"] < statistics.mean(losses(tmp_path / "start")[-30:]) - 0.1  # it learns
+    assert means["tensorwise"] == pytest.approx(means["bf16"], rel=0.01)
+    assert means["rowwise"] == pytest.approx(means["bf16"], rel=0.01)
