@@ -96,6 +96,13 @@ class Checkpoint(WeightSource):
             )
         self._reads_average = True
 
+    def _kind_read(self, name: str, kind: str) -> str:
+        """Return the kind of tensor that `read` takes for one."""
+        # frozen weights have no average
+        if kind == "weight" and self._reads_average and (name, AVERAGE) in self._tensors:
+            return AVERAGE
+        return kind
+
     def _check_file(self, name: str, file: RankFile) -> None:
         """Compare size and header with the manifest. Reads the header alone."""
         path = self.folder / name
@@ -128,9 +135,7 @@ class Checkpoint(WeightSource):
 
     def read(self, at: Slice, kind: str = "weight") -> Tensor:
         """Reads only what it needs of the files."""
-        # frozen weights have no average
-        if kind == "weight" and self._reads_average and (at.name, AVERAGE) in self._tensors:
-            kind = AVERAGE
+        kind = self._kind_read(at.name, kind)
         shard = self._shard_like(at.name, kind, at.shard)
         wanted = regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel)
         # padding is in no file, and reads as zero
@@ -220,9 +225,12 @@ class Checkpoint(WeightSource):
     ) -> str:
         """Compare the checksum of every tensor of this share and of `kinds` (None: all); return what was checked.
 
-        Raises CheckpointError that names each damaged one.
+        Of weights in whose place averages are read, the averages are checked. Raises CheckpointError that names each
+        damaged one.
         """
-        own = [at for at in self.share(share) if kinds is None or at.kind in kinds]
+        own = self.share(share)
+        if kinds is not None:
+            own = [at for at in own if at.kind in {self._kind_read(at.name, kind) for kind in kinds}]
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((at.num_bytes for at in own), default=0))))
         damages = []
         # groups are of neighbours: the fragments are in the order of their files

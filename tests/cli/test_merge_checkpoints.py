@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def saved(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of the steps 2, 4, 6 and 8, on two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("merged")
     data = runs.write_dataset(folder / "data")
-    flags = f"{FLAGS} --data-path {data} --save {folder / 'saved'} --tensor-model-parallel-size 2"
+    flags = f"{FLAGS} --data-path {data} --save {folder / 'saved'} --tensor-model-parallel-size 2 --ema-decay 0.5"
     assert ranks(2)(runs.train, flags) == [""] * 2
     return folder / "saved"
 
@@ -110,6 +111,20 @@ def test_transformers_and_a_run_go_on_from_it(saved: Path, tmp_path: Path, ranks
     assert merge("--load", saved, "--last", 2, "--save", tmp_path / "native", "--to", "native") == 0
     flags = f"{FLAGS} --data-path {saved.parent / 'data'} --load {tmp_path / 'native'} --finetune"
     assert ranks(1)(runs.train, f"{flags} --train-iters 1") == [""]
+
+
+def test_averages_that_are_merged_are_verified(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = shutil.copytree(saved, tmp_path / "copied")
+    folder = copied / "global_step8"
+    at = next(at for at in Checkpoint(folder).fragments if at.kind == "ema")
+    content = bytearray((folder / at.file).read_bytes())
+    content[at.offset + 1] ^= 1
+    (folder / at.file).write_bytes(content)
+    given = ("--load", copied, "--last", 2, "--to", "native")
+    assert merge(*given, "--weights", "ema", "--save", tmp_path / "averages") == 1
+    assert f"ema of {at.name}" in capsys.readouterr().err
+    # what is not read does no harm
+    assert merge(*given, "--save", tmp_path / "trained") == 0
 
 
 def test_checkpoints_of_an_unknown_run_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
