@@ -252,8 +252,8 @@ class ModelConfig:
     @property
     def score_factor(self) -> float | None:
         """Factor of the attention scores: attention_multiplier, or muP's. None: 1 / sqrt(head size)."""
-        base = self.mup_base_head_size
-        # a rule keeps them apart from attention_multiplier
+        # a part of muP, which mup_base_hidden_size switches on; a rule keeps it apart from attention_multiplier
+        base = self.mup_base_head_size if self.mup_base_hidden_size is not None else None
         if base is None or base == self.head_size:
             return self.attention_multiplier
         return math.sqrt(base) / self.head_size

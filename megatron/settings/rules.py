@@ -83,7 +83,7 @@ def check_widths(config: Config) -> list[str]:
         own += f" attention_multiplier={model.score_factor:g}"
     return broken(
         (
-            model.mup_base_head_size is not None and model.attention_multiplier is not None,
+            None not in (model.mup_base_hidden_size, model.mup_base_head_size, model.attention_multiplier),
             f"mup_base_head_size={model.mup_base_head_size} and attention_multiplier={model.attention_multiplier} both "
             "set the factor of the scores; keep one",
         ),

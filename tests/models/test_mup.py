@@ -136,6 +136,12 @@ def test_a_model_is_compared_by_the_multipliers_that_follow() -> None:
     assert len(differences(scaled, plain)) == 2
 
 
+def test_the_size_of_heads_alone_scales_nothing() -> None:
+    assert outputs.config_of(f"{GRANITE} --mup-base-head-size 4").model.score_factor is None
+    given = outputs.config_of(f"{GRANITE} --mup-base-head-size 4 --attention-multiplier 0.125")
+    assert given.model.score_factor == 0.125
+
+
 def test_generation_keeps_the_multipliers_of_the_run() -> None:
     model = inference_config(LoadOptions(load="x"), outputs.config_of(f"{GRANITE} {MUP}"), "cpu", lazy=False).model
     assert (model.logits_divisor, model.score_factor) == (4.0, 0.125)

@@ -124,7 +124,7 @@ OTHER = {
     "logits_scaling": (ROPE, "2"),
     "logits_softcap": (ROPE, "5"),
     "mup_base_hidden_size": (ROPE, "16"),
-    "mup_base_head_size": (ROPE, "4"),
+    "mup_base_head_size": (ROPE, "4 --mup-base-hidden-size 64"),
     "num_experts": (EXPERTS, "8"),
     "moe_router_topk": (EXPERTS, "1"),
     "moe_ffn_hidden_size": (EXPERTS, "32"),
