@@ -126,7 +126,8 @@ class OptimizerConfig:
     """Optimizer. `adam`, as in Megatron, and `adamw` are one: Adam with decoupled weight decay. It runs fused where the
     device supports it; `fusedadamw` is Habana's name for that. `paged_adamw_32bit`: bitsandbytes' AdamW on CUDA, whose
     states move to host memory where the device's is short; on other devices adamw, which is logged. `muon`: hidden
-    matrices step along their orthogonalised momentum, all else by adamw."""
+    matrices step along their orthogonalised momentum, q, k, v, gate and up each by itself; all else, with routers and
+    tables of positions, by adamw."""
     decoupled_weight_decay: bool = True
     """Adam: subtract the weight decay from the weights (AdamW). Off: add it to the gradient (L2 regularisation)."""
     lr: PositiveFloat = 1e-4
@@ -181,7 +182,8 @@ class OptimizerConfig:
     """Momentum of SGD."""
     ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the trained weights in float32, which with each update takes 1 - ema_decay
-    of them. Checkpoints hold it: `--weights ema` of generate, evaluate and convert_checkpoint. Unset: none."""
+    of them. Checkpoints hold it: `--weights ema` of generate, evaluate, convert_checkpoint and
+    merge_checkpoints. Unset: none."""
     ema_interval: Positive = 1
     """Applied steps from one update of that average to the next."""
     offload_ema: bool = False
@@ -233,6 +235,11 @@ class OptimizerConfig:
             return None
         # Megatron's default
         return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+
+    @property
+    def muon_peak(self) -> float | None:
+        """Return the peak learning rate of Muon's matrices, where it is another than that of all."""
+        return self.muon_lr if self.optimizer == "muon" and self.muon_lr != self.lr else None
 
     @property
     def kind(self) -> OptimizerKind:

@@ -168,6 +168,16 @@ def test_the_published_command_of_llama_is_the_preset() -> None:
         ("--data-path 0.3 a 0.7 b --split 90, 8, 2", {"data_path": ("0.3", "a", "0.7", "b"), "split": "90,8,2"}),
         ("--adam_beta2=0.5 --hidden_dropout 0.2", {"adam_beta2": 0.5, "hidden_dropout": 0.2}),
         ("--use-fused-sdpa false --use-fused-sdpa-with-recompute 0", {"attention_backend": "sdpa"}),
+        (
+            "--optimizer muon --muon-tp-mode blockwise",
+            {"optimizer": "muon", "muon_momentum": 0.9, "muon_nesterov": False, "muon_coefficient_type": "quintic"},
+        ),
+        ("--optimizer muon --muon-use-nesterov --muon-momentum 0.95", {"muon_nesterov": True, "muon_momentum": 0.95}),
+        (
+            "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+            {"tensor_model_parallel_size": 2, "muon_lr": None},
+        ),
+        ("--tensor-model-parallel-size 2 --muon-tp-mode blockwise", {"optimizer": "adamw"}),
         # the last one counts, as with argparse
         ("--seed 1 --seed 2", {"seed": 2}),
     ],
@@ -177,6 +187,12 @@ def test_flags_together(words: str, expected: dict[str, Any]) -> None:
     found = {name: value for section in config_sections(config_of(translate(started(f"{MODEL} {step} {words}")))) for
              name, value in section.items()}  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+
+
+def test_what_muon_does_otherwise_is_noted() -> None:
+    result = translate(started(f"{MODEL} {STEP} --optimizer muon"))
+    assert "# note: Muon takes the gate and the up projection apart here" in from_megatron.shown(result, [], None)
+    assert translate(started(f"{MODEL} {STEP}")).notes == []
 
 
 def config_sections(config: Config) -> list[dict[str, Any]]:
@@ -194,7 +210,12 @@ def config_sections(config: Config) -> list[dict[str, Any]]:
         ("--learning-rate 1", "--learning-rate 1", "no flag of Megatron's"),
         ("--num-layer 3", "--num-layer 3", "did you mean --num-layers?"),
         ("--optimizer lion", "--optimizer lion", "adamw"),
-        ("--muon-tp-mode blockwise", "--muon-tp-mode blockwise", "distributed"),
+        (
+            "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise",
+            "--muon-tp-mode blockwise",
+            "give duplicated or distributed",
+        ),
+        ("--optimizer dist_muon --tensor-model-parallel-size 2", "--muon-tp-mode", "its default is blockwise"),
         ("--muon-no-split-qkv", "--muon-no-split-qkv", "apart"),
         ("--seed", "--seed", "needs a value"),
         ("--seed 1 2", "--seed 1 2", "takes one value"),

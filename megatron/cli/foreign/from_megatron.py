@@ -58,7 +58,7 @@ def shown(result: TranslatedCommand, train_flags: Sequence[str], preset: str | N
     # with --output the file has them
     if preset is None:
         parts += ["# the options as a preset (--output FILE writes it)\n", preset_text(result), "\n"]
-    parts += [f"# note: {note}\n" for note in result.started.notes]
+    parts += [f"# note: {note}\n" for note in [*result.started.notes, *result.notes]]
     parts.append(f"# translated: {counted(len(result.rows) - len(result.idle) - len(result.refused), 'flag')}\n")
     parts += [_table("without effect here", result.idle), _table("refused", result.refused)]
     return "".join(parts)

@@ -34,6 +34,8 @@ class Reading:
     rows: list[FlagRow] = field(default_factory=list)
     behind: set[str] = field(default_factory=set)
     """Flags of ours that the user gives behind `--`."""
+    notes: list[str] = field(default_factory=list)
+    """Differences that no single flag has."""
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return and remove what a flag left to be joined with others."""
@@ -255,6 +257,32 @@ def join_fp8(reading: Reading) -> None:
     reading.settings["--fp8-first-last-layers-bf16"] = str(start)
 
 
+MUON_NOTE = (
+    "Muon takes the gate and the up projection apart here, and AdamW takes routers and tables of positions; Megatron's "
+    "Muon takes the two as one matrix, and these too"
+)
+
+
+def join_muon(reading: Reading) -> None:
+    """Refuse Muon by pieces: of matrices that tensor parallelism divides, each rank's part by itself."""
+    given, mode = reading.given("muon_tp_mode"), reading.take("muon_tp_mode")
+    if reading.settings.get("--optimizer") != "muon":
+        if given:
+            reading.leave(given, "Megatron reads it with --optimizer muon alone")
+        return
+    reading.notes.append(MUON_NOTE)
+    ranks = reading.number("--tensor-model-parallel-size") or 1
+    # one rank holds whole matrices
+    if ranks > 1 and mode in (None, "blockwise"):
+        # up to core_v0.19.0 it is blockwise
+        stated = "" if given else "it is not given, and its default is blockwise in Megatron's releases: "
+        reading.refuse(
+            given or "--muon-tp-mode",
+            f"{stated}each of {ranks} tensor-parallel parts of a matrix is orthogonalised by itself, here the whole "
+            "matrix; give duplicated or distributed, which do so too",
+        )
+
+
 def join_lengths(reading: Reading) -> int | None:
     """Convert lengths in tokens; return the samples of a rank where the global batch is left out."""
     length = reading.number("--seq-length")
@@ -289,6 +317,8 @@ DEFAULTS = {
 }
 """Megatron's, where ours differ and the training or its log would."""
 MUON_DEFAULTS = {
+    # of its arguments, which replace the 0.95 of OptimizerConfig
+    "--muon-momentum": "0.9",
     "--muon-nesterov": "false",
     "--muon-coefficient-type": "quintic",
     "--muon-extra-scale-factor": "1.0",

@@ -20,6 +20,7 @@ from megatron.launch.dialects.megatron_joins import (
     join_fp8,
     join_lengths,
     join_model,
+    join_muon,
     join_pipeline,
     join_positions,
     join_vocabulary,
@@ -44,6 +45,7 @@ class TranslatedCommand:
     samples_per_rank: int | None = None
     """Samples in a step of a data-parallel rank, where the command leaves the global batch out."""
     command: CommandLine | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def refused(self) -> list[FlagRow]:
@@ -94,6 +96,7 @@ def translate(started: Started, further: Sequence[str] = ()) -> TranslatedComman
     join_vocabulary(reading)
     join_pipeline(reading)
     join_fp8(reading)
+    join_muon(reading)
     join_deepspeed(reading, started.files)
     samples = join_lengths(reading)
     add_defaults(reading)
@@ -101,7 +104,7 @@ def translate(started: Started, further: Sequence[str] = ()) -> TranslatedComman
     # behind the others: of a flag that is given twice the last one counts
     flags += further
     command = read_command_line(flags)
-    result = TranslatedCommand(flags, reading.rows, started, device, samples, command)
+    result = TranslatedCommand(flags, reading.rows, started, device, samples, command, reading.notes)
     for fault in command.faults:
         reading.refuse(_culprit(fault, reading), fault)
     return result
