@@ -53,6 +53,8 @@ class ParamSchedule:
     decoupled_lr: float | None = None
     """Peak of the word embedding and the output layer; None: they have `lr`."""
     decoupled_min_lr: float | None = None
+    muon_lr: float | None = None
+    """Peak of Muon's matrices; None: they have `lr`."""
 
     def learning_rate(self, consumed_samples: int) -> float:
         """Learning rate of the step that starts at `consumed_samples`.
@@ -277,6 +279,7 @@ class Schedule:
             weight_decay_incr_samples=length,
             decoupled_lr=options.decoupled_lr,
             decoupled_min_lr=options.decoupled_end,
+            muon_lr=options.muon_peak,
         )
 
     def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:

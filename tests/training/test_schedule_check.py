@@ -70,10 +70,38 @@ def test_another_schedule_is_refused_with_both_numbers_and_each_switch_decides(n
     assert resume(schedule(), json.loads(json.dumps(kept.params.to_dict())))[1] == ""
 
 
+MUON: dict[str, Any] = {"optimizer": "muon", "muon_lr": 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        ({}, {"decoupled_lr": 4e-2}, "give --decoupled-lr 0.04 too"),
+        ({**MUON, "lr": 2e-3}, MUON, "give --lr 0.001 --muon-lr 0.02"),
+        ({"optimizer": "muon"}, MUON, "give --lr 0.001 --muon-lr 0.02"),
+        (MUON, {"optimizer": "muon"}, "give --lr 0.001 --muon-lr 0.001"),
+    ],
+)
+def test_rates_that_the_groups_of_parameters_lack_are_refused(here: Any, there: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        resume(schedule(**here, use_checkpoint_opt_param_scheduler=True), saved(**there))
+
+
+def test_another_rate_of_muon_is_another_schedule() -> None:
+    with pytest.raises(CheckpointError, match=r"muon_lr=0\.03 here, 0\.02 there"):
+        resume(schedule(**{**MUON, "muon_lr": 3e-2}), saved(**MUON))
+    # one multiple of lr, which is the checkpoint's
+    kept, _ = resume(schedule(**MUON, min_lr=0.0, use_checkpoint_opt_param_scheduler=True), saved(**MUON))
+    assert kept.params.muon_lr == 2e-2
+    older = {name: value for name, value in saved().items() if name != "muon_lr"}
+    assert resume(schedule(), older)[1] == ""
+
+
 @pytest.mark.parametrize(
     ("here", "there"),
     [
         ({}, {}),
+        ({"optimizer": "muon", "muon_lr": 1e-3}, {"optimizer": "muon"}),
         ({"lr_warmup_samples": 0, "lr_warmup_iters": 1}, {}),  # of 10 samples
         ({"lr_warmup_samples": 0, "lr_warmup_fraction": 0.05}, {}),
         ({"lr_wsd_decay_style": "linear"}, {}),  # not in use
