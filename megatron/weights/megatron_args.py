@@ -51,6 +51,7 @@ _REFUSED = {
     "no_rope_freq": "some layers have no positions",
     "retro_add_retriever": "it has a retriever",
     "experimental_attention_variant": "its attention is experimental",
+    "use_mup": "its widths are scaled (muP)",
     "mup_width_mult": "its widths are scaled (muP)",
 }
 """Arguments that change what is computed and have no counterpart, where they are given."""
@@ -143,7 +144,9 @@ def _query_groups(arguments: Mapping[str, Any]) -> Any:
 def refusals(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield the arguments by which a model computes what no family of ours does, each with the reason."""
     for name, reason in _REFUSED.items():
-        if value := arguments.get(name):
+        value = arguments.get(name)
+        # every command of releases that have muP states the width, 1.0 of models without it
+        if value and (name, value) != ("mup_width_mult", 1.0):
             yield f"{name}={value} ({reason})"
     position = arguments.get("position_embedding_type")
     if position is not None and position not in _POSITIONS and not arguments.get("use_rotary_position_embeddings"):

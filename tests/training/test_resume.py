@@ -28,7 +28,7 @@ from megatron.settings.command_line import parse_arguments
 from megatron.training.guard import checkpoint_before
 from megatron.training.resume import RestorePlan, Start, find_start, plan_restore, read_progress
 from megatron.weights.loader import find_checkpoint
-from megatron.weights.megatron_args import model_options
+from megatron.weights.megatron_args import model_options, refusals
 from tests.checkpoint.states import fragments_of, saver
 from tests.training import layouts
 
@@ -219,6 +219,9 @@ def test_the_arguments_of_a_megatron_run_are_compared() -> None:
     modern = {"group_query_attention": True, "num_query_groups": 2, "norm_epsilon": 1e-5, "use_rope_scaling": True}
     scaled = {"rope_scaling_factor": 8.0, "rope_scaling_type": "llama3"}
     assert model_options(modern) == {"norm_epsilon": 1e-5, "num_query_groups": 2, **scaled}
+    assert list(refusals({"mup_width_mult": 1.0, "use_mup": False})) == []
+    assert len(list(refusals({"mup_width_mult": 1.0, "use_mup": True}))) == 1
+    assert len(list(refusals({"mup_width_mult": 2.0}))) == 1
     divided = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": 4}
     assert model_options(divided) == {"rope_scaling_factor": 4.0, "rope_scaling_type": "linear"}
 
