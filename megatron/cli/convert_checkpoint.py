@@ -198,7 +198,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 ONLY_FOR = {
     "dtype": (("hf", "peft"), "holds float32 weights"),
     "tokenizer": (("hf", "peft"), "holds float32 weights"),
-    "push_to_hub": (("hf", "peft"), "is read by this project and DeepSpeed"),
+    "push_to_hub": (("hf", "peft"), "is a format that the hub does not know"),
     "workers": (("hf", "native", "universal"), "is written by one process"),
 }
 """Options of some targets alone, and why the others have none."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.cli.command import command, jsonable
@@ -125,9 +126,30 @@ def hosts_of(options: argparse.Namespace) -> tuple[list[Host], list[str]]:
         faults.append(f"{own[0].name} means another machine on every host; give the address that all of them know")
     if (fault := device_fault(options.device)) is not None:
         faults.append(f"--device {options.device!r} {fault}")
-    if options.measure is not None and Path(options.measure).suffix not in (".yaml", ".yml"):
-        faults.append(f"--measure {options.measure} must end with .yaml, as files of rates do")
+    faults += _layout_faults(options, hosts)
+    faults += _measure_faults(options)
     return hosts, faults
+
+
+def _layout_faults(options: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[str]:
+    """Yield why the sizes of a layout have no groups; else they would not be examined, and nothing stand out."""
+    sizes = [getattr(options, name) for name in LAYOUT]
+    per_node = options.devices_per_node or min((host.slots for host in hosts), default=1)
+    size = math.prod(each or 1 for each in sizes)
+    if any(sizes) and hosts and len(hosts) * per_node < max(2, size):
+        yield (
+            f"{counted(len(hosts), 'host')} of {counted(per_node, 'rank')} have no groups of a layout of {size}; give "
+            "hosts or --devices-per-node, or leave the sizes out"
+        )
+
+
+def _measure_faults(options: argparse.Namespace) -> Iterator[str]:
+    if options.measure is None:
+        return
+    if options.activate is not None:
+        yield "--measure starts hosts without --activate; leave one of them out"
+    if Path(options.measure).suffix not in (".yaml", ".yml"):
+        yield f"--measure {options.measure} must end with .yaml, as files of rates do"
 
 
 def write_hostsfile(path: Path, hosts: Sequence[Host], findings: Examined) -> None:

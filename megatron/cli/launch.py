@@ -330,6 +330,11 @@ def run_request(request: LaunchRequest, names_in: Callable[[list[str]], str]) ->
 
 def _is_healthy(plan: LaunchPlan) -> bool:
     """Examine the hosts of a plan, and return whether none stands out."""
+    if plan.nodes > 1 and not plan.hosts:
+        remedy = "examine them by a hostsfile, or set HL_DOCTOR=0 (leave --doctor out)"
+        said = f"HL_DOCTOR=1 (--doctor) knows one of the {plan.nodes} nodes of a rendezvous; {remedy}"
+        print(for_stderr(f"nothing was started: {said}"), file=sys.stderr)
+        return False
     # late: most runs need none of it
     from megatron.launch.doctor.examination import examine_plan
     from megatron.launch.doctor.report import text

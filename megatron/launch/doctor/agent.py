@@ -2,8 +2,8 @@
 
     python -m megatron.launch.doctor.agent
 
-ssh brings both; no port is opened but for the tests of links, which both ends authenticate. All that the agent starts
-ends with it, and it ends with its connection.
+ssh brings both. Ports are opened for the tests of links, which both ends authenticate, and while groups exchange by
+torch and the device's library, as in a run. All that the agent starts ends with it, and it ends with its connection.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.runtime.devices import find_device, rank_variables
 from megatron.runtime.network import STORE_SOCKET, bound_socket, listen_address, listening_socket
 
 PROGRAM = "megatron.launch.doctor.device_program"
+LOOK_S = 0.05
 
 
 class TaskError(Exception):
@@ -146,18 +147,29 @@ def run_programs(
         reader.start()
     deadline_s = time.monotonic() + limit_s
     try:
-        for place, reader in enumerate(readers):
-            reader.join(max(0.0, deadline_s - time.monotonic()))
-            if reader.is_alive():
-                raise TaskError(f"a program has not ended within {limit_s:.0f} s: {' '.join(commands[place][2:])}")
-            if started[place].returncode:
-                last = outputs[place][1].decode(errors="replace").strip().splitlines()[-1:]
-                raise TaskError(f"a program ended with status {started[place].returncode}: {''.join(last)}")
+        left = set(range(len(readers)))
+        while left:
+            for place in sorted(left):
+                readers[place].join(LOOK_S)
+            ended = {place for place in left if not readers[place].is_alive()}
+            left -= ended
+            # at once: the others may wait for it
+            for place in sorted(ended):
+                _check_status(started[place].returncode, outputs[place][1])
+            if left and time.monotonic() > deadline_s:
+                unended = " ".join(commands[min(left)][2:])
+                raise TaskError(f"a program has not ended within {limit_s:.0f} s: {unended}")
     finally:
         for process in started:
             if process.poll() is None:
                 kill_tree(process.pid)
     return [_result(output) for output, _ in outputs]
+
+
+def _check_status(status: int, errors: bytes) -> None:
+    if status:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        raise TaskError(f"a program ended with status {status}: {''.join(last)}")
 
 
 def _result(output: bytes) -> dict[str, Any] | None:

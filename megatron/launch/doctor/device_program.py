@@ -57,12 +57,14 @@ class Products:
         first = self.multiply(self._a, self._b)
         repeats, flops = True, 0.0
         for _ in range(WINDOWS):
-            runs, begin = 0, clock()
-            while (taken := clock() - begin) < seconds:
+            runs, taken = 0, 0.0
+            while taken < seconds:
+                begin = clock()
                 result = self.multiply(self._a, self._b)
                 synchronise(self._device)
+                taken += clock() - begin
                 runs += 1
-            repeats = repeats and torch.equal(first, result)
+                repeats = repeats and torch.equal(first, result)
             flops = max(flops, 2 * self._size**3 * runs / taken)
         is_exact = torch.equal(self.multiply(*self._whole).cpu().double(), self.expected)
         return ProductCheck(plain(name), flops, repeats, _digest(first), is_exact)

@@ -7,9 +7,11 @@ and nothing makes it higher. Wrong bits, a full disk and a lost host are named a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +43,8 @@ FEW = 8
 """Hosts all of whose links are measured again with one of them: few rates spread as they are disturbed."""
 ANSWER_S = 30.0
 """Time to answer a question that needs no measurement."""
+UNREACHED = 3
+"""Hosts that did not reach another, after which no further ones try, if none did."""
 CLOCK_QUESTIONS = 5
 HERE = "localhost"
 """Name of this machine where there is no hostsfile."""
@@ -100,7 +104,7 @@ class Examined:
 def suspects_of(suspicions: Iterable[Suspicion]) -> list[int]:
     """Return the hosts to leave out: those named for themselves, then ends of bad links until none is left."""
     suspicions = list(suspicions)
-    out = {each.host for each in suspicions if each.peer is None}
+    out = {each.host for each in suspicions if each.peer is None and each.leaves_out}
     links = [{each.host, each.peer} for each in suspicions if each.peer is not None]
     while left := [link for link in links if not link & out]:
         ends = [host for link in left for host in sorted(link, key=lambda host: host or 0) if host is not None]
@@ -290,10 +294,7 @@ class Examination:
         ports, failed = self._ask(Port, questions, ANSWER_S)
         for number, error in failed.items():
             yield Suspicion(number, "link", f"it cannot listen for the others: {error}")
-        broken: dict[Pair, str] = {}
-        for pairs in rounds(sorted(ports), self._wanted.extent.rounds):
-            self.findings.num_rounds += 1
-            broken |= self._test(pairs, ports)
+        broken = self._tournament(ports)
         stated = {number: own.link_bits for number, own in self.findings.facts.items()}
         for _ in range(AGAIN):
             # below its share, whatever the spread: a disturbed rate hides others as well
@@ -307,6 +308,22 @@ class Examination:
                 break
         yield from rules.broken_links(broken, self.findings.links)
         yield from rules.low_links(self.findings.links, stated)
+
+    def _tournament(self, ports: Mapping[int, Port]) -> dict[Pair, str]:
+        """Test the links of all rounds; return why some could not be measured."""
+        broken: dict[Pair, str] = {}
+        for pairs in rounds(sorted(ports), self._wanted.extent.rounds):
+            self.findings.num_rounds += 1
+            # each test of a host that none reaches takes the time of a timeout
+            unreached = self._unreached(broken)
+            broken |= self._test([pair for pair in pairs if not unreached & set(pair)], ports)
+        return broken
+
+    def _unreached(self, broken: Iterable[Pair]) -> set[int]:
+        """Return the hosts that several others did not reach, and none did."""
+        tried = Counter(itertools.chain(*broken))
+        reached = set(itertools.chain(*self.findings.links))
+        return {host for host, count in tried.items() if count >= UNREACHED and host not in reached}
 
     def _disjoint(self, links: Iterable[Pair | int]) -> Iterator[list[Pair]]:
         """Yield rounds of the pairs to repeat: those of a link, and of a host three of those that it has met."""
@@ -366,7 +383,9 @@ class Examination:
         for _ in range(1 + AGAIN):
             found, failed = self._exchange(numbers, per_node)
             for number, error in failed.items():
-                yield Suspicion(number, "group", f"its ranks did not exchange: {error}")
+                # where one rank fails, those of all hosts end with errors or wait
+                reason = f"its ranks did not exchange: {error}"
+                yield Suspicion(number, "group", reason, leaves_out=len(failed) == 1)
             for each in found:
                 key = each.kind, each.ranks
                 best[key] = min(each, best.get(key, each), key=lambda time: time.seconds)
@@ -376,13 +395,15 @@ class Examination:
         self.findings.groups = list(best.values())
         for (kind, ranks), slow in low.items():
             group = f"the {kind} group of ranks {first_of([str(rank) for rank in ranks], 8)}"
-            for host in sorted({numbers[rank // per_node] for rank in ranks}):
-                yield Suspicion(host, "group", f"{group} exchanges at {slow.text(link_text)}")
+            first, *others = sorted({numbers[rank // per_node] for rank in ranks})
+            over = f" over {counted(1 + len(others), 'host')}" if others else ""
+            reason = f"{group}{over} exchanges at {slow.text(link_text)}"
+            yield Suspicion(first, "group", reason, leaves_out=not others)
 
     def _ranks_of_groups(self) -> tuple[list[int], int]:
         """Return the hosts whose ranks exchange, and the ranks of each: whole copies of the layout."""
-        # ranks of a host that lacks devices, or whose devices fail, would let all others wait
-        bad = {each.host for each in self.findings.suspicions if each.kind in ("device", "facts")}
+        # ranks of a host that lacks devices, whose devices fail, or that others do not reach would let all others wait
+        bad = set(suspects_of(each for each in self.findings.suspicions if each.kind in ("device", "facts", "link")))
         numbers = [number for number in self._known() if number not in bad]
         per_node = self._wanted.per_node or min((self._fleet.hosts[number].slots for number in numbers), default=1)
         size = math.prod(self._wanted.group_sizes or ())
@@ -437,10 +458,16 @@ def _pair(suspicion: Suspicion) -> Pair | int:
 
 
 def examine(
-    hosts: Sequence[Host], device: str, folder: str, activate: str | None, wanted: Wanted, say: Say
+    hosts: Sequence[Host],
+    device: str,
+    folder: str,
+    activate: str | None,
+    wanted: Wanted,
+    say: Say,
+    environment: Mapping[str, str] | None = None,
 ) -> Examined:
     """Examine hosts, and return what was found. All that was started has ended then."""
-    with Fleet(hosts, device, folder, activate) as fleet:
+    with Fleet(hosts, device, folder, activate, environment) as fleet:
         return Examination(fleet, wanted, say).run()
 
 
@@ -458,4 +485,5 @@ def examine_plan(plan: LaunchPlan) -> Examined:
     def say(line: str) -> None:
         print(f"doctor: {line}", file=sys.stderr, flush=True)
 
-    return examine(hosts, parallel.device, str(folder), plan.activate, wanted, say)
+    # as the ranks have it: what libraries read from it decides how groups exchange
+    return examine(hosts, parallel.device, str(folder), plan.activate, wanted, say, plan.environment)

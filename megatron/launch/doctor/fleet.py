@@ -75,11 +75,19 @@ class HostAgent:
 class Fleet:
     """Agents on all hosts. What was started ends with the block."""
 
-    def __init__(self, hosts: Sequence[Host], device: str, folder: str, activate: str | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        device: str,
+        folder: str,
+        activate: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: variables of a run, beside those that every host is sent."""
         self.hosts = tuple(hosts)
         self.device = device
         self._first = {"device": device, "folder": folder}
-        self._activate = activate
+        self._activate, self._environment = activate, dict(environment or {})
         self._key = secrets.token_bytes(32)
         self.agents: dict[int, HostAgent] = {}
 
@@ -142,8 +150,9 @@ class Fleet:
         """Return the command that starts the agent of a host: here, or by ssh."""
         agent = [sys.executable, "-u", "-m", AGENT]
         if is_this_machine(host.name):
-            return ["env", f"PYTHONPATH={python_path()}", *agent]
-        variables = [f"{name}={value}" for name, value in sent_variables(os.environ).items()]
+            own_variables = [f"{name}={value}" for name, value in self._environment.items()]
+            return ["env", *own_variables, f"PYTHONPATH={python_path()}", *agent]
+        variables = [f"{name}={value}" for name, value in (sent_variables(os.environ) | self._environment).items()]
         command = ["/usr/bin/env", "-u", "CUDA_VISIBLE_DEVICES", f"PYTHONPATH={python_path()}", *variables, *agent]
         if self._activate is not None:
             command = ["/bin/bash", "-c", 'source "$0/activate" && exec "$@"', self._activate, *command]
@@ -236,7 +245,8 @@ class Fleet:
     def give_up(self, agent: HostAgent, fault: str) -> None:
         """Name a host, and end what this machine holds of it."""
         if agent.fault is None:
-            agent.fault = fault
+            # a reply that is refused is quoted with its own names
+            agent.fault = plain(fault)
         kill_tree(agent.process.pid)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from megatron.runtime.messages import MAC_BYTES, StrangerError, seal, unseal
@@ -103,6 +103,12 @@ class DeviceChecks:
     products: Annotated[tuple[ProductCheck, ...], Field(min_length=1, max_length=2**16)]
     memory: Annotated[tuple[Rate, ...], Field(min_length=1, max_length=256)]
     """Bytes a second of copies in the memory of each device, or of the host."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DeviceChecks:
+        if len(self.memory) not in (1, len(self.products)):
+            raise ValueError(f"{len(self.memory)} memories of {len(self.products)} devices")
+        return self
 
 
 @dataclass(frozen=True, config=EXACT)

@@ -174,6 +174,7 @@ def tree(findings: Examined) -> dict[str, Any]:
             "peer": None if each.peer is None else findings.names[each.peer],
             "kind": each.kind,
             "reason": each.reason,
+            "leaves_out": each.leaves_out,
         }
         for each in findings.suspicions
     ]

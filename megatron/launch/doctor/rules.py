@@ -25,8 +25,8 @@ LOW_SYNC = 0.2
 LOW_LINK = 0.5
 LOW_GROUP = 0.5
 """Least shares of the median. Those of what varies by itself, such as a disk, are lower."""
-LOW_FREE = 0.5
-"""Least share of the free memory of the other hosts."""
+LOW_TOTAL, LOW_FREE = 0.95, 0.5
+"""Least shares of the memory of the other hosts, and of what is free of it."""
 LEAST_DISK = 10**9
 LARGEST_OFFSET_S = 1.0
 """Offset of a clock: logs of hosts are read side by side by the second."""
@@ -37,7 +37,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Reason to leave a host out."""
+    """Reason to look at a host, and to leave it out."""
 
     host: int
     kind: str
@@ -45,6 +45,8 @@ class Suspicion:
     reason: str
     peer: int | None = None
     """Other end of a slow link, which may be at fault as well."""
+    leaves_out: bool = True
+    """False: of several hosts that have it in common, none is known to be at fault."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,13 @@ def judge_facts(facts: Mapping[int, Facts], slots: Mapping[int, int], needed_fil
     for package in sorted({name for own in facts.values() for name in own.packages}):
         values = {host: own.packages.get(package, "not installed") for host, own in facts.items()}
         yield from _different(package, values)
+    yield from _low_memory_sizes(facts)
+
+
+def _low_memory_sizes(facts: Mapping[int, Facts]) -> Iterator[Suspicion]:
+    # equal machines differ by some megabytes, which firmware and kernel take
+    for host, low in lows({host: max(1, own.memory_bytes) for host, own in facts.items()}, LOW_TOTAL, 0.0).items():
+        yield Suspicion(host, "facts", f"its memory is {low.text(_gigabytes)}")
     for host, low in lows({host: max(1, own.memory_free) for host, own in facts.items()}, LOW_FREE).items():
         yield Suspicion(host, "facts", f"its free memory is {low.text(_gigabytes)}: something else uses it")
 
@@ -115,13 +124,12 @@ _COMPARED: dict[str, Callable[[Facts], str]] = {
     "processor": lambda facts: facts.processor,
     "number of cores": lambda facts: str(facts.cores),
     "chips": lambda facts: ", ".join(sorted(set(facts.chips))) or "none",
-    "memory": lambda facts: f"{facts.memory_bytes / 1e9:.0f} GB",
 }
 
 
 def _lacks(own: Facts, slots: int, needed_files: int) -> Iterator[str]:
     if own.devices is not None and own.devices < slots:
-        yield f"it has {own.devices} devices of the {slots} slots in the hostsfile"
+        yield f"it has {own.devices} devices, but {slots} ranks are to run on it"
     if own.open_files < needed_files:
         yield f"its limit of open files is {own.open_files} (ulimit -Hn), but a rank here needs up to {needed_files}"
     if own.disk_free < LEAST_DISK:

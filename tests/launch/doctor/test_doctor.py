@@ -25,11 +25,12 @@ import pytest
 from megatron.cli.doctor import main
 from megatron.cli.launch import main as launch_main
 from megatron.launch.doctor import examination, links
+from megatron.launch.doctor.agent import TaskError, run_programs
 from megatron.launch.doctor.examination import Examination, Examined, Extent, Wanted
 from megatron.launch.doctor.fleet import Fleet
 from megatron.launch.doctor.replies import Facts, Port
 from megatron.launch.plan import Host, LaunchPlan, read_hostsfile
-from megatron.runtime.messages import Connection
+from megatron.runtime.messages import SECRET, Connection
 from megatron.runtime.network import listening_socket
 from tests import runs
 from tests.habana import skip_with_cuda, write_distribution
@@ -231,7 +232,9 @@ def test_a_run_starts_nothing_where_a_host_stands_out(
     prefix = runs.write_dataset(tmp_path / "text")
     words = f"{own} -- --config tiny_llama --tensor-model-parallel-size 2 --data-path {prefix} --train-samples 6400"
     status = launch_main(words.split())
-    ((planned, device, _, _, wanted, _),) = examined
+    ((planned, device, _, _, wanted, _, environment),) = examined
+    # what decides how libraries exchange
+    assert environment["DS_ACCELERATOR"] == "cpu"
     assert ([host.name for host in planned], device) == (["node1", "node2"], "cpu")
     assert (wanted.per_node, wanted.group_sizes) == (2, (2, 1, 1))
     said = capsys.readouterr().err
@@ -243,6 +246,23 @@ def test_a_run_starts_nothing_where_a_host_stands_out(
         assert status == 0
         assert len(launched) == 1
         assert "Nothing stands out on 2 hosts." in said
+
+
+def test_a_run_by_a_rendezvous_is_not_examined_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SECRET, "of the nodes of a test")
+    own = "--doctor true --device cpu --nodes 2 --devices-per-node 1 --rendezvous 10.0.0.1:29500"
+    words = f"{own} -- --config tiny_llama --data-path {runs.write_dataset(tmp_path / 'text')} --train-samples 6400"
+    assert launch_main(words.split()) == 2
+    assert "knows one of the 2 nodes of a rendezvous; examine them by a hostsfile" in capsys.readouterr().err
+
+
+def test_an_agent_has_the_variables_of_the_run(tmp_path: Path) -> None:
+    fleet = Fleet([Host("localhost", 1, 1), Host("node1", 1, 2)], "cpu", str(tmp_path), None, {"FI_PROVIDER": "verbs"})
+    here, there = (" ".join(fleet.command(host)) for host in fleet.hosts)
+    assert "FI_PROVIDER=verbs" in here
+    assert "FI_PROVIDER=verbs" in there
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,6 +284,7 @@ HOSTILE = {
     "sent a reply whose machine is wrong: Field required": "send.write(sealed_line(key, 0, {'hostname': 'x'}))",
     "sent a reply whose hostname is wrong": "send.write(sealed_line(key, 0, FACTS | {'hostname': '\\x1b[2Jx'}))",
     "sent a reply whose memory_bytes is wrong": "send.write(sealed_line(key, 0, FACTS | {'memory_bytes': -5}))",
+    "sent a reply whose ?[2Jx is wrong": "send.write(sealed_line(key, 0, FACTS | {'\\x1b[2Jx': 1}))",
     "sent more than 1,048,576 bytes that are no reply": "send.write(b'x' * 2**21)",
     "is not reached, or its agent has ended: sorry": "print('sorry', file=sys.stderr); sys.exit(3)",
     "does not answer within 20 s": "pass",
@@ -285,6 +306,15 @@ A_FACT = {
     "open_files": 1,
     "link_bits": 0,
 }
+
+
+def test_a_program_that_fails_is_named_while_another_waits_for_it() -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    fails = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
+    begin_s = time.monotonic()
+    with pytest.raises(TaskError, match="status 1: no such device"):
+        run_programs([waits, fails], [{}, {}], 50.0)
+    assert time.monotonic() - begin_s < 40
 
 
 class HostileFleet(Fleet):
@@ -427,6 +457,8 @@ def test_nothing_is_left_where_the_doctor_is_ended(number: signal.Signals, tmp_p
         ("node1\n", "", "is not `<host> slots=<n>`"),
         (None, "--write-hostsfile x", "--write-hostsfile without --hostsfile has no effect"),
         (None, "--measure x.txt", "must end with .yaml"),
+        (None, "--measure x.yaml --activate .venv", "--measure starts hosts without --activate"),
+        (None, "--tensor-model-parallel-size 2", "1 host of 1 rank have no groups of a layout of 2"),
         (None, "--device tpu", "--device 'tpu' must be auto"),
     ],
 )
@@ -456,7 +488,9 @@ def test_suspects_are_left_out_of_the_hostsfile_on_request(
     assert main(words) == 1
     found = json.loads(capsys.readouterr().out)
     assert [each["is_suspect"] for each in found["hosts"]] == [False, True, False]
-    assert found["suspicions"] == [{"host": "root@node2", "peer": None, "kind": "disk", "reason": "its disk is full"}]
+    (named,) = found["suspicions"]
+    expected = {"host": "root@node2", "peer": None, "kind": "disk", "reason": "its disk is full", "leaves_out": True}
+    assert named == expected
     left, faults = read_hostsfile(str(tmp_path / "left"))
     assert ([host.name for host in left], faults) == (["node1", "node3"], [])
     # rates of a fleet with a suspect are not a plan's

@@ -13,9 +13,10 @@ import pytest
 
 from megatron.launch.doctor import examination, rules
 from megatron.launch.doctor.examination import Examination, Extent, Wanted, suspects_of
-from megatron.launch.doctor.links import batches, rounds
+from megatron.launch.doctor.links import HANDSHAKE_S, batches, rounds
 from megatron.launch.doctor.replies import (
     Clock,
+    DamagedReplyError,
     DeviceChecks,
     DiskRates,
     Facts,
@@ -25,6 +26,7 @@ from megatron.launch.doctor.replies import (
     Port,
     ProductCheck,
     Received,
+    record_of,
 )
 from megatron.launch.doctor.report import text
 from megatron.launch.doctor.rules import Suspicion, lows
@@ -103,6 +105,7 @@ def test_a_rate_is_low_below_its_share_of_the_median_and_beyond_the_spread() -> 
         ({"packages": {"torch": "2.10.0"}}, "its megatron is not installed, but abc on 3 of 4 hosts"),
         ({"driver": "1.23.0"}, "its driver is 1.23.0, but 1.24.0 on 3 of 4 hosts"),
         ({"chips": ("HL-325",) * 8}, "its chips is HL-325, but HL-225 on 3 of 4 hosts"),
+        ({"memory_bytes": 9 * 10**11}, "its memory is 900.0 GB, 0.90 of the median of 4 (1000.0 GB)"),
         ({"memory_free": 10**11}, "its free memory is 100.0 GB, 0.11 of the median of 4 (900.0 GB)"),
         ({"disk_free": 10**8}, "its disk has 0.10 GB free, less than 1 GB"),
         ({"open_files": 1024}, "its limit of open files is 1024 (ulimit -Hn), but a rank here needs up to 2000"),
@@ -119,7 +122,7 @@ def test_too_few_devices_and_two_hosts_without_a_majority() -> None:
     facts = {0: FACTS, 1: dataclasses.replace(FACTS, devices=7)}
     found = [each.reason for each in rules.judge_facts(facts, {0: 8, 1: 8}, 0)]
     assert found == [
-        "it has 7 devices of the 8 slots in the hostsfile",
+        "it has 7 devices, but 8 ranks are to run on it",
         "its number of devices is 7, but 8 on the first such host; there is no majority",
     ]
 
@@ -231,6 +234,8 @@ class SimulatedFleet:
             # both directions, the handshake, and the answers of all hosts
             (seconds,) = {question["seconds"] for question in questions.values()}
             self.seconds["links"] += 2 * seconds + 0.02 + 1e-4 * len(questions)
+            if any(isinstance(answer, Failed) for answer in found.values()):
+                self.seconds["links"] += HANDSHAKE_S
             self.num_rounds += 1
         return found
 
@@ -241,7 +246,9 @@ class SimulatedFleet:
         is_odd = self.planted and number == 401
         agent, do = self.agents[number], question["do"]
         if do == "facts":
-            return dataclasses.replace(FACTS, machine=str(number))
+            # of equal machines firmware takes more or less
+            memory = FACTS.memory_bytes - self._random.randrange(10**9)
+            return dataclasses.replace(FACTS, machine=str(number), memory_bytes=memory)
         if do == "clock":
             agent.asked_at, agent.answered_at = 100.0, 100.002
             return Clock(100.001 + (2.5 if self.planted and number == 402 else 0))
@@ -304,23 +311,61 @@ def test_a_host_names_no_device_whose_code_would_be_imported() -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_a_slow_group_of_a_layout_is_named_with_its_hosts() -> None:
-    class WithGroups(SimulatedFleet):
-        def _answer(self, number: int, question: Mapping[str, Any]) -> Any:
-            if question["do"] == "store":
-                return Port("10.0.0.1", 4000)
-            if question["do"] != "groups":
-                return super()._answer(number, question)
-            if question["node"]:
-                return GroupTimes(())
-            assert question["sizes"] == [8, 1, 1]
-            times = [0.001, 0.0011, 0.004, 0.00105]
-            ranks = [tuple(range(8 * host, 8 * host + 8)) for host in range(4)]
-            groups = [GroupTime("tensor", "all_reduce", ranks[host], 2**20, times[host]) for host in range(4)]
-            return GroupTimes(tuple(groups))
+def test_devices_and_their_memories_are_as_many() -> None:
+    product = {"name": "core 0", "flops": 1.0, "repeats": True, "digest": "a", "is_exact": True}
+    assert record_of({"products": [product], "memory": [1.0]}, DeviceChecks)
+    with pytest.raises(DamagedReplyError, match="2 memories of 1 devices"):
+        record_of({"products": [product], "memory": [1.0, 0.1]}, DeviceChecks)
 
+
+class WithGroups(SimulatedFleet):
+    """Hosts of 8 ranks, whose groups take what is planted."""
+
+    groups: tuple[GroupTime, ...] = ()
+    failures: Mapping[int, str] = {}
+
+    def _answer(self, number: int, question: Mapping[str, Any]) -> Any:
+        if question["do"] == "store":
+            return Port("10.0.0.1", 4000)
+        if question["do"] != "groups":
+            return super()._answer(number, question)
+        assert question["sizes"] == [8, 1, 1]
+        if number in self.failures:
+            return Failed(self.failures[number])
+        return GroupTimes(() if question["node"] else self.groups)
+
+    def examined(self) -> examination.Examined:
+        return Examination(self, Wanted(group_sizes=(8, 1, 1)), lambda line: None).run()  # type: ignore[arg-type]
+
+
+SECONDS = (0.001, 0.0011, 0.004, 0.00105)
+
+
+def test_a_slow_group_within_a_host_leaves_it_out() -> None:
     fleet = WithGroups(4, 1, False)
-    found = Examination(fleet, Wanted(group_sizes=(8, 1, 1)), lambda line: None).run()  # type: ignore[arg-type]
+    ranks = [tuple(range(8 * host, 8 * host + 8)) for host in range(4)]
+    fleet.groups = tuple(GroupTime("tensor", "all_reduce", ranks[host], 2**20, SECONDS[host]) for host in range(4))
+    found = fleet.examined()
     (named,) = found.suspicions
     assert (named.host, named.kind) == (2, "group")
     assert named.reason.startswith("the tensor group of ranks 16, 17, 18")
+    assert found.suspects() == [2]
+
+
+def test_a_slow_group_over_hosts_is_named_and_leaves_none_out() -> None:
+    fleet = WithGroups(4, 1, False)
+    ranks = [tuple(range(local, 32, 8)) for local in range(4)]
+    fleet.groups = tuple(GroupTime("data", "all_reduce", ranks[local], 2**20, SECONDS[local]) for local in range(4))
+    found = fleet.examined()
+    (named,) = found.suspicions
+    assert named.reason.startswith("the data group of ranks 2, 10, 18, 26 over 4 hosts exchanges at ")
+    assert found.suspects() == []
+
+
+@pytest.mark.parametrize(("failing", "out"), [((1,), [1]), ((0, 1, 2, 3), [])])
+def test_an_exchange_that_fails_on_all_hosts_leaves_none_out(failing: tuple[int, ...], out: list[int]) -> None:
+    fleet = WithGroups(4, 1, False)
+    fleet.failures = dict.fromkeys(failing, "a program ended with status 1: connection closed by peer")
+    found = fleet.examined()
+    assert [each.host for each in found.suspicions] == list(failing)
+    assert found.suspects() == out
