@@ -10,6 +10,7 @@ The folder lies in memory (tmpfs) and belongs to the agent of a host, which outl
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -161,14 +162,14 @@ class RankCopies:
     def __init__(self, folder: Path, rank: int, world_size: int, kept: int | None) -> None:
         """Take over the files that an earlier attempt left. `kept`: the iteration whose copy is to stay."""
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._withdraw(kept)
         left = [_CopyFile(path) for path in folder.glob(f"{TAG}*/{rank_file(rank)}")]
         left.sort(key=lambda file: file.step != kept)
         for file in left[COPIES:]:  # of a restart that brought one from another host
             file.free()
         self._files = [*left[:COPIES], *(_CopyFile(None) for _ in range(COPIES - len(left)))]
+        self._withdraw(kept)
         # where neither is to stay, as after a start from the disk, the first serves
-        self._present = next((file for file in self._files if file.step == kept), self._files[0])
+        self._present = next((file for file in self._files if file.step is not None), self._files[0])
         self._placed: list[tuple[Fragment, int]] = []
         """Copied fragments, and where they lie, until its checksums are computed."""
         self._step, self._token, self._num_bytes = 0, "", 0
@@ -190,8 +191,11 @@ class RankCopies:
         self._withdraw(kept)
         if not num_bytes:  # of a rank that owns nothing
             return torch.empty(0, dtype=torch.uint8)
-        self._present = next(file for file in self._files if kept is None or file.step != kept)
-        return self._present.take(self._folder / f"{TAG}{step}" / rank_file(self._rank), num_bytes)
+        path = self._folder / f"{TAG}{step}" / rank_file(self._rank)
+        free = [file for file in self._files if file.step is None]
+        # after a rollback both are free, and one may have this name already
+        self._present = next((file for file in free if file.path == path), free[0])
+        return self._present.take(path, num_bytes)
 
     def complete(self, metadata: str) -> bytes:
         """Compute the checksums of what was copied, and mark the copy as whole. Returns the text of its part."""
@@ -231,6 +235,10 @@ class RankCopies:
 
     def _withdraw(self, kept: int | None) -> None:
         """Remove the signs of all copies but that of the iteration `kept`: what is about to change is not whole."""
+        for file in self._files:
+            # forgotten: an iteration that comes again, as after a rollback, is not that one
+            if kept is None or file.step != kept:
+                file.step = None
         for path in self._folder.glob(f"{TAG}*/{part_file(self._rank)}"):
             if kept is None or iteration_of(path.parent.name) != kept:
                 path.unlink()
@@ -244,14 +252,9 @@ class _CopyFile:
     def __init__(self, path: Path | None) -> None:
         """`path`: of an earlier attempt; None: it takes no memory yet."""
         self.path = path
+        self.step = iteration_of(path.parent.name) if path is not None else None
+        """Iteration of its copy, whole or not; None: of none that counts, whatever its name says."""
         self._memory: mmap.mmap | None = None
-
-    @property
-    def step(self) -> int | None:
-        """Iteration of its copy, whole or not; None: of none."""
-        if self.path is None:
-            return None
-        return iteration_of(self.path.parent.name)
 
     @property
     def content(self) -> memoryview:
@@ -264,7 +267,7 @@ class _CopyFile:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             _remove_empty(self.path.parent)
-            self.path = None
+            self.path = self.step = None
 
     def take(self, path: Path, num_bytes: int) -> Tensor:
         """Give it this name and size. Returns its bytes."""
@@ -274,9 +277,11 @@ class _CopyFile:
         if self.path is None:
             self._memory = allocate(path, num_bytes)
         elif path != self.path:
+            if os.path.lexists(path):  # a rename would end that one without a word
+                raise FileExistsError(errno.EEXIST, "another copy has this name", str(path))
             os.rename(self.path, path)
             _remove_empty(self.path.parent)
-        self.path = path
+        self.path, self.step = path, iteration_of(path.parent.name)
         return torch.frombuffer(self.content, dtype=torch.uint8)
 
     def _has(self, num_bytes: int) -> bool:

@@ -104,6 +104,8 @@ class CopyExchange:
             return self.theirs.open(step, file_bytes, kept), None
         except OSError as error:
             return None, f"there is no room for that of rank {self._previous}: {error.strerror}"
+        except Exception as error:  # of any kind: the neighbour waits for the answer
+            return None, f"that of rank {self._previous} cannot be taken: {type(error).__name__}: {error}"
 
     def _keep(self, step: int, text: Tensor) -> None:
         """Mark what has come as whole. Raises CheckpointError where it is something else."""

@@ -78,6 +78,34 @@ def test_a_later_attempt_takes_over_the_memory_and_keeps_the_copy_it_began_at(tm
     assert part_paths(tmp_path) == [], "after a start from the disk no older copy is left to begin at"
 
 
+@pytest.mark.parametrize("is_restart", [False, True], ids=["rollback", "restart from the disk"])
+def test_iterations_that_come_again_leave_two_files_and_one_of_them_whole(tmp_path: Path, *, is_restart: bool) -> None:
+    copies = ranks_of(tmp_path)
+    for step, kept in ((10, None), (20, 10), (30, 20)):
+        copy(tmp_path, step, kept, copies)
+    if is_restart:
+        copies = ranks_of(tmp_path, kept=None)
+    else:
+        for each in copies:
+            each.discard()
+    assert part_paths(tmp_path) == []
+    for step, kept in ((20, None), (30, 20), (40, 30)):
+        copy(tmp_path, step, kept, copies)
+        for whole in filter(None, (kept, step)):
+            assert_holds(Checkpoint(write_manifest(tmp_path, whole, RANKS)), seed=whole)
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == 2 * RANKS
+
+
+def test_a_file_is_never_renamed_over_another(tmp_path: Path) -> None:
+    copies = RankCopies(tmp_path, 0, 1, None)
+    copies.open(1, 64, None)
+    (tmp_path / "global_step2").mkdir()
+    (tmp_path / "global_step2" / "rank_00000.safetensors").write_bytes(b"another")
+    with pytest.raises(FileExistsError):
+        copies.open(2, 64, None)
+    assert (tmp_path / "global_step2" / "rank_00000.safetensors").read_bytes() == b"another"
+
+
 def test_memory_that_is_full_fails_before_anything_is_written(tmp_path: Path) -> None:
     copies = RankCopies(tmp_path, 0, 1, None)
     with pytest.raises(OSError):
