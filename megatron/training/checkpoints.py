@@ -5,7 +5,6 @@ The format is in checkpoint/format.py; training/state.py knows what a rank owns.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -21,31 +20,21 @@ from types import TracebackType
 from typing import Any
 
 from megatron.checkpoint.copies import copied_bytes
-from megatron.checkpoint.folders import (
-    MANIFEST,
-    Run,
-    checkpoint_folders,
-    holds_checkpoints,
-    iteration_of,
-    of_run,
-    run_in,
-)
-from megatron.checkpoint.format import CheckpointError, SaveError
-from megatron.checkpoint.reader import Checkpoint, read_latest, resumes_itself
+from megatron.checkpoint.folders import MANIFEST, Run
+from megatron.checkpoint.format import SaveError
 from megatron.checkpoint.saver import Saver
-from megatron.options.config import CheckpointConfig, Config
+from megatron.options.config import Config
 from megatron.options.optimizer import STATES
 from megatron.options.progress import Progress
 from megatron.options.schedule import ParamSchedule
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import is_lost_peer, raise_on_all_ranks
 from megatron.resilience.host_consistency import check_shared
-from megatron.resilience.peer_copies import PeerCopies, open_newest
+from megatron.resilience.peer_copies import PeerCopies
 from megatron.resilience.replica_check import ReplicaCheck
 from megatron.training.engine import Engine
 from megatron.training.exports import BEST, Exports, export_name, is_due
 from megatron.weights.loader import TAG
-from megatron.weights.model import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -417,62 +406,6 @@ def layout_of(config: Config, ctx: ParallelContext) -> dict[str, Any]:
         "zero_stage": config.effective_zero_stage,
         "precision": config.training.precision,
     }
-
-
-def newest_copy(config: Config, ctx: ParallelContext, own: Run | None) -> tuple[Checkpoint | None, Kept | None]:
-    """Return the newest copy in the agents' memory that is newer than what the run has saved, if there is one.
-
-    A newer one that cannot be used is reported. `own`: the run that has saved; None: nothing is saved. Collective.
-    """
-    options = config.checkpoint
-    if options.peer_copy_interval is None or options.save is None:
-        return None, None
-    # as rank 0 sees it: others may see an older save of a shared folder
-    saved = ctx.broadcast(raise_on_all_ranks(ctx, lambda: _newest_saved(options, own)))
-    layout = layout_of(config, ctx)
-
-    def refusal(iteration: int, metadata: Mapping[str, Any]) -> str | None:
-        if not metadata:
-            return None if iteration > saved else "the disk has it"
-        if own is not None and Run.of(metadata).id != own.id:
-            return f"it is of run {Run.of(metadata).id}"
-        kept = Kept(**metadata["kept"])
-        # a later checkpoint is not what was to be exported
-        if kept.is_needed and kept.saved_at > saved:
-            return f"the save of iteration {kept.saved_at}, to be exported or kept as the best, was cut short"
-        return _differing_layout(metadata, layout)
-
-    copy, lines = open_newest(ctx, refusal)
-    for line in lines:
-        if ctx.rank == 0:
-            logger.warning("%s", line)
-    if copy is None:
-        return None, None
-    raise_on_all_ranks(ctx, lambda: check_model(copy, config))
-    kept = Kept(**copy.metadata["kept"])
-    return copy, dataclasses.replace(kept, save_is_due=kept.save_is_due or kept.saved_at > saved)
-
-
-def _newest_saved(options: CheckpointConfig, own: Run | None) -> int:
-    """Return the iteration of the newest checkpoint that the run would resume from the disk; 0: of none."""
-    save = Path(str(options.save))
-    if own is None and resumes_itself(options) and holds_checkpoints(save):
-        own = run_in(checkpoint_folders(save)[0])
-        with contextlib.suppress(CheckpointError):  # a damaged one does not say
-            own = read_latest(save)[1]
-    if own is None:  # it has saved none yet; what is there is another run's
-        return 0
-    found = of_run(own, checkpoint_folders(save), with_ancestors=False)
-    return max((iteration_of(path.name) for path in found), default=0)
-
-
-def _differing_layout(metadata: Mapping[str, Any], layout: Mapping[str, Any]) -> str | None:
-    """Return how the layout of a copy differs from that of now."""
-    there = metadata.get("layout") or {}
-    apart = [f"{name}={there.get(name)}, now {value}" for name, value in layout.items() if there.get(name) != value]
-    if not apart:
-        return None
-    return f"it was made on another layout ({'; '.join(apart)})"
 
 
 @functools.cache  # reads the packages' metadata, while training waits

@@ -25,7 +25,8 @@ from megatron.plan.flops import declared_layers
 from megatron.resilience.errors import raise_on_all_ranks
 from megatron.tasks.registry import load_task
 from megatron.tasks.task import Task
-from megatron.training.checkpoints import Kept, newest_copy
+from megatron.training.checkpoints import Kept
+from megatron.training.copies import newer_copy, newest_copy, newest_saved
 from megatron.training.engine import Engine
 from megatron.training.optimizers.average import saved_average
 from megatron.training.state import start_from_base
@@ -246,13 +247,16 @@ def find_start(config: Config, ctx: ParallelContext) -> Start:
     options = config.checkpoint
     # read by one rank: others may see a newer save of a shared folder, or an older one
     own = _of_rank_0(ctx, lambda: own_run(options))
-    copy, kept = newest_copy(config, ctx, own)
+    saved = newest_saved(config, ctx, own)
+    copy, kept = newest_copy(config, ctx, own, saved)
     if copy is not None:
         own = own or Run.of(copy.metadata)  # it may have saved nothing yet
     # --load and --finetune of the command started the run; typed again they must not start it once more
     if own is not None:
         options = _resuming_options(options)
     found = copy or find_checkpoint(dataclasses.replace(config, checkpoint=options), ctx, own)
+    if copy is None:
+        found, kept = newer_copy(config, ctx, own, found, saved)
     if found is None:  # on all ranks
         _check_start(config, options)
     checkpoint = found

@@ -49,6 +49,20 @@ def keep(folders: Sequence[str], steps: Sequence[int], kept: int | None = None) 
     return whole
 
 
+def refuse(folders: Sequence[str]) -> str:
+    """Rank 1 comes to an error of an unforeseen kind where the copy of rank 0 is to lie. Returns each rank's error."""
+    with agents(folders) as ctx:
+        copies = PeerCopies(ctx, "start", None)
+        copies.reserve(1 << 20)
+        assert copies._exchange is not None
+        fails = patch.object(copies._exchange.theirs, "open", side_effect=KeyError("unforeseen"))
+        with fails if ctx.rank == 1 else contextlib.nullcontext():
+            copies.keep(1, list(fragments_of(ctx.rank, ctx.world_size, 1, seed=1)), lambda: metadata_of(1))
+            assert copies._thread is not None
+            copies._thread.join(60.0)
+        return str(copies._error)
+
+
 def tear(folders: Sequence[str], step: int, kept: int) -> None:
     """Rank 0 completes its copy of an iteration; the others are killed in the midst of theirs."""
     with agents(folders) as ctx:
@@ -84,7 +98,7 @@ def train(folders: Sequence[str], arguments: str) -> list[str]:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megatron.training.checkpoints")
+    log = logging.getLogger("megatron.training.copies")
     with agents(folders):
         log.addHandler(handler)
         try:

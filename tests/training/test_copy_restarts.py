@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import differing
+from megatron.checkpoint.reader import Checkpoint
 from tests import runs
 from tests.ranks import RankPools
 from tests.resilience import copied
@@ -68,6 +69,22 @@ def test_a_torn_copy_is_passed_over_and_the_one_before_trains_to_the_same_bits(r
     assert passed_over.startswith("the copy of iteration 6 in memory is passed over: rank 1 had not completed it")
     assert resumed.startswith(f"resumed {again}/memory/global_step4: ")
     assert differing(again / "saved", again / "whole") == []
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_copy_of_its_iteration_not_to_an_older_checkpoint(
+    ranks: RankPools, again: Path
+) -> None:
+    damaged = again / "whole" / "global_step6" / "rank_00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    resumed, instead = run(ranks, again, FLAGS, saved="whole")
+    assert resumed.startswith(f"resumed {again}/memory/global_step6: ")
+    assert instead == (
+        f"{again}/memory/global_step6 in memory is loaded instead of {again}/whole/global_step3, which is older: the "
+        "checkpoint of iteration 6 is damaged"
+    )
+    assert Checkpoint(again / "whole" / "global_step6").verify()
 
 
 def test_copies_of_another_layout_are_passed_over_for_the_disk(ranks: RankPools, again: Path) -> None:
