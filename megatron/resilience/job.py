@@ -17,6 +17,8 @@ COMMAND = "MEGATRON_JOB_COMMAND"
 """Variable with the command that started the agent, a JSON list: a forked rank has that of its fork server."""
 COPIES = "MEGATRON_PEER_COPIES"
 """Variable with the folder in the agent's memory, in which ranks keep copies of their state (peer_copies.py)."""
+NO_MEMORY = ""
+"""Its value where the agent restarts ranks, but could make no such folder."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Variable with the number of restarts by the agent so far, as torchrun calls it."""
 

@@ -29,7 +29,7 @@ from megatron.resilience.errors import OtherRankFailed, PeerLostError, is_lost_p
 from megatron.resilience.rank_reports import FAILED, LOST, RUNNING, STUCK, LastSign, Report, verdict
 from megatron.resilience.report_channel import Channel
 from megatron.runtime.agent_link import AgentLink
-from megatron.runtime.alerts import LONGEST_TEXT, Alert
+from megatron.runtime.alerts import Alert, shortened
 from megatron.runtime.commands import HUNG
 from megatron.runtime.descriptors import shortage
 from megatron.runtime.network import LOOPBACK, address_towards
@@ -117,7 +117,7 @@ class Watchdog:
     def alert(self, event: str, message: str) -> None:
         """Have the agent alert of an event of the run (`megatron.runtime.alerts`). From rank 0 alone."""
         if self.rank == 0 and self._agent is not None:
-            alert = Alert(event, message[:LONGEST_TEXT], self.rank, self.step or None)
+            alert = Alert(event, shortened(message), self.rank, self.step or None)
             self._agent.send(alert=dataclasses.asdict(alert))
 
     def note_stragglers(self, stragglers: str) -> None:
@@ -380,7 +380,7 @@ class Watchdog:
 
     def _inform_agent(self, verdict: str, *, alone: bool) -> None:
         if self._agent is not None:
-            self._agent.send(verdict={"text": verdict[:LONGEST_TEXT], "alone": alone})
+            self._agent.send(verdict={"text": shortened(verdict), "alone": alone})
 
     def _headline(self, call: str) -> str:
         if call == LOST:

@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 ABORT, STALL, SPIKE, SAVE = "abort", "stall", "spike", "save"
@@ -91,11 +91,18 @@ def webhook_target(text: str) -> Target:
         raise ValueError(f"{source} is none; give http(s)://HOST/PATH") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
         raise ValueError(f"{source} is not http(s)://HOST/PATH; correct it")
-    if "://" in text and "@" in parts.netloc:
-        raise ValueError("holds an account, which the run would store; write the address into a file, and give that")
+    secret = _secret_part(parts)
+    if "://" in text and secret is not None:
+        raise ValueError(f"holds {secret}, which the run would store; write the address into a file, and give that")
     name = f"webhook {parts.scheme}://{parts.hostname}{f':{port}' if port else ''}"
     # isolated: no variable and no folder of the user's adds modules to it
     return Target(name, [sys.executable, "-I", __file__], url)
+
+
+def _secret_part(parts: SplitResult) -> str | None:
+    if "@" in parts.netloc:
+        return "an account"
+    return "a query" if parts.query else None
 
 
 def alert_faults(command: str | None, webhook: str | None) -> Iterator[str]:
@@ -136,28 +143,62 @@ class Alert:
 
 
 class Alerts:
-    """Delivers alerts from a thread. No call waits, but for `close`; no fault of a target is raised.
+    """Delivers alerts, to each target from a thread. No call waits, but for `close`; no fault of a target is raised.
 
     `say` gets a line where a target fails, once until it works again.
     """
 
     def __init__(self, run: str, command: str | None, webhook: str | None, say: Callable[[str], None]) -> None:
         """Raises ValueError for a target that is none."""
-        self._run, self._say = run, say
-        self._targets = []
+        self._say = say
+        targets = []
         if command is not None:
-            self._targets.append(command_target(command))
+            targets.append(command_target(command))
         if webhook is not None:
-            self._targets.append(webhook_target(webhook))
+            targets.append(webhook_target(webhook))
+        urls = [target.url for target in targets if target.url is not None]
+        self._deliveries = [_Delivery(target, run, urls, say) for target in targets]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[set[int]]:
+        """Start no process within; yield the sessions of those that deliver just now."""
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(delivery.held()) for delivery in self._deliveries]
+            yield {session for session in sessions if session is not None}
+
+    def send(self, alert: Alert) -> None:
+        """Have an alert delivered, unless one of its event was a short time ago."""
+        for delivery in self._deliveries:
+            delivery.send(alert)
+
+    def close(self) -> None:
+        """Wait until everything is delivered, LAST_WAIT_S at most."""
+        deadline_s = time.monotonic() + LAST_WAIT_S
+        for delivery in self._deliveries:
+            delivery.end()
+        late = [delivery for delivery in self._deliveries if not delivery.has_ended(deadline_s)]
+        if late:
+            names = " and ".join(delivery.target.name for delivery in late)
+            self._say(f"alerts: not all were delivered to {names} before the end")
+        for delivery in late:
+            delivery.kill()
+
+
+class _Delivery:
+    """Delivers to one target, which may hang: the others have threads of their own."""
+
+    def __init__(self, target: Target, run: str, urls: Sequence[str], say: Callable[[str], None]) -> None:
+        """`urls`: addresses that no message may hold."""
+        self.target = target
+        self._run, self._urls, self._say = run, urls, say
         self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
         self._sent_s: dict[str, float] = {}
         self._left_out: Counter[str] = Counter()
-        self._failing: set[str] = set()
+        self._is_failing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._starting = threading.Lock()
-        self._thread = threading.Thread(target=self._deliver_all, name="alerts", daemon=True)
-        if self._targets:
-            self._thread.start()
+        self._thread = threading.Thread(target=self._deliver_all, name=f"alerts to {target.name}", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[int | None]:
@@ -167,9 +208,6 @@ class Alerts:
             yield None if process is None else process.pid
 
     def send(self, alert: Alert) -> None:
-        """Have an alert delivered, unless one of its event was a short time ago."""
-        if not self._targets:
-            return
         now_s, ends = time.monotonic(), alert.status is not None
         if not ends and now_s - self._sent_s.get(alert.event, -APART_S) < APART_S:
             self._left_out[alert.event] += 1
@@ -181,19 +219,28 @@ class Alerts:
         self._sent_s[alert.event] = now_s
         self._left_out[alert.event] = 0
 
-    def close(self) -> None:
-        """Wait until everything is delivered, LAST_WAIT_S at most."""
-        if not self._thread.is_alive():
-            return
+    def end(self) -> None:
+        """Have the thread end once everything is delivered."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
-        self._thread.join(LAST_WAIT_S)
-        if self._thread.is_alive():
-            self._say("alerts: not all were delivered before the end")
-            self._kill()
+
+    def has_ended(self, deadline_s: float) -> bool:
+        """Return whether the thread has ended by then."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Kill the process that delivers just now, and all of its session."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
 
     def _content(self, alert: Alert) -> bytes:
-        host, message = socket.gethostname(), without_secrets(alert.message)[:LONGEST_TEXT]
+        host, message = socket.gethostname(), shortened(without_addresses(alert.message, self._urls))
         values = {
             "event": alert.event,
             "run": self._run,
@@ -213,25 +260,22 @@ class Alerts:
 
     def _deliver_all(self) -> None:
         while (content := self._waiting.get()) is not None:
-            for target in self._targets:
-                self._deliver(target, content)
+            self._deliver(content)
 
-    def _deliver(self, target: Target, content: bytes) -> None:
-        fault = self._try(target, content)
+    def _deliver(self, content: bytes) -> None:
+        fault = self._try(content)
         for _ in range(TRIES - 1):
             if not fault:
                 break
             time.sleep(PAUSE_S)
-            fault = self._try(target, content)
-        if not fault:
-            self._failing.discard(target.name)
-        elif target.name not in self._failing:
-            self._failing.add(target.name)
-            self._say(f"alerts: {target.name} {fault}; the run goes on without, later alerts are tried again")
+            fault = self._try(content)
+        if fault and not self._is_failing:
+            self._say(f"alerts: {self.target.name} {fault}; the run goes on without, later alerts are tried again")
+        self._is_failing = bool(fault)
 
-    def _try(self, target: Target, content: bytes) -> str:
+    def _try(self, content: bytes) -> str:
         """Deliver once; return why that failed, or nothing."""
-        stdout = subprocess.DEVNULL
+        target, stdout = self.target, subprocess.DEVNULL
         if target.url is not None:
             content = json.dumps({"url": target.url, "content": content.decode()}).encode()
             stdout = subprocess.PIPE
@@ -249,7 +293,7 @@ class Alerts:
             said, _ = self._process.communicate(content, timeout=TIMEOUT_S)
             status = self._process.returncode
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
             return f"does not end within {TIMEOUT_S:g} s"
         except OSError as error:
             return f"cannot be started ({error.strerror})"
@@ -259,15 +303,6 @@ class Alerts:
             return said.decode(errors="replace").strip()
         return f"ended with status {status}" if status else ""
 
-    def _kill(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
-
 
 def without_secrets(text: str) -> str:
     """Return a text without accounts and queries of addresses, and without the values of secret variables."""
@@ -275,6 +310,27 @@ def without_secrets(text: str) -> str:
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, "[removed]")
+    return text
+
+
+def shortened(text: str) -> str:
+    """Return a text without secrets, cut where it is too long."""
+    text = without_secrets(text)
+    if len(text) <= LONGEST_TEXT:
+        return text
+    # between words: what is to be removed later, as an address that the agent alone knows, is found as a whole only
+    end = max(text.rfind(space, 0, LONGEST_TEXT + 1) for space in " \n")
+    return text[: end if end > 0 else LONGEST_TEXT]
+
+
+def without_addresses(text: str, urls: Sequence[str]) -> str:
+    """Return a text without these addresses, and without their paths, which are the secret of chat services."""
+    for url in urls:
+        parts = urlsplit(url)
+        path = url.partition(parts.netloc)[2]
+        for secret in (url, f"{parts.netloc}{path}", path, parts.path):
+            if len(secret) >= SHORTEST_SECRET:
+                text = text.replace(secret, "[removed]")
     return text
 
 

@@ -151,7 +151,7 @@ def test_ending_processes_leaves_a_delivery_with_all_that_it_starts_alone() -> N
         "kept = subprocess.Popen(['sh', '-c', 'sleep 60 & wait'], start_new_session=True)\n"
         "other = subprocess.Popen(['sleep', '60'])\n"
         "while not psutil.Process(kept.pid).children(): time.sleep(0.01)\n"
-        "left = end_processes(os.getpid(), (), kept.pid)\n"
+        "left = end_processes(os.getpid(), (), {kept.pid})\n"
         "print(left, kept.poll(), len(psutil.Process(kept.pid).children()), other.wait())\n"
         "end_processes(os.getpid())\n"
     )

@@ -49,6 +49,23 @@ def test_a_killed_agent_leaves_memory_that_the_next_one_removes(shared: Path) ->
     assert [path.name for path in shared.iterdir()] == [own.name]
 
 
+def test_another_agent_that_takes_it_for_one_without_an_owner_is_waited_for(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, locked, waits = ownership.memory_of("/tmp/megatron-own"), ownership._locked, list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            place.rmdir()
+            monkeypatch.setattr(ownership, "_locked", locked)
+
+    monkeypatch.setattr(ownership, "_locked", lambda path: None)  # the other has it
+    monkeypatch.setattr(ownership.time, "sleep", wait)
+    assert ownership.open_memory() == place
+    assert len(waits) == 2
+
+
 def test_what_others_put_in_its_place_is_neither_used_nor_removed(shared: Path) -> None:
     place = ownership.memory_of("/tmp/megatron-own")
     (shared / "elsewhere").mkdir()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.runtime import alerts
-from megatron.runtime.alerts import ABORT, SAVE, SPIKE, Alert, Alerts, alert_faults, without_secrets
+from megatron.runtime.alerts import ABORT, SAVE, SPIKE, Alert, Alerts, alert_faults, shortened, without_secrets
 from megatron.runtime.messages import SECRET
 from tests.ranks import free_port
 
@@ -174,10 +174,10 @@ def test_a_webhook_that_is_not_there_is_named_and_a_command_beside_it_works(tmp_
 def test_a_webhook_that_works_again_is_named_again_when_it_fails(hook: Any) -> None:
     said: list[str] = []
     sender = Alerts("run7", None, f"http://127.0.0.1:{hook.server_address[1]}/", said.append)
-    (target,) = sender._targets
+    (delivery,) = sender._deliveries
     for status in (500, 500, 200, 500):
         hook.status = status
-        sender._deliver(target, b"{}")
+        delivery._deliver(b"{}")
     sender.close()
     assert len(said) == 2
 
@@ -229,13 +229,47 @@ def test_a_target_that_hangs_fills_a_bounded_queue_and_delays_no_call(monkeypatc
     assert time.monotonic() - began_s < 5 * AT_ONCE_S
     sender.close()
     assert time.monotonic() - began_s < 5.0
-    assert said == ["alerts: not all were delivered before the end"]
+    assert said == ["alerts: not all were delivered to command sleep before the end"]
+
+
+def test_a_command_that_hangs_keeps_no_webhook_from_the_end(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "LAST_WAIT_S", 1.0)
+    said: list[str] = []
+    sender = Alerts("run7", "sleep 600", f"http://127.0.0.1:{hook.server_address[1]}/", said.append)
+    sender.send(Alert(SPIKE, "loss 9.1"))
+    sender.send(Alert(ABORT, "ended", status=1))
+    began_s = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began_s < 3.0, "one deadline"
+    assert [json.loads(content)["event"] for _, _, content in hook.requests] == [SPIKE, ABORT]
+    assert said == ["alerts: not all were delivered to command sleep before the end"]
+
+
+def test_the_address_of_the_webhook_is_in_no_message(hook: Any, tmp_path: Path) -> None:
+    command, file = recorder(tmp_path)
+    address = f"http://127.0.0.1:{hook.server_address[1]}/services/T0/hidden"
+    (tmp_path / "hook").write_text(address)
+    sender = Alerts("run7", command, str(tmp_path / "hook"), print)
+    sender.send(Alert(ABORT, f"cannot post to {address}: no answer, url: /services/T0/hidden", status=1))
+    sender.close()
+    for got in (rows(file)[0]["stdin"], json.loads(hook.requests[0][2])):
+        assert got["message"] == "cannot post to [removed]: no answer, url: [removed]"
+        assert "hidden" not in got["text"]
+
+
+def test_a_text_is_cut_behind_what_is_removed_and_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    filler = "x " * (alerts.LONGEST_TEXT // 2 - 3)
+    for secret in ("hf_abcdefgh", "s3://me:password@host/path"):
+        text = shortened(f"{filler}{secret} and more")
+        assert len(text) <= alerts.LONGEST_TEXT
+        assert set(text.removesuffix("[removed]")) == {"x", " "}
 
 
 def test_no_delivery_begins_while_an_agent_ends_processes(tmp_path: Path) -> None:
     sender = Alerts("run7", f"tee {tmp_path}/got", None, print)
-    with sender.held() as session:
-        assert session is None
+    with sender.held() as sessions:
+        assert sessions == set()
         sender.send(Alert(ABORT, "ended", status=1))
         time.sleep(0.3)
         assert not (tmp_path / "got").exists()
@@ -260,6 +294,7 @@ def test_no_secret_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "http://", "alert_webhook the address is not http(s)://HOST/PATH; correct it"),
         (None, "http://host:port/", "alert_webhook the address is none; give http(s)://HOST/PATH"),
         (None, "https://user:hidden@host/", "alert_webhook holds an account, which the run would store"),
+        (None, "https://host/path?sig=hidden", "alert_webhook holds a query, which the run would store; write the"),
         (None, "no/such/file", "alert_webhook=no/such/file no/such/file cannot be read"),
     ],
 )

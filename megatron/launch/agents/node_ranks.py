@@ -186,6 +186,8 @@ class NodeRanks:
         }
         if self._memory is not None:
             values[job.COPIES] = self._memory
+        elif self._options.max_restarts:
+            values[job.COPIES] = job.NO_MEMORY
         return {name: str(value) for name, value in values.items()}
 
     @property
@@ -257,8 +259,8 @@ class NodeRanks:
     def end(self) -> None:
         """Kill what is left of the ranks and of all that they started."""
         # also what ranks have started in sessions of their own, such as the workers of a loader
-        with self._alerts.held() as session:
-            left = end_processes(os.getpid(), self._spared | self._helpers.pids, session)
+        with self._alerts.held() as sessions:
+            left = end_processes(os.getpid(), self._spared | self._helpers.pids, sessions)
         for pid in left:
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
         for process in self._processes:

@@ -217,11 +217,11 @@ def processes_below(pid: int) -> set[int]:
     return set()
 
 
-def end_processes(below: int, spared: Collection[int] = (), spared_session: int | None = None) -> list[int]:
+def end_processes(below: int, spared: Collection[int] = (), spared_sessions: Collection[int] = ()) -> list[int]:
     """Kill the descendants of a process, whatever their groups and sessions; return those that survive.
 
-    One that starts another in the meantime is looked for again. `spared`, and all of a session: descendants to leave
-    alive.
+    One that starts another in the meantime is looked for again. `spared`, and all of some sessions: descendants to
+    leave alive.
     """
     import psutil
 
@@ -231,7 +231,7 @@ def end_processes(below: int, spared: Collection[int] = (), spared_session: int 
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(below).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                    if spared_session is not None and os.getsid(process.pid) == spared_session:
+                    if spared_sessions and os.getsid(process.pid) in spared_sessions:
                         continue
                     if process.pid in spared or process.status() == psutil.STATUS_ZOMBIE:
                         continue
@@ -261,13 +261,14 @@ def open_memory() -> Path | None:
         return None
     remove_stale_memory()
     path = memory_of(tempfile.tempdir)
-    with contextlib.suppress(OSError):  # a rank that needs it says that there is none
-        for _ in range(LOCK_TRIES):
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(OSError):  # a rank that needs it says that there is none
             path.mkdir(mode=0o700)
             # held to the end of the process, and by no program that it starts
             if _locked(path) is not None:
                 return path
-            # another agent took it for one without an owner, before it was locked
+        # another agent took it for one without an owner, before it was locked, and removes it
+        time.sleep(LOOK_S)
     return None
 
 

@@ -36,8 +36,8 @@ class RunAlerts:
         """Begin an attempt, in which this node has this number."""
         self._is_first, self.verdict = node == 0, {}
 
-    def held(self) -> contextlib.AbstractContextManager[int | None]:
-        """Within it start no process that delivers; yields the session of one that runs, which must be let alone."""
+    def held(self) -> contextlib.AbstractContextManager[set[int]]:
+        """Within it start no process that delivers; yields the sessions of those that run, which must be let alone."""
         return self._sender.held()
 
     def take(self, link: RankLink) -> None:
