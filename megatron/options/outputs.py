@@ -29,7 +29,8 @@ class CheckpointConfig:
     peer_copy_interval: Positive | None = None
     """Steps between two copies of the state in the memory of the agents that restart the ranks (--max-restarts), on
     several hosts also in that of the next host: a restart loses at most so many steps. They take twice the size of a
-    checkpoint, over several hosts four times. Unset: none are kept."""
+    checkpoint, over several hosts four times the hosts' share; over three or more a restart needs room for one of the
+    whole model on each. Unset: none are kept."""
     save_samples: Positive | None = None
     """Save at the first step that reaches or passes each multiple of this many samples, in addition to save_interval;
     also export if save_hf is given."""

@@ -132,7 +132,10 @@ def as_tensor(content: bytes) -> Tensor:
 def bring_missing(
     ctx: ParallelContext, hosts: Hosts, folder: Path, step: int, holders: Mapping[int, Collection[int]]
 ) -> None:
-    """Bring each host the copies of those ranks that it lacks, as a host that is new does all. Collective.
+    """Bring each host the copies of those ranks that it lacks. Collective.
+
+    A new host lacks all, and of three or more each lacks those of all hosts but itself and the one before. It needs
+    them: a rank reads its weights from the files of all ranks that share them, and opening a checkpoint checks all.
 
     `holders`: the hosts that hold the copy of each rank. Raises CheckpointError or OSError on all ranks.
     """

@@ -56,6 +56,12 @@ def agents_folder() -> Path:
             "peer_copy_interval keeps copies in the memory of the agent that restarts the ranks, but none restarts "
             "these; start them by megatron-launch with --max-restarts (HL_MAX_RESTARTS), or leave it out"
         )
+    if name == job.NO_MEMORY:
+        raise CheckpointError(
+            f"the agent of {socket.gethostname()} could make no folder in /dev/shm, in whose memory peer_copy_interval "
+            "keeps copies; have it mounted, writable for this user and with free space (containers: --shm-size), or "
+            "leave the option out"
+        )
     folder = Path(name)
     try:
         status = os.lstat(folder)
@@ -115,7 +121,10 @@ class PeerCopies:
         sizes: list[int] = self._ctx.gather_objects(num_bytes)
         if self._exchange is not None:
             self._exchange.largest_bytes = max(sizes)
-        needed = COPIES * sum(sizes[rank] for rank in self._kept_here(self._hosts.ranks_of(self._hosts.own)))
+        here = self._kept_here(self._hosts.ranks_of(self._hosts.own))
+        # of the others one, while a restart reads: weights lie in the files of all ranks that hold them
+        others = sum(size for rank, size in enumerate(sizes) if rank not in here)
+        needed = COPIES * sum(sizes[rank] for rank in here) + others
 
         def check() -> None:
             memory = os.statvfs(self._folder)
@@ -124,9 +133,10 @@ class PeerCopies:
             free += held_bytes(self._folder)
             if needed > free:
                 raise CheckpointError(
-                    f"peer_copy_interval: {COPIES} copies of each rank's state take {needed / GIB:.2f} GiB of the "
-                    f"memory of {socket.gethostname()}, of which {free / GIB:.2f} GiB are free in "
-                    f"{self._folder.parent}; give it more, or leave the option out"
+                    f"peer_copy_interval: {COPIES} copies of each rank's state"
+                    f"{', and in a restart one of those of other hosts,' if others else ''} take "
+                    f"{needed / GIB:.2f} GiB of the memory of {socket.gethostname()}, of which {free / GIB:.2f} GiB "
+                    f"are free in {self._folder.parent}; give it more, or leave the option out"
                 )
 
         raise_on_all_ranks(self._ctx, check)

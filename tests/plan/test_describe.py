@@ -34,14 +34,14 @@ def test_description_fits_a_terminal_of_80_columns() -> None:
     assert "4.1% of a step" in text
 
 
-@pytest.mark.parametrize(("nodes", "copies"), [(1, 2), (2, 2 * 2)])
-def test_copies_in_memory_are_planned_as_the_state_twice_and_over_nodes_with_the_next_nodes(
+@pytest.mark.parametrize(("nodes", "copies"), [(1, 2), (2, 2 * 2), (3, 2 * 2 + 1)])
+def test_copies_in_memory_are_planned_with_the_next_nodes_and_with_what_a_restart_brings(
     nodes: int, copies: int
 ) -> None:
     checkpoint = {"save": "s", "peer_copy_interval": 10, "no_save_optim": True}
     run = config(BLOOM_13B, parallel={"tensor_model_parallel_size": 8}, checkpoint=checkpoint)
     text = describe(run, nodes=nodes, devices_per_node=8, title="BLOOM", check=check)
-    # float32 weights and AdamW's two moments, over all ranks
+    # float32 weights and AdamW's two moments, over all ranks; of three nodes one lacks the third's
     gib = copies * 12 * count_parameters(run) / nodes / 2**30
     line = re.search(r"^     host: ([\d.]+) GiB a node for copies of the state \(--peer-copy-interval\)$", text, re.M)
     assert line is not None

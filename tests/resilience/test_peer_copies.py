@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.folders import CheckpointError
+from megatron.resilience import job
+from megatron.resilience.peer_copies import agents_folder
 from tests.ranks import RankFailure, RankPools
 from tests.resilience import copied
 
@@ -123,11 +126,39 @@ def test_neighbours_that_are_lost_take_a_copy_with_them(ranks: RankPools, tmp_pa
         assert [line.partition(", or")[0] for line in lines] == said
 
 
+def test_an_error_where_a_copy_is_to_lie_reaches_the_neighbour_at_once(ranks: RankPools, tmp_path: Path) -> None:
+    assert ranks(RANKS)(copied.refuse, agents(tmp_path, 2)) == [
+        "rank 1 on the next host did not take it",
+        "that of rank 0 cannot be taken: KeyError: 'unforeseen'",
+    ]
+
+
+def test_a_restart_over_three_hosts_has_room_for_the_copies_that_it_brings(ranks: RankPools, tmp_path: Path) -> None:
+    memory = agents(tmp_path, 3)
+    ranks(6)(copied.keep, memory, [10])
+    own = [{f"global_step10/rank_{rank:05d}.safetensors" for rank in range(first, first + 2)} for first in (0, 2, 4)]
+    assert [files(folder) for folder in memory] == [own[host] | own[host - 1] for host in range(3)]
+    assert ranks(6)(copied.reopen, memory, 0) == [(10, [])] * 6
+    assert [files(folder) for folder in memory] == [set.union(*own)] * 3, "each rank reads what others have saved"
+    # 2 of each of 4 ranks, and 1 of the other 2
+    said = ranks(6)(copied.reserve, memory, 1 << 50)
+    assert "each rank's state, and in a restart one of those of other hosts, take 10485760.00 GiB of the" in said[0]
+
+
 def test_memory_that_does_not_suffice_is_refused_on_all_ranks(ranks: RankPools, tmp_path: Path) -> None:
     memory = agents(tmp_path, 1)
     assert ranks(RANKS)(copied.reserve, memory, 1 << 20) == [""] * RANKS
     said = ranks(RANKS)(copied.reserve, memory, 1 << 50)
     assert "CheckpointError: peer_copy_interval: 2 copies of each rank's state take 4194304.00 GiB" in said[0]
+
+
+def test_the_remedy_is_restarts_or_memory_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(job.COPIES, raising=False)
+    with pytest.raises(CheckpointError, match="start them by megatron-launch with --max-restarts"):
+        agents_folder()
+    monkeypatch.setenv(job.COPIES, job.NO_MEMORY)
+    with pytest.raises(CheckpointError, match="could make no folder in /dev/shm"):
+        agents_folder()
 
 
 def test_memory_of_another_user_is_refused(ranks: RankPools, tmp_path: Path) -> None:

@@ -54,13 +54,19 @@ def rank_bytes(config: Config, layout: Layout) -> int:
 
 
 def copied_bytes(config: Config, layout: Layout, *, nodes: int, devices_per_node: int) -> int:
-    """Return the host memory of a node for copies of the state, on the node whose ranks hold most (peer_copies.py)."""
+    """Return the host memory of a node for copies of the state, on the node whose ranks hold most (peer_copies.py).
+
+    It includes the copies of other nodes that a restart brings there.
+    """
     # the optimizer is in each of them, whatever a save leaves out
     whole = replace(config, checkpoint=replace(config.checkpoint, no_save_optim=False))
     ranks = min(layout.world_size, devices_per_node)
     # the whole copy and the one that is made; over several nodes those of the node before too
     copies = 2 if nodes == 1 else 4
-    return copies * ranks * rank_bytes(whole, layout)
+    kept = copies * ranks * rank_bytes(whole, layout)
+    if nodes <= 2:
+        return kept
+    return kept + max(0, checkpoint_bytes(whole) - kept // 2)
 
 
 def _trained_numbers(layer: LayerDeclaration) -> int:
