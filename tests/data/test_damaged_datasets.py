@@ -268,23 +268,20 @@ def test_a_flipped_header_bit_is_refused_or_means_the_same(tmp_path: Path, byte:
 ORDERS = pytest.mark.parametrize("order", [[], ["--shuffle", "1"]], ids=["in order", "shuffled"])
 
 
+def merge_command(folder: Path, num_tokens: int, order: list[str]) -> list[str]:
+    """Write two datasets of one document to folder/in; the command merges them to folder/out/d."""
+    for name in ("in", "out"):
+        (folder / name).mkdir()
+    for name in "ab":
+        write_dataset(folder / "in" / name, [num_tokens])
+    tool = REPOSITORY / "tools" / "merge_datasets.py"
+    return [sys.executable, str(tool), "--input", f"{folder}/in", "--output-prefix", f"{folder}/out/d", *order]
+
+
 @ORDERS
 def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path, order: list[str]) -> None:
-    for folder in ("in", "out"):
-        (tmp_path / folder).mkdir()
-    for name in "ab":
-        write_dataset(tmp_path / "in" / name, [200_000])
-    tool = REPOSITORY / "tools" / "merge_datasets.py"
     run = subprocess.run(
-        [
-            sys.executable,
-            str(tool),
-            "--input",
-            str(tmp_path / "in"),
-            "--output-prefix",
-            str(tmp_path / "out/d"),
-            *order,
-        ],
+        merge_command(tmp_path, 200_000, order),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
         capture_output=True,
         text=True,
@@ -300,20 +297,7 @@ def test_a_merge_beyond_the_file_size_limit_leaves_nothing(tmp_path: Path, order
     [([], signal.SIGKILL), (["--shuffle", "1"], signal.SIGKILL), (["--shuffle", "1"], signal.SIGTERM)],
 )
 def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path, order: list[str], ending: int) -> None:
-    for folder in ("in", "out"):
-        (tmp_path / folder).mkdir()
-    for name in "ab":
-        write_dataset(tmp_path / "in" / name, [10_000_000])
-    tool = REPOSITORY / "tools" / "merge_datasets.py"
-    command = [
-        sys.executable,
-        str(tool),
-        "--input",
-        str(tmp_path / "in"),
-        "--output-prefix",
-        str(tmp_path / "out/d"),
-        *order,
-    ]
+    command = merge_command(tmp_path, 10_000_000, order)
     merge = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline_s = time.monotonic() + HANG_S
     while not any((tmp_path / "out").glob("*/dataset.bin")) and merge.poll() is None:

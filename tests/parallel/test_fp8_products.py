@@ -19,7 +19,7 @@ from megatron.parallel.shards import LayerDeclaration, Shard, Shards
 
 Array = np.ndarray[Any, Any]
 TOKENS, INPUTS, OUTPUTS = 21, 64, 32
-"""So many tokens that their number is no multiple of 16."""
+"""Tokens, whose number is no multiple of 16."""
 RECIPES = [("tensorwise", "hybrid"), ("tensorwise", "e4m3"), ("rowwise", "e4m3")]
 
 

@@ -125,8 +125,8 @@ def _check_tokenizers(prefixes: Sequence[str], all_notes: Sequence[dict[str, Any
 
 
 def check_space(inputs: Sequence[IndexedDataset], folder: Path) -> None:
-    # besides the result, lengths and ends of documents are stored until the .idx is written; what a shuffle stores
-    # meanwhile is removed as the result grows, and is no more than it
+    # besides the result, lengths and ends of documents are stored until the .idx is written; a shuffle's files are
+    # removed as the result grows, so that both together take no more than the result
     needed = 0
     for data in inputs:
         needed += data.num_tokens * data.dtype.itemsize + (12 + 4) * len(data) + (8 + 8) * data.num_documents

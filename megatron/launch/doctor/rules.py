@@ -138,12 +138,12 @@ def _lacks(own: Facts, slots: int, needed_files: int) -> Iterator[str]:
 
 def _different(name: str, values: Mapping[int, str]) -> Iterator[Suspicion]:
     usual, count = usual_value(list(values.values()))
-    majority = f"on {count} of {len(values)} hosts"
+    others = f"on {count} of {len(values)} hosts"
     if 2 * count <= len(values):
-        majority = "on the first such host; there is no majority"
+        others += ", which is no majority"
     for host, value in values.items():
         if value != usual:
-            yield Suspicion(host, "facts", f"its {name} is {value[:60]}, but {usual[:60]} {majority}")
+            yield Suspicion(host, "facts", f"its {name} is {value[:60]}, but {usual[:60]} {others}")
 
 
 def _gigabytes(value: float) -> str:

@@ -58,7 +58,7 @@ def _cast(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _compiled_cast() -> Any:
-    """Return `_cast` as one kernel, or plain where there is no compiler, of which the choice of kernels warns."""
+    """Return `_cast` compiled to one kernel; `_cast` itself where there is no compiler, as choose_kernels warns."""
     from deepspeed.accelerator import get_accelerator
 
     from megatron.parallel.operators.fused import missing_compiler

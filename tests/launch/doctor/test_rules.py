@@ -123,7 +123,7 @@ def test_too_few_devices_and_two_hosts_without_a_majority() -> None:
     found = [each.reason for each in rules.judge_facts(facts, {0: 8, 1: 8}, 0)]
     assert found == [
         "it has 7 devices, but 8 ranks are to run on it",
-        "its number of devices is 7, but 8 on the first such host; there is no majority",
+        "its number of devices is 7, but 8 on 1 of 2 hosts, which is no majority",
     ]
 
 
@@ -170,7 +170,7 @@ def test_a_slow_link_names_its_pair_and_a_slow_host_itself() -> None:
     (found,) = rules.low_links(receives, stated)
     assert (found.host, found.peer) == (4, None)
     assert found.reason.startswith("it receives at 200 MB/s, 0.20 of the median of 5 (1 GB/s)")
-    # of three a slow link is no slow host
+    # with three hosts a slow link is named by its ends, and no host as slow
     (found,) = rules.low_links(links_of(3) | {(0, 1): 1e8}, dict.fromkeys(range(3), 0))
     assert (found.host, found.peer) == (0, 1)
 
