@@ -140,7 +140,7 @@ def _different(name: str, values: Mapping[int, str]) -> Iterator[Suspicion]:
     usual, count = usual_value(list(values.values()))
     others = f"on {count} of {len(values)} hosts"
     if 2 * count <= len(values):
-        others += ", which is no majority"
+        others += ", not a majority"
     for host, value in values.items():
         if value != usual:
             yield Suspicion(host, "facts", f"its {name} is {value[:60]}, but {usual[:60]} {others}")

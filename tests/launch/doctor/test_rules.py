@@ -123,7 +123,7 @@ def test_too_few_devices_and_two_hosts_without_a_majority() -> None:
     found = [each.reason for each in rules.judge_facts(facts, {0: 8, 1: 8}, 0)]
     assert found == [
         "it has 7 devices, but 8 ranks are to run on it",
-        "its number of devices is 7, but 8 on 1 of 2 hosts, which is no majority",
+        "its number of devices is 7, but 8 on 1 of 2 hosts, not a majority",
     ]
 
 
