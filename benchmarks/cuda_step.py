@@ -1,13 +1,15 @@
 """The aims of a step on one CUDA GPU, in one call of at most eight minutes: bf16, fp8, and compiled transformers.
 
     python benchmarks/cuda_step.py
+    python benchmarks/cuda_step.py --sections plan     # the plan's time of a step beside the measured one
     python benchmarks/cuda_step.py --device cpu        # tiny, emulated: whether the script runs
 
 Llama 3.2 1B, sequence 4,096, in microbatches of 2, as `step.py` has it. First the rates: tokens/s and MFU of each side,
 one after the other; then the losses of bf16 and fp8 over 300 steps on the same text (the bytes of this repository's
 own pages and sources, so that no data need be there). Aims: fp8 with scales by tensors or by rows 1.25 times the
 tokens/s of bf16, bf16 1.1 times those of compiled transformers at an MFU of 57 %, and mean losses of the last 30 steps
-within 1 %. Exit status 1 if one is missed, on CUDA alone. Further flags are options of a run.
+within 1 %. `plan`: steps of other sizes and models within 5 % of what the chip's published rates predict. Exit status 1
+if an aim is missed, on CUDA alone. Further flags are options of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +32,21 @@ if TYPE_CHECKING:
     from benchmarks.step_sides import Workload
 
 FP8 = {"tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise", "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise"}
-AIMS = {"fp8": 1.25, "transformers": 1.1, "mfu": 0.57, "loss": 0.01}
+AIMS = {"fp8": 1.25, "transformers": 1.1, "mfu": 0.57, "loss": 0.01, "plan": 0.05}
+PLANNED = {
+    "Llama 1B": ("llama", ""),
+    "rows of 2,048 tokens": ("llama", "--seq-length 2048 --micro-batch-size 4"),
+    "rows of 8,192 tokens": ("llama", "--seq-length 8192 --micro-batch-size 1"),
+    "microbatches of 1": ("llama", "--micro-batch-size 1"),
+    "all recomputed": ("llama", "--recompute-granularity full"),
+    "attention recomputed": ("llama", "--recompute-granularity selective"),
+    "LoRA of rank 16": ("llama", "--lora-rank 16 --lora-target-modules all-linear"),
+    "4 layers of Llama 8B": ("llama", "--config llama31_8b --num-layers 4"),
+    "fp8 by tensors": ("llama", FP8["tensorwise"]),
+    "fp8 by rows": ("llama", FP8["rowwise"]),
+    "Bloom 1.7B": ("bloom", ""),
+}
+"""Cases of the plan: a model of step.py, and what differs from its flags."""
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128 "
     "--vocab-size 512 --seq-length 64 --micro-batch-size 2 --global-batch-size 4"
@@ -65,6 +81,8 @@ def main() -> int:
         missed += _rates(options, ctx, flags, peak)
     if "loss" in options.sections:
         missed += _losses(options, ctx, flags)
+    if "plan" in options.sections:
+        missed += _plan(options, ctx, flags)
     print(f"{time.perf_counter() - began_s:.0f} s in all")
     for aim in missed:
         print(f"missed: {aim}")
@@ -75,7 +93,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="The aims of a step on one CUDA GPU.", allow_abbrev=False)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--sections", nargs="+", default=["rate", "loss"], choices=("rate", "loss"))
+    parser.add_argument("--sections", nargs="+", default=["rate", "loss"], choices=("rate", "loss", "plan"))
     parser.add_argument("--recipes", nargs="+", default=list(FP8), choices=tuple(FP8), help="of the rates")
     parser.add_argument("--loss-recipe", default="tensorwise", choices=tuple(FP8), help="of the losses")
     parser.add_argument("--rounds", type=positive, default=5, help="measurements of a side (default: 5)")
@@ -178,6 +196,38 @@ def _trained(steps: int, ctx: Any, work: Workload) -> list[float]:
     if ctx.device.type == "cuda":
         torch.cuda.empty_cache()
     return losses
+
+
+def _plan(options: Any, ctx: Any, flags: list[str]) -> list[str]:
+    """Print the predicted and the measured time of each planned case; return the aim if one misses it."""
+    from benchmarks.step_sides import Ours
+    from megatron.observability.prediction import detected_machine
+    from megatron.plan.rates.files import load_rates
+    from megatron.plan.timing.cluster import Cluster
+    from megatron.plan.timing.step import step_time
+    from megatron.runtime import accelerator
+    from megatron.runtime.devices import device_of
+
+    device, missed = ctx.device.type, []
+    machine = detected_machine(device_of(device), accelerator.current().chip_name())
+    if machine is None:
+        print("plan: this chip has no published rates")
+        return ["the plan of a chip without published rates"]
+    rates = load_rates(machine)
+    for name, (model, own) in PLANNED.items():
+        work = workload(model, device, "bf16", [*own.split(), *flags])
+        predicted_s = step_time(work.config, Cluster((1,)), rates).seconds
+        side = MeasuredSide(partial(Ours, work, ctx), work, device == "cuda")
+        measured_s = statistics.median(timed(side, 1)() for _ in range(options.rounds))
+        side.close()
+        ratio = predicted_s / measured_s
+        print(
+            f"{name:22s} {predicted_s * 1e3:8.1f} ms predicted, {measured_s * 1e3:8.1f} measured: {ratio:.3f}",
+            flush=True,
+        )
+        if abs(ratio - 1) > AIMS["plan"]:
+            missed.append(f"the plan of {name} within {AIMS['plan']:.0%}")
+    return missed
 
 
 def _text() -> Any:
