@@ -186,22 +186,65 @@ class MatrixUpdate:
         self._matrices = matrices_of(held)
 
     @cached_property
+    def _owners(self) -> list[int]:
+        return owners(self._matrices, self._layout, self._config.optimizer.muon_num_ns_steps)
+
+    @cached_property
+    def _of_busiest(self) -> list[int]:
+        """Places in the list of the matrices of the rank with most to do."""
+        steps = self._config.optimizer.muon_num_ns_steps
+        by_rank: dict[int, list[int]] = {}
+        for index, rank in enumerate(self._owners):
+            by_rank.setdefault(rank, []).append(index)
+        return max(by_rank.values(), key=lambda own: sum(self._matrices[each].flops(steps) for each in own), default=[])
+
+    @property
     def owned(self) -> list[Matrix]:
         """Return the matrices of the rank with most to do."""
-        steps = self._config.optimizer.muon_num_ns_steps
-        by_rank: dict[int, list[Matrix]] = {}
-        for matrix, rank in zip(self._matrices, owners(self._matrices, self._layout, steps), strict=True):
-            by_rank.setdefault(rank, []).append(matrix)
-        return max(by_rank.values(), key=lambda own: sum(matrix.flops(steps) for matrix in own), default=[])
+        return [self._matrices[index] for index in self._of_busiest]
+
+    @cached_property
+    def travelling(self) -> list[Matrix]:
+        """Those of them of which another rank updates a part."""
+        holders, found = Holders(self._layout), []
+        for index in self._of_busiest:
+            matrix = self._matrices[index]
+            updates = [
+                rank
+                for rank in holders.of(matrix)
+                if holders.places[rank].shard_place(matrix.shard)[0] % self._shards(matrix) in self._cuts[index]
+            ]
+            if updates != [self._owners[index]]:
+                found.append(matrix)
+        return found
+
+    @cached_property
+    def _cuts(self) -> list[range]:
+        """Return for each matrix the ranks that have some of it, among those over which ZeRO cuts its group."""
+        ends = {True: 0, False: 0}
+        """Numbers of the experts' group, where it is one, and of the others'."""
+        stretches = []
+        for matrix in self._matrices:
+            group = self._is_divided(matrix)
+            begin, ends[group] = ends[group], ends[group] + self._local_numel(matrix)
+            stretches.append((matrix, begin, ends[group]))
+        cuts = []
+        for matrix, begin, end in stretches:
+            # equal parts of one flat tensor
+            per_rank = -(-ends[self._is_divided(matrix)] // self._shards(matrix))
+            cuts.append(range(begin // per_rank, (end - 1) // per_rank + 1))
+        return cuts
 
     @cached_property
     def held(self) -> int:
         """Numbers of matrices that a rank updates: of its blocks, or what ZeRO leaves it of them."""
-        total = 0
-        for matrix in self._matrices:
-            numel = math.prod(matrix.block(self._layout.cut_of(matrix.shard)[1]))
-            total += -(-numel // self._shards(matrix))
-        return total
+        return sum(-(-self._local_numel(matrix) // self._shards(matrix)) for matrix in self._matrices)
+
+    def _local_numel(self, matrix: Matrix) -> int:
+        return math.prod(matrix.block(self._layout.cut_of(matrix.shard)[1]))
+
+    def _is_divided(self, matrix: Matrix) -> bool:
+        return self._layout.divides_experts and matrix.shard.expert is not None
 
     def _shards(self, matrix: Matrix) -> int:
         if self._config.effective_zero_stage == 0:
@@ -211,7 +254,7 @@ class MatrixUpdate:
     def _copies(self, matrix: Matrix) -> int:
         """Return how many ranks update each number of a matrix."""
         copies = self._layout.grad_place(matrix.shard)[1] // self._shards(matrix)
-        if matrix.shard.dim is None and not (self._layout.divides_experts and matrix.shard.expert is not None):
+        if matrix.shard.dim is None and not self._is_divided(matrix):
             copies *= self._layout.tensor_size
         return copies
 
@@ -222,25 +265,27 @@ class MatrixUpdate:
     @property
     def sent_numbers(self) -> int:
         """Numbers that a rank sends to owners, of copies one."""
-        return sum(math.prod(matrix.shape) for matrix in self.owned) if self.exchanges else 0
+        return sum(math.prod(matrix.shape) for matrix in self.travelling)
 
     @property
     def returned_numbers(self) -> int:
         """Numbers that a rank sends back: to each rank that updates them."""
-        return sum(math.prod(matrix.shape) * self._copies(matrix) for matrix in self.owned) if self.exchanges else 0
+        return sum(math.prod(matrix.shape) * self._copies(matrix) for matrix in self.travelling)
 
     @property
     def temporary_bytes(self) -> int:
         """Return the most bytes that are allocated during the update (training/optimizers/muon.py)."""
         size = BYTES[self.precision]
-        work = 0
-        for matrix in self.owned:
-            # X before and after a step, A and its polynomial
-            numbers = 2 * math.prod(matrix.shape) + 2 * min(matrix.shape) ** 2
-            # put together of parts, or rounded
-            if self.exchanges or self.precision != "fp32":
-                numbers += math.prod(matrix.shape)
-            work = max(work, size * numbers)
+        assembled = size * max((self._work(matrix, copies=True) for matrix in self.travelling), default=0)
+        is_rounded = self.precision != "fp32"
+        alone = [self._work(matrix, copies=is_rounded) for matrix in self.owned if matrix not in self.travelling]
         sent, returned = size * self.sent_numbers, size * self.returned_numbers
-        arrived = size * self.held if self.exchanges else 0
-        return max(2 * sent, sent + returned + work, returned + arrived)
+        arrived = min(returned, size * self.held)
+        # those that did not travel are orthogonalised while the others' parts come back
+        return max(2 * sent, sent + returned + assembled, returned + arrived + size * max(alone, default=0))
+
+    def _work(self, matrix: Matrix, *, copies: bool) -> int:
+        """Numbers that are allocated while a matrix is orthogonalised. `copies`: put together of parts, or rounded."""
+        # X before and after a step, A and its polynomial
+        numbers = 2 * math.prod(matrix.shape) + 2 * min(matrix.shape) ** 2
+        return numbers + math.prod(matrix.shape) if copies else numbers

@@ -168,6 +168,22 @@ class ZeroRank:
             totals += of_layer
         return list(totals.items())
 
+    @property
+    def gathered(self) -> int:
+        """Numbers of the largest group of parameters, whose updated weights are gathered one group after the other."""
+        kinds: tuple[bool | None, ...] = (None,)
+        if self.config.optimizer.kind.needs_whole_matrices:  # they are groups of their own
+            kinds = (True, False)
+        largest = 0
+        for kind in kinds:
+            totals: Counter[int] = Counter()
+            for layer in self.layers:
+                totals += self._trained_of(layer, kind)
+            # one set of ranks after the other
+            cut = [numel for size, numel in totals.items() if size > self.layout.num_replicas]
+            largest = max([largest, *cut])
+        return largest
+
     def _trained_of(self, layer: LayerDeclaration, is_linear_weight: bool | None = None) -> Counter[int]:
         """Return trained numbers of a layer by the ranks that sum their gradients; of one kind, or of both (None)."""
         totals: Counter[int] = Counter()
@@ -331,9 +347,7 @@ def _of_training(rank: ZeroRank) -> SharedState:
         state = _offloaded(rank, state)
     if stage in (1, 2) and rank.shard_size > 1 and rank.device.collectives_are_gloo:
         # gloo gathers the updated weights into a tensor of its own before it copies them
-        # one set of ranks after the other
-        largest = max(numel for size, numel in rank.trained_by_size if size > rank.layout.num_replicas)
-        gathered = rank.number_bytes * min(largest, ALLGATHER_BUCKET)
+        gathered = rank.number_bytes * min(rank.gathered, ALLGATHER_BUCKET)
         state = replace(state, at_update=max(state.at_update, gathered))
     return state
 
