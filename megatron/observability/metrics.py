@@ -261,6 +261,11 @@ class MetricsLog:
         if self._writes:
             self._write_row("bad_step", row)
 
+    def log_recheck(self, row: dict[str, Any]) -> None:
+        """Write which ranks did not compute what others did."""
+        if self._writes:
+            self._write_row("recheck", row)
+
     def log_saved(self, iteration: int) -> None:
         """Log a complete checkpoint, for trackers alone: the log has a line on it."""
         if self._writes:

@@ -9,6 +9,7 @@ from megatron.options.config import Config, options
 from megatron.options.data import DataConfig, parse_split
 from megatron.options.model import ROPE_SCALING, ROPE_SCALING_OPTIONS, ModelConfig
 from megatron.options.optimizer import READERS
+from megatron.options.outputs import LoggingConfig
 from megatron.options.training import Fp8Config
 from megatron.runtime.devices import candidates, planned_device
 
@@ -119,8 +120,8 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.lora.loraplus_lr_ratio != 1, "loraplus_lr_ratio", "give one", ("loraplus_lr_embedding",)),
         (logging.generate_prompts, "generate_prompts", "give a file", ("generate_interval", "generate_max_new_tokens")),
         (logging.lm_eval_tasks, "lm_eval_tasks", "name one", LM_EVAL),
-        (logging.wandb_project, "wandb_project", "give one", WANDB),
-        (logging.mlflow_experiment, "mlflow_experiment", "give one", MLFLOW),
+        *_of_trackers(logging),
+        (config.guard.recheck_interval, "recheck_interval", "set it", ("recheck_action",)),
         (logging.callbacks, "callbacks", "name one", ("callback_errors",)),
     ]
     for present, needed, remedy, names in needs:
@@ -130,6 +131,11 @@ def idle_without(config: Config) -> Iterator[str]:
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def _of_trackers(logging: LoggingConfig) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
+    yield logging.wandb_project, "wandb_project", "give one", WANDB
+    yield logging.mlflow_experiment, "mlflow_experiment", "give one", MLFLOW
 
 
 def _of_optimizer(config: Config) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:

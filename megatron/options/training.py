@@ -237,6 +237,11 @@ class GuardConfig:
     """Abort after this many rollbacks without a new checkpoint between them."""
     check_replicas_interval: NonNegative = 0
     """Steps between two checks that all copies of a parameter are bitwise equal; also before each save. 0: never."""
+    recheck_interval: NonNegative = 0
+    """Steps between two checks that all data-parallel ranks compute the same of one microbatch, bit for bit. 0: never.
+    It costs one further forward and backward pass of a microbatch each time."""
+    recheck_action: Literal["abort", "log"] = "abort"
+    """Action on a rank that computed something else. `abort`: the run ends with exit status 3. `log`: it goes on."""
     watchdog_timeout_s: NonNegativeFloat | None = None
     """Seconds without progress after which the run is aborted with the stacks of all ranks. Until the first step is
     done, distributed_timeout_minutes applies instead. 0: no watchdog. Unset: 600, or distributed_timeout_minutes if

@@ -67,6 +67,9 @@ class FiniteChecks:
             x = x[..., 0]
         self._add(x, COMPUTED, self.place)
 
+    def gathered(self, x: Tensor) -> None:
+        """A rank's rows, which its tensor-parallel ranks get: not checked, but traced by training/recheck.py."""
+
     def whole(self, x: Tensor | None, kind: str, place: PassPlace | None = None) -> None:
         """Check every number of a tensor; None, of a frozen stage, has none."""
         if self._is_on and x is not None and x.is_floating_point():

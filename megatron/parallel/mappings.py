@@ -35,6 +35,7 @@ def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
 
 def all_gather_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
     """[S/tp, ...] of each rank -> [S, ...]; no autograd."""
+    ctx.state.checks.gathered(x)
     full = x.new_empty((x.shape[0] * ctx.tensor_size, *x.shape[1:]))
     x = x.contiguous()
     with ctx.state.clock.phase(WAIT):

@@ -53,6 +53,19 @@ class RandomStreams:
             self._states[name] = generator.get_rng_state()
         generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
 
+    @contextmanager
+    def apart(self, seed: int, consumed_samples: int, layout: Layout) -> Iterator[None]:
+        """Within it draw what `seed_step` starts; afterwards all streams go on where they were."""
+        generator = _accelerator()
+        replicated, states, key = generator.get_rng_state(), self._states, self.step_key
+        self._states = {}
+        self.seed_step(seed, consumed_samples, layout)
+        try:
+            yield
+        finally:
+            generator.set_rng_state(replicated)
+            self._states, self.step_key = states, key
+
     def sharded(self) -> AbstractContextManager[None]:
         """Draw from this tensor-parallel rank's own stream inside."""
         return self._drawing("sharded")

@@ -54,7 +54,7 @@ def find_origin(records: Sequence[RankRecord], num_stages: int) -> FaultOrigin:
         return _bad_weights(damaged, records)
     bad = [(record, record.first) for record in records if record.first is not None]
     places = {(r.place.stage, r.place.replica, r.place.tensor_rank): r for r in records}
-    origins = [(record, first) for record, first in bad if not _follows(record, first, bad, places, num_stages)]
+    origins = [(record, first) for record, first in bad if not follows(record, first, bad, places, num_stages)]
     if not origins:
         return FaultOrigin(LINK, (), "", "what each rank computed was finite; their sum is not: a link, or an overflow")
     kinds = {record.place.rank: _kind(record, first) for record, first in origins}
@@ -66,14 +66,17 @@ BadRecord = tuple[RankRecord, FirstBad]
 """Record of a rank with its first check that failed."""
 
 
-def _follows(
+def follows(
     record: RankRecord,
     first: FirstBad,
     bad: Sequence[BadRecord],
     places: Mapping[tuple[int, int, int], RankRecord],
     num_stages: int,
 ) -> bool:
-    """Return True if another rank was bad before, and this one got it from there."""
+    """Return True if another rank was bad before, and this one got it from there.
+
+    `places`: the records of all ranks by stage, replica and tensor-parallel rank.
+    """
     own = record.place
     # tensor-parallel ranks and those that exchange tokens or share rows make the same checks in the same order: numbers
     # of these can be compared

@@ -189,6 +189,9 @@ class Device:
     """torch.compile makes kernels of Triton for it, and torch's own RMSNorm is one kernel."""
     adds_16_bit_products: bool = False
     """torch adds 16-bit products to a float32 matrix, from torch 2.10."""
+    repeat_noise: float = 0.0
+    """Largest relative difference between norms of what two such devices, or one twice, compute by torch's
+    deterministic algorithms; 0: all bits are equal."""
     widened: Callable[[], frozenset[str]] = frozenset
     """Return those of bf16 and fp16 whose products it computes in float32. Without torch."""
 

@@ -325,6 +325,26 @@ def check_replicas(config: Config, world_size: int) -> Iterator[str]:
         yield f"num_replicas={layout.num_replicas} does not divide the {size} {what}; use {divisors(size, 64)}"
 
 
+def check_recheck(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message for what the pass of a recheck does not compute as the training does."""
+    parallel, training = config.parallel, config.training
+    given, ranks = f"recheck_interval={config.guard.recheck_interval}", Layout.of(parallel, world_size).num_batch_ranks
+    if not config.guard.recheck_interval or training.skip_train:
+        return
+    if ranks < 2:
+        yield f"{given} compares data-parallel ranks, of which there is {ranks}; use more ranks, or 0"
+    refused = (
+        (config.optimizer.zero_stage == 3, "zero_stage=3"),
+        (parallel.context_parallel_size > 1, f"context_parallel_size={parallel.context_parallel_size}"),
+        (parallel.expert_model_parallel_size > 1, f"expert_model_parallel_size={parallel.expert_model_parallel_size}"),
+        (parallel.schedule == "interleaved", "pipeline_schedule=interleaved"),
+        (config.fp8.uses_fp8, f"fp8_format={config.fp8.fp8_format}"),
+        (training.torch_compile, "torch_compile"),
+        (training.offload_activations, "offload_activations"),
+    )
+    yield from broken(*((is_on, f"{given} does not run with {name}; leave one of them out") for is_on, name in refused))
+
+
 def check_schedule(config: Config) -> list[str]:
     """Return a message for every rule of `pipeline_schedule` and its chunks that is broken."""
     parallel = config.parallel

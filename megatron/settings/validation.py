@@ -36,6 +36,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *check_layout(config, world_size),
         *rules.check_engine(config),
         *rules.check_replicas(config, world_size),
+        *rules.check_recheck(config, world_size),
         *rules.check_partition(config),
         *rules.check_schedule(config),
         *check_model(config),

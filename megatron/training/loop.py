@@ -32,6 +32,7 @@ from megatron.training.engine import Engine, StepResult, pinned
 from megatron.training.guard import Guard
 from megatron.training.interludes.evaluation import BestTracker, Evaluator
 from megatron.training.interludes.step_log import StepLog
+from megatron.training.recheck import Recheck
 
 if TYPE_CHECKING:
     from megatron.training.interludes.answers import Interlude
@@ -97,6 +98,7 @@ class Loop:
         self._timer = SaveTimer(config.checkpoint.save_interval_in_mins, ctx)
         acts_on = self.task, self.datasets[0], self._plan, self.log, self.checkpoints
         self._guard = Guard(self.engine, self.progress, *acts_on, self.watchdog)
+        self._recheck = self._wanted_recheck()
         self._evaluator = Evaluator(
             self.engine, self.task, self.datasets, self.progress, self.log, self.shutdown, self.watchdog
         )
@@ -109,6 +111,14 @@ class Loop:
             self.checkpoints.on_copied = self.watchdog.saved
             self.checkpoints.on_failed = partial(self.watchdog.alert, SAVE)
         self._interludes = self._wanted_interludes()
+
+    def _wanted_recheck(self) -> Recheck | None:
+        config, ctx = self.engine.config, self.engine.ctx
+        if config.guard.recheck_interval == 0:
+            return None
+        # one and the same on all ranks, that of the first
+        plan = self.task.data.plan(self.datasets[0], self.schedule.global_batch_size, 0, ctx.num_batch_ranks)
+        return Recheck(self.engine, self.task, self.datasets[0], plan, self.log, self.watchdog)
 
     def _wanted_interludes(self) -> list[Interlude]:
         options, parts = self.engine.config.logging, (self.engine, self.progress, self.log, self.watchdog)
@@ -190,6 +200,8 @@ class Loop:
                 # most steps have decided with their own reduction, so that this sends nothing
                 shutdown.decide(progress, is_reason_seen=self._is_stop_seen)
                 paused_s = time.perf_counter()
+                if self._recheck is not None:
+                    self._recheck.run_if_due(progress.iteration, consumed_before)
                 if progress.iteration % config.data.eval_interval == 0:
                     self._validate()
                 self._run_interludes()

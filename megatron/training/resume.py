@@ -38,6 +38,7 @@ from megatron.weights.model_folder import nothing_to_load
 NO_TRAINING = {
     "device", "distributed_timeout_minutes", "exit_interval", "exit_duration_in_mins", "kill_switch_path",
     "data_cache_path", "num_workers", "watchdog_timeout_s", "check_replicas_interval",
+    "recheck_interval", "recheck_action",
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 """Options of how a run is carried out; a resume does not report their changes."""

@@ -630,6 +630,13 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "those of hpu, but the run is for cuda",
         "give rates",
     ),
+    "recheck of zero 3": (
+        "--recheck-interval 9 --zero-stage 3",
+        2,
+        "recheck_interval=9 does not run with",
+        "leave one",
+    ),
+    "recheck of one rank": ("--recheck-interval 9", 1, "recheck_interval=9 compares data-parallel ranks", "use more"),
     "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
     "compiled straggler": (
         "--log-straggler --torch-compile --tensor-model-parallel-size 2 --context-parallel-size 2",
@@ -754,6 +761,7 @@ IDLE: dict[str, tuple[str, str]] = {
         "--fp8-recipe tensorwise",
     ),
     "--num-replicas 2": ("ZeRO's shards", "--zero-stage 1"),
+    "--recheck-action log": ("recheck_interval", "--recheck-interval 100"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
     "--blend-weights documents": ("weights in the data's path", "--data-path 1 x 2 y"),
@@ -764,7 +772,8 @@ IDLE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("flags", IDLE)
 def test_an_option_that_would_do_nothing_is_named_in_a_warning(flags: str) -> None:
     needed, given = IDLE[flags]
-    world_size = 2 if "--profile-ranks" in flags or "--num-replicas" in flags else 1
+    of_two_ranks = ("--profile-ranks", "--num-replicas", "--recheck-action")
+    world_size = 2 if any(flag in flags for flag in of_two_ranks) else 1
     (warning,) = idle(load_config([*VALID, *flags.split()], world_size))
     assert f" has no effect without {needed}" in warning
     assert idle(load_config([*VALID, *flags.split(), *given.split()], world_size)) == []

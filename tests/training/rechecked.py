@@ -1,0 +1,160 @@
+"""Runs whose ranks compute one microbatch each and compare, with faults in one rank's products. Runs in ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron.observability.metrics import MetricsLog
+from megatron.parallel.linear import RowParallelLinear
+from megatron.parallel.shards import named_parameters
+from megatron.resilience.watchdog import Watchdog
+from megatron.training.engine import Engine
+from megatron.training.recheck import Recheck
+from tests import runs
+
+INTEGERS = {4: torch.int32, 2: torch.int16}
+
+
+def flipped(tensor: Tensor, bit: int) -> Tensor:
+    """A copy with one bit of one number flipped."""
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    tensor.view(-1).view(INTEGERS[tensor.element_size()])[tensor.numel() // 2] ^= 1 << bit
+    return tensor
+
+
+class _Forward(torch.autograd.Function):
+    """An output with a flipped bit, whose gradient is right."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor) -> Tensor:
+        return flipped(x, 5)
+
+    @staticmethod
+    def backward(function: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Backward(torch.autograd.Function):
+    """An output that is right, with a flipped bit in its gradient."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(function: Any, *gradients: Tensor) -> Tensor:
+        return flipped(gradients[0], 5)
+
+
+@contextlib.contextmanager
+def wrong_product(rank: int, layer: str, direction: str, passes: tuple[int, ...] | None) -> Iterator[None]:
+    """One bit of a layer's product (forward), of its input's gradient or of its weight's is wrong on one rank.
+
+    `passes`: in which of the rank's passes with gradients, counted from 0; None: in all.
+    """
+    original, count = RowParallelLinear.forward, itertools.count()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        is_meant = self.ctx.rank == rank and weight.full_name == f"{layer}.weight" and torch.is_grad_enabled()
+        if not is_meant or not (passes is None or next(count) in passes):
+            return original(self, x)
+        if direction == "weight":
+            self._parameters["weight"] = _Backward.apply(weight)
+        product = original(self, _Backward.apply(x) if direction == "backward" else x)
+        self._parameters["weight"] = weight
+        return _Forward.apply(product) if direction == "forward" else product
+
+    with patch.object(RowParallelLinear, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def flipped_weight(rank: int, name: str, consumed_samples: int) -> Iterator[None]:
+    """One bit of a weight flips on one rank, after the step over these samples."""
+    original = Engine.train_step
+
+    def train_step(self: Engine, microbatches: Any, **options: Any) -> Any:
+        result = original(self, microbatches, **options)
+        if self.ctx.rank == rank and options["consumed_samples"] == consumed_samples:
+            weight = dict(named_parameters(self.module))[name]
+            weight.data.copy_(flipped(weight.data, 5))
+        return result
+
+    with patch.object(Engine, "train_step", train_step):
+        yield
+
+
+def run(arguments: str, *fault: Any) -> dict[str, Any]:
+    """A run with a fault of `wrong_product`: what ended it, its rows, notes and alerts."""
+    return _noted(arguments, wrong_product(*fault) if fault else contextlib.nullcontext())
+
+
+def run_with_flipped_weight(arguments: str, *fault: Any) -> dict[str, Any]:
+    return _noted(arguments, flipped_weight(*fault))
+
+
+def _noted(arguments: str, fault: contextlib.AbstractContextManager[None]) -> dict[str, Any]:
+    told: dict[str, Any] = {"rows": [], "notes": [], "alerts": [], "messages": []}
+    with (
+        patch.object(MetricsLog, "log_recheck", lambda log, row: told["rows"].append(row)),
+        patch.object(MetricsLog, "message", lambda log, text: told["messages"].append(text)),
+        patch.object(Watchdog, "note", lambda watchdog, remark: told["notes"].append(remark)),
+        patch.object(Watchdog, "alert", lambda watchdog, event, text: told["alerts"].append(event)),
+        fault,
+    ):
+        told["fault"] = runs.train(arguments)
+    return told
+
+
+def bits_of_run(arguments: str) -> dict[str, Any]:
+    """Losses and norms of a run, the weights of this rank after each step, and the passes and checks that it made."""
+    told: dict[str, Any] = {"losses": [], "weights": [], "passes": 0, "checks": 0}
+    train_step, forward, compute = Engine.train_step, RowParallelLinear.forward, Recheck._compute
+    engines: list[Engine] = []
+    torch.manual_seed(0)  # the state is compared too, and the ranks have run other tests
+
+    def noted_step(self: Engine, microbatches: Any, **options: Any) -> Any:
+        # before the step: after the check, which follows the step before it
+        told["weights"].append(_digest(self))
+        result = train_step(self, microbatches, **options)
+        told["losses"].append((float(result.loss).hex(), float(result.grad_norm).hex()))
+        engines[:] = [self]
+        return result
+
+    def noted_forward(self: Any, x: Tensor) -> Tensor:
+        told["passes"] += torch.is_grad_enabled()
+        return forward(self, x)
+
+    def noted_compute(self: Any, *arguments: Any) -> Any:
+        told["checks"] += 1
+        return compute(self, *arguments)
+
+    with (
+        patch.object(Engine, "train_step", noted_step),
+        patch.object(RowParallelLinear, "forward", noted_forward),
+        patch.object(Recheck, "_compute", noted_compute),
+    ):
+        fault = runs.train(arguments)
+    assert fault == "", fault
+    told["weights"].append(_digest(engines[0]))
+    return told
+
+
+def _digest(engine: Engine) -> str:
+    """Hash of this rank's weights, of what its optimizer holds of them, and of the device's random numbers."""
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes())
+    for _, parameter in named_parameters(engine.module):
+        digest.update(parameter.detach().float().numpy().tobytes())
+    for part in engine.state.owned():
+        for tensor in (part.weight, *part.moments.values()):
+            digest.update(tensor.detach().float().numpy().tobytes())
+    return digest.hexdigest()
