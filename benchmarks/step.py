@@ -11,8 +11,9 @@ flags are options of a run and change ours and the shapes, as `--num-layers 4 --
 Sections: rate (tokens/s, ratio, MFU, peak memory, first and last loss), profile (the ten largest operators of each
 side), counts (waits and collectives of one of our steps), flat (time and work of a microbatch among 8 and among 64, and
 of a step after 10 and after 1,000). MFU is 6 N + 12 L A D S FLOPs a token (megatron/plan/flops.py), over the
-device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds to the
-process. Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
+device's published bfloat16 peak; on a CPU over a matrix product measured here. Peak memory is what a side adds, in its
+build and two steps, on a CPU to a process of its own: in a shared one it fills what another has freed, and seems small.
+Exit status 1 if ours has less than 1.2 times the tokens/s of transformers or 1.05 times litgpt's, on CUDA 1.1
 and 1.05 times. litgpt and transformers are used where they are installed; transformers is in the extra `convert`:
 
     pip install litgpt==0.5.13
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.alternating import alternate, positive, quotients, spread
+from benchmarks.alternating import alternate, on_ranks, positive, quotients, spread
 
 if TYPE_CHECKING:
     from benchmarks.step_sides import Side, Workload
@@ -153,14 +154,8 @@ def _peers(wanted: list[str], model: str) -> list[str]:
 
 def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: Any, peak_tflops: float) -> bool:
     """Measure ours and its peers, and print all sections; return True if the aims are reached."""
-    from benchmarks.step_sides import PEERS, Ours
-
     on_cuda = ctx.device.type == "cuda"
-    is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
-    builders: dict[str, Callable[[], Side]] = {"ours": lambda: Ours(work, ctx)}
-    for peer in peers:
-        how = {"is_compiled": is_compiled, "is_autocast": options.peer_precision == "autocast"}
-        builders[peer] = partial(PEERS[peer], work, ctx.device, **how)
+    builders = {name: _builder(name, work, ctx, options) for name in ("ours", *peers)}
     print(f"\n## {title}: {', '.join(builders)}", flush=True)
     measured: dict[str, list[float]] = {}
     sides: dict[str, MeasuredSide] = {}
@@ -180,7 +175,38 @@ def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: An
         for name, side in live.items():
             show_details(name, side, options)
             side.close()
-    return "rate" not in options.sections or _show_rates(work, sides, measured, peak_tflops, on_cuda)
+    if "rate" not in options.sections:
+        return True
+    peaks = {name: side.peak_bytes for name, side in sides.items()}
+    if not on_cuda:
+        peaks = {name: on_ranks(_peak_alone, 1, name, work, options) for name in sides}
+    return _show_rates(work, sides, measured, peaks, peak_tflops, on_cuda)
+
+
+def _builder(name: str, work: Workload, ctx: Any, options: Any) -> Callable[[], Side]:
+    """Import a side, and return what builds it."""
+    from benchmarks.step_sides import PEERS, Ours
+
+    side = Ours if name == "ours" else PEERS[name]
+    for module in side.modules:
+        importlib.import_module(module)
+    if name == "ours":
+        return partial(Ours, work, ctx)
+    on_cuda = ctx.device.type == "cuda"
+    is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
+    how = {"is_compiled": is_compiled, "is_autocast": options.peer_precision == "autocast"}
+    return partial(PEERS[name], work, ctx.device, **how)
+
+
+def _peak_alone(_index: int, _port: int, name: str, work: Workload, options: Any, results: Any) -> None:
+    """Put the bytes that a side on the CPU adds to this process, which holds its imports before."""
+    import torch
+
+    from megatron.parallel.context import ParallelContext
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    ctx = ParallelContext.build(work.config.parallel, "cpu")
+    results.put(MeasuredSide(_builder(name, work, ctx, options), work, on_cuda=False).peak_bytes)
 
 
 class MeasuredSide:
@@ -250,7 +276,9 @@ def show_details(name: str, side: MeasuredSide, options: Any) -> None:
             print(f"  {milliseconds:9.2f} ms {share:6.1%} {calls:6d} x  {key[:70]}")
 
 
-def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, on_cuda: bool) -> bool:
+def _show_rates(
+    work: Workload, sides: Any, measured: Any, peaks: dict[str, int], peak_tflops: float, on_cuda: bool
+) -> bool:
     """Print the table; return True if ours is as much faster than each peer as is aimed at."""
     from megatron.plan.flops import count_parameters, flops_per_token
 
@@ -266,7 +294,7 @@ def _show_rates(work: Workload, sides: Any, measured: Any, peak_tflops: float, o
         mfu = statistics.median(rates) * flops / peak_tflops / 1e12
         print(
             f"{name:14s} {spread(rates, 0):>26s} {statistics.median(times) * 1000:11.1f} {mfu:7.1%} "
-            f"{sides[name].peak_bytes / 2**30:9.2f}  {sides[name].first_loss:.3f} to {sides[name].losses[-1]:.3f}"
+            f"{peaks[name] / 2**30:9.2f}  {sides[name].first_loss:.3f} to {sides[name].losses[-1]:.3f}"
         )
     for name in measured:
         if name == "ours" or "ours" not in measured:

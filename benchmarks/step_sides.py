@@ -50,6 +50,8 @@ class Side(ABC):
     """A model with its optimizer."""
 
     name: str
+    modules: tuple[str, ...] = ()
+    """Modules that it imports, which a measurement of its memory leaves out."""
 
     @abstractmethod
     def step(self) -> Tensor | float:
@@ -66,6 +68,7 @@ class Ours(Side):
     """A step of a real run: DeepSpeed's engine as `megatron.train` builds it, guard and clipping included."""
 
     name = "ours"
+    modules = ("megatron.training.build", "megatron.tasks.pretrain")
 
     def __init__(self, work: Workload, ctx: Any) -> None:
         from megatron.tasks.pretrain import PretrainTask
@@ -175,6 +178,12 @@ class Transformers(PeerModel):
     """
 
     name = "transformers"
+    modules: tuple[str, ...] = (
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.bloom.modeling_bloom",
+        "transformers.models.llama.modeling_llama",
+        "transformers.integrations.sdpa_attention",
+    )
     residual_projections = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 
     def build(self, config: Config, dtype: torch.dtype) -> nn.Module:
@@ -199,6 +208,7 @@ class LitGPT(PeerModel):
     """litgpt's GPT of the same shapes. It has no ALiBi, so it has no Bloom."""
 
     name = "litgpt"
+    modules = ("litgpt.model",)
     residual_projections = ("proj",)
 
     def build(self, config: Config, dtype: torch.dtype) -> nn.Module:
@@ -237,6 +247,7 @@ class Peft(Transformers):
     """Hugging Face's class with PEFT's adapters in the dtype of the base."""
 
     name = "peft"
+    modules = (*Transformers.modules, "peft")
     casts_adapters = False
 
     def adapted(self, model: nn.Module, config: Config) -> nn.Module:
