@@ -2,7 +2,8 @@
 
     python benchmarks/chaos.py [--kills 4] [--every-s 30] [--seed 0] [--faults SIGKILL SIGSTOP SIGSEGV passing]
     python benchmarks/chaos.py --kills 100 --every-s 2        the same as a stress test
-    python benchmarks/chaos.py --copies 5                     restarts from copies in memory, every 5 steps
+    python benchmarks/chaos.py --copies 5 [--keep]            restarts from copies in memory, every 5 steps; the other
+                                                              ranks keep their processes
 
 `passing` is an error of a file system or a network, which a restart may not see again.
 
@@ -19,6 +20,7 @@ import argparse
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +57,8 @@ PASSING_ERRORS = (errno.EIO, errno.ENETUNREACH, errno.ENOMEM, errno.EMFILE, errn
 TASK = "benchmarks.faulty_task:FaultyTask"
 QUICK = ["--watchdog-timeout-s", "4", "--distributed-timeout-minutes", "0.25"]
 """Flags for a rank that is stopped, which the others wait for so long: before the first step, and after it."""
+KEEP = "--keep-healthy-ranks"
+STAY = re.compile(r"\d+ healthy ranks? stays?: ")
 ENDLESS = 100_000
 """Steps."""
 TIMEOUT_S = 600.0
@@ -70,6 +74,8 @@ class Failure:
     noticed_s: float = 0.0
     resumed_s: float = 0.0
     stepped_s: float = 0.0
+    is_kept: bool = False
+    """The other ranks kept their processes."""
 
 
 @dataclass
@@ -95,6 +101,7 @@ class Disturbed:
     """A supervised run, whose ranks can be found and made to fail."""
 
     def __init__(self, train_flags: Sequence[str], max_restarts: int, faults_folder: Path) -> None:
+        self._keeps = KEEP in train_flags
         command = [sys.executable, "-u", str(REPOSITORY / "tools" / "launch.py"), "--max-restarts", str(max_restarts)]
         command += ["--device", "cpu", "--devices-per-node", str(RANKS), "--", *train_flags]
         self.process = subprocess.Popen(
@@ -126,6 +133,8 @@ class Disturbed:
             last = self.failures[-1]
             if "; restart " in line:
                 last.noticed_s = last.noticed_s or now_s
+            elif STAY.match(line):
+                last.is_kept = True
             elif line.startswith("resumed "):
                 last.resumed_s = last.resumed_s or now_s
             elif line.startswith(" iteration ") and last.noticed_s:
@@ -157,7 +166,8 @@ class Disturbed:
             path = self._faults_folder / str(pid)
             path.with_suffix(".new").write_text(str(generator.choice(PASSING_ERRORS)))
             path.with_suffix(".new").rename(path)
-        self._old |= set(ranks)
+        # the others of a try end with it, or stay
+        self._old |= {pid} if self._keeps else set(ranks)
         self.failures.append(Failure(pid, killed_s))
         return True
 
@@ -182,16 +192,18 @@ def disturb(
     max_restarts: int = 1000,
     stop: bool = False,
     faults: Sequence[str] = ("SIGKILL",),
+    victims: Sequence[int] = range(RANKS),
 ) -> Outcome:
     """Run, and make a rank fail at each of the moments: functions that return True when it has come.
 
     The ranks fail in turn, in random order: the same one at the same step again and again is a crash loop. So do the
-    `faults`; SIGSTOP and `passing` need QUICK and FaultyTask. A moment is looked for from the instant at which all
+    `faults`; SIGSTOP and `passing` need QUICK and FaultyTask. `victims`: of the ranks of a try, from the oldest process
+    to the newest. A moment is looked for from the instant at which all
     ranks of a try are there. `stop`: when the run has recovered
     from the last, make it stop and save, rather than wait for its end.
     """
     generator = random.Random(seed)
-    places, kinds = in_turn(range(RANKS), generator), in_turn(faults, generator)
+    places, kinds = in_turn(victims, generator), in_turn(faults, generator)
     with tempfile.TemporaryDirectory() as faults_folder:
         run = Disturbed(train_flags, max_restarts, Path(faults_folder))
         try:
@@ -323,6 +335,11 @@ def report(outcome: Outcome, steps: Sequence[dict[str, float]]) -> str:
         text += f"  {started:.2f} s until the new ranks had met, built the engine and restored\n"
         text += f"  {stepped:.2f} s until the first step was done\n"
         text += f"  {again:.2f} s for steps done again, and the pauses of saves\n"
+    for name, is_kept in (("where healthy ranks stayed", True), ("where all ranks started again", False)):
+        took_s = sorted(failure.stepped_s - failure.killed_s for failure in seen if failure.is_kept == is_kept)
+        if took_s:
+            median_s = took_s[len(took_s) // 2]
+            text += f"from a failure to the next step {name}: {median_s:.2f} s, the median of {len(took_s)}\n"
     return text
 
 
@@ -332,6 +349,7 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=30.0, help="mean time between two kills (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", type=int, metavar="STEPS", help="keep copies in memory this often, save at the end")
+    parser.add_argument("--keep", action="store_true", help="let healthy ranks keep their processes")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=["SIGKILL"], help="in random order")
     options = parser.parse_args()
     generator = random.Random(options.seed)
@@ -342,6 +360,8 @@ def main() -> int:
         flags = [*QUICK, "--task", TASK]
         if options.copies is not None:
             flags += copies_flags(options.copies)
+        if options.keep:
+            flags.append(KEEP)
         disturbed = [*flags_of(data, folder / "disturbed", ENDLESS, SAVE_INTERVAL), *flags]
         outcome = disturb(disturbed, moments, options.seed, stop=True, faults=options.faults)
         print(f"seed {options.seed}")

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.options.config import Config, ConfigError
-from megatron.resilience.process import leave, print_error
+from megatron.resilience.process import ProcessState, leave, print_error
 from megatron.resilience.shutdown import Signals
 from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.first_steps import defer_backends, importing
 from megatron.runtime.network import adopt_mpi_variables
+from megatron.runtime.places import Places
 from megatron.training.configure import load_settings, prepare_device
 from megatron.weights.model_folder import fetch_weights
 
@@ -39,23 +40,46 @@ def main(arguments: list[str], signals: Signals) -> None:
     fetch_weights(config.checkpoint.load, config.checkpoint.save, config.lora.lora_base)
     with importing():
         config, device = prepare_device(config)  # before anything imports deepspeed
-    with joined_ranks(config, device) as (ctx, watchdog):
-        with importing():
-            from megatron.training.run import run
+    places = Places()
+    while _left_round(config, device, signals, places):
+        from megatron.training.deepspeed.releases import free_engines  # late, as all that imports deepspeed
 
-        run(config, ctx, signals, watchdog)
+        free_engines()
+
+
+def _left_round(config: Config, device: str, signals: Signals, places: Places) -> bool:
+    """Train with the ranks of this round. Return whether this one has left it for a place in the next one."""
+    try:
+        with joined_ranks(config, device, places) as (ctx, watchdog):
+            with importing():
+                from megatron.training.run import run
+
+            run(config, ctx, signals, watchdog)
+    except RoundLeft:
+        return True
+    return False
+
+
+class RoundLeft(BaseException):
+    """This rank has left its round, since another one has ended, and has its place in the next one."""
 
 
 @contextlib.contextmanager
-def joined_ranks(config: Config, device: str) -> Iterator[tuple[ParallelContext, Watchdog]]:
-    """Yield the layout of all ranks and the watchdog. An error of one rank within ends them all. Collective."""
+def joined_ranks(config: Config, device: str, places: Places) -> Iterator[tuple[ParallelContext, Watchdog]]:
+    """Yield the layout of all ranks and the watchdog. Collective.
+
+    An error of one rank within ends them all; raises RoundLeft where another rank has ended and this one goes on.
+    """
     import torch.distributed as dist
 
     from megatron.parallel.context import ParallelContext
-    from megatron.resilience.errors import raise_on_all_ranks
+    from megatron.resilience.errors import has_lost_another, raise_on_all_ranks
     from megatron.resilience.watchdog import Watchdog
 
+    before = None
     with Watchdog(config) as watchdog:
+        if places.may_come:
+            before = ProcessState.now()
         try:
             watchdog.phase("joining the other ranks")
             ctx = ParallelContext.build(config.parallel, device)
@@ -64,6 +88,11 @@ def joined_ranks(config: Config, device: str) -> Iterator[tuple[ParallelContext,
             watchdog.phase("end", watchdog.step)
             raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
         except BaseException as error:
+            if before is not None and dist.is_initialized() and has_lost_another(error):
+                from megatron.training.deepspeed.releases import leave_groups
+
+                if before.restore(leave_groups) and watchdog.await_place(places):
+                    raise RoundLeft from None
             to_raise = watchdog.fail(error)
             if to_raise is not error:
                 raise to_raise from error

@@ -222,6 +222,8 @@ def check_restarts(request: LaunchRequest, config: Config) -> Iterator[str]:
     interval = config.checkpoint.peer_copy_interval
     if interval is not None and not request.max_restarts:
         yield f"peer_copy_interval={interval}: a restart alone reads copies; set HL_MAX_RESTARTS (--max-restarts) too"
+    if config.checkpoint.keep_healthy_ranks and not request.max_restarts:
+        yield "keep_healthy_ranks: ranks stay for a restart alone; set HL_MAX_RESTARTS (--max-restarts) too"
     yield from _check_spare_hosts(request)
     if request.rendezvous is not None:
         fault = endpoint_fault(request.rendezvous)

@@ -16,6 +16,7 @@ from megatron.runtime.devices import candidates, planned_device
 SAVING = (
     "save_interval_in_mins",
     "peer_copy_interval",
+    "keep_healthy_ranks",
     "save_samples",
     "save_at_epoch",
     "async_save",

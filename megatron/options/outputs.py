@@ -31,6 +31,10 @@ class CheckpointConfig:
     several hosts also in that of the next host: a restart loses at most so many steps. They take twice the size of a
     checkpoint, over several hosts four times the hosts' share; over three or more a restart needs room for one of the
     whole model on each. Unset: none are kept."""
+    keep_healthy_ranks: bool = False
+    """Let the ranks keep their process where another one ends: they leave the step, and go on from the newest copy or
+    checkpoint with a new rank in its place (--max-restarts). On one host over gloo; elsewhere, and where a rank hangs
+    or had not begun a step, all start again."""
     save_samples: Positive | None = None
     """Save at the first step that reaches or passes each multiple of this many samples, in addition to save_interval;
     also export if save_hf is given."""

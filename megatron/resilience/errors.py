@@ -12,6 +12,7 @@ from typing import TypeVar
 from megatron.checkpoint.folders import SaveError
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.commands import ABORTED, FAILED, REFUSED, UserError
+from megatron.runtime.descriptors import shortage
 
 T = TypeVar("T")
 
@@ -123,3 +124,8 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, OSError) or _LACKS.search(str(error)):  # of a file or a pipe, or of this machine
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
+
+
+def has_lost_another(error: BaseException) -> bool:
+    """Return True where this rank is healthy, and the error is only that another one has ended, or is about to."""
+    return shortage() is None and (isinstance(error, OtherRankFailed) or is_lost_peer(error))

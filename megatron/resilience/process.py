@@ -1,21 +1,26 @@
-"""End of a rank's process: the message of an error, the exit status, and how it leaves."""
+"""End of a rank's process: the message of an error, the exit status, and how it leaves; or stays for another round."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
-from megatron.runtime.network import adopt_mpi_variables
+from megatron.runtime.network import adopt_mpi_variables, break_connections, local_connections
 
 INTERRUPTED = 130
+THREADS_S = 2.0
+"""Time for the threads of a round to end, once this rank has left it."""
 
 
 def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
@@ -76,3 +81,40 @@ def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk, a reader that left
             stream.flush()
     os._exit(status)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process that stays where another rank has ended
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """Threads and connections of the process before a round."""
+
+    threads: Collection[threading.Thread]
+    connections: Collection[Hashable]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(set(threading.enumerate()), set(local_connections()))
+
+    def restore(self, leave_groups: Callable[[], None]) -> bool:
+        """Leave the process groups of the round, and wait until its threads have ended.
+
+        Return whether they have, so that this process may have another round; print which have not. Other ranks that
+        wait for this one notice it at once.
+        """
+        # gloo has no call that ends a wait, and keeps its connections as long as an engine knows a group
+        break_connections(number for ends, number in local_connections().items() if ends not in self.connections)
+        leave_groups()
+        deadline_s = time.monotonic() + THREADS_S
+        for thread in self._further():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        # a copy or a save that goes on would write into those of the next round
+        left = [thread.name for thread in self._further()]
+        if left:
+            print_error(f"rank {os.environ['RANK']} does not stay: still at work are {', '.join(left)}")
+        return not left
+
+    def _further(self) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread not in self.threads]

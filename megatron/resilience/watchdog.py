@@ -33,6 +33,7 @@ from megatron.runtime.alerts import Alert, shortened
 from megatron.runtime.commands import HUNG
 from megatron.runtime.descriptors import shortage
 from megatron.runtime.network import LOOPBACK, address_towards
+from megatron.runtime.places import Places
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -199,6 +200,13 @@ class Watchdog:
                     assert self._folder is not None
                     os.rmdir(self._folder)  # by the last rank
                     os.rmdir(self._folder.parent)
+
+    def await_place(self, places: Places) -> bool:
+        """Report that this rank has left its round, and wait for its place in the next one; False: none comes."""
+        self.phase("waiting for a new rank", self.step)
+        if self._agent is not None:
+            self._agent.send(left=True)
+        return places.take_next(self.beat)
 
     def fail(self, error: BaseException) -> BaseException:
         """Report `error`, which ends this rank, to the others and to the folder. Return the error to raise.

@@ -162,6 +162,8 @@ class RankLink:
         """The last step that the rank began, which it sends at once; 0: none."""
         self.saved: int | None = None
         """Iteration of the newest complete checkpoint that the rank knows."""
+        self.has_left = False
+        """The rank has left its round, since another one has ended, and waits for its next place (places.py)."""
         self.alerts: list[Mapping[str, Any]] = []
         """Fields of `megatron.runtime.alerts.Alert`, which the receiver takes out."""
         self.verdict: Mapping[str, Any] = {}
@@ -179,6 +181,7 @@ class RankLink:
                 self.watchdogs = message.get("watchdogs", self.watchdogs)
                 self.step = message.get("step", self.step)
                 self.saved = message.get("saved", self.saved)
+                self.has_left = message.get("left", self.has_left)
                 self.verdict = message.get("verdict", self.verdict)
                 if "alert" in message:
                     self.alerts.append(message["alert"])

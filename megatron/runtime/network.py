@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from megatron.options.config import ConfigError
 
@@ -108,6 +109,21 @@ def _listening(holder: socket.socket) -> socket.socket:
 
 def _cannot_listen(error: OSError, address: str, port: int) -> OSError:
     return OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}")
+
+
+def local_connections() -> dict[Hashable, int]:
+    """Return the TCP connections of this process with others of this machine: the descriptor of each by both ends."""
+    import psutil
+
+    own = psutil.Process().net_connections("tcp")
+    return {(each.laddr, each.raddr): each.fd for each in own if each.raddr and each.laddr.ip == each.raddr.ip}
+
+
+def break_connections(descriptors: Iterable[int]) -> None:
+    """Break connections, as the end of this process would, also those of libraries that have no call for it."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:

@@ -69,6 +69,7 @@ MEETING: dict[str, Any] = {"rendezvous": "node0:29500", "devices_per_node": 2}
         (tiny("--save", "s", max_restarts=1, nodes=2, min_nodes=3, **MEETING), "more than the 2 nodes"),
         (tiny("--save", "s", nodes=2, min_nodes=1, **MEETING), "continuing with fewer nodes is a restart"),
         (tiny("--save", "s", "--peer-copy-interval", "9"), "peer_copy_interval=9: a restart alone reads copies; set"),
+        (tiny("--save", "s", "--keep-healthy-ranks"), "keep_healthy_ranks: ranks stay for a restart alone; set HL_MAX"),
         (tiny(rendezvous="node0"), "rendezvous=node0: it is not HOST:PORT"),
         (tiny("--save", "s", max_restarts=1, nodes=2, spare_hosts=1, **MEETING), "spare_hosts=1 are the last hosts of"),
         (tiny(results_parent="out", rendezvous="node0:1"), "would name the results folder after its own clock"),

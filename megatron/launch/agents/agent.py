@@ -34,7 +34,7 @@ from megatron.launch.agents.run_alerts import RunAlerts
 from megatron.launch.child_processes import InterruptedBySignal, interruptible, noted_signals, report
 from megatron.launch.host_environment import CoresError, ModulesError, require_devices
 from megatron.resilience.shutdown import REPEAT_S, SIGNALS
-from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, counted, shell_status
+from megatron.runtime.commands import ABORTED, DONE, FAILED, HUNG, REFUSED, counted, first_of, shell_status
 from megatron.runtime.descriptors import raise_limit
 from megatron.runtime.devices import launched_device
 from megatron.runtime.messages import MissingSecretError, find_secret
@@ -151,11 +151,23 @@ class Agent:
         is_final = failure.returncode in (REFUSED, ABORTED) or self._stop_requested_s is not None
         if is_final or self._options.max_restarts == 0:
             return self._end_after(failure)
-        if failure.returncode >= 0:  # after a kill the others only wait for the dead rank
+        stay = self._options.keep_healthy_ranks and self._have_left(failure)
+        if not stay and failure.returncode >= 0:  # after a kill the others only wait for the dead rank
             self._ranks.wait_for_end(FAILED_GRACE_S)
         self._note_failures(failure)
-        self._ranks.end()
+        self._ranks.end(spares_waiting=stay)
         return None
+
+    def _have_left(self, failure: Failure) -> bool:
+        """Return whether the healthy ranks have left their round, and wait for a place in the next; report why not."""
+        reason: str | None = "the watchdog has ended the ranks"
+        if failure.returncode != HUNG:
+            reason = self._ranks.await_healthy()
+        if reason is None:
+            return True
+        report(f"{reason}: all ranks of the node start again")
+        self._ranks.let_go()
+        return False
 
     def _stop_between(self, number: int) -> int:
         """End the run on all nodes at a signal that came between two attempts; return the exit status."""
@@ -181,6 +193,12 @@ class Agent:
         previous = self._membership
         if self._options.nodes == 1:  # no rank waits for its end while a restart is delayed
             self._join()
+        kept = self._ranks.kept
+        if kept:
+            stay = "1 healthy rank stays"
+            if len(kept) > 1:
+                stay = f"{len(kept)} healthy ranks stay"
+            report(f"{stay}: {first_of(list(map(str, kept)), 8)}")
         self._ranks.start()
         if self._options.nodes > 1:  # meanwhile the ranks import
             self._join()
@@ -237,6 +255,7 @@ class Agent:
         The failure is reported unless the failed rank has done so itself.
         """
         status = shell_status(failure.returncode)
+        self._ranks.let_go()
         if self._stop_requested_s is not None:
             if not failure.is_own and self._rendezvous.end_status(STOP_S) == DONE:
                 return DONE  # another node stopped between two attempts
@@ -308,6 +327,7 @@ def rendezvous_of(options: AgentOptions) -> rendezvous.Rendezvous:
 
 def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: str | None = None) -> int:
     """Run this node's part of a run to its end, and return the exit status."""
+    options = with_ranks_that_stay(options)
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
     # the backward pass of a pipeline imports sympy, which the fork server then does once for all ranks
     os.environ["MEGATRON_PIPELINE"] = str(int(has_pipeline(train_flags)))
@@ -352,6 +372,25 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
             return FAILED
         finally:
             alerts.close()
+
+
+def with_ranks_that_stay(options: AgentOptions) -> AgentOptions:
+    """Return the options, without `keep_healthy_ranks` where the ranks cannot stay, which is reported."""
+    if not options.keep_healthy_ranks:
+        return options
+    device, reason = launched_device(), None
+    if options.nodes > 1:
+        reason = "over several nodes"
+    elif device is None:
+        reason = "where the ranks detect their device"
+    elif not device.collectives_are_gloo:
+        reason = f"on {device.name}, since a rank that waits in a collective of {device.collectives} cannot leave it"
+    elif options.main != "megatron.train":
+        reason = f"of {options.main}"
+    if reason is None:
+        return options
+    report(f"keep_healthy_ranks: no ranks are kept {reason}; all start again where one ends")
+    return dataclasses.replace(options, keep_healthy_ranks=False)
 
 
 def fetch_models(names: Sequence[str]) -> None:

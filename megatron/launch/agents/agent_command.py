@@ -133,6 +133,8 @@ class AgentOptions(NodeOptions):
     cores_per_rank: int = 0
     """Cores that each rank is bound to. 0: ranks are not bound."""
     ranks_per_socket: int = 0
+    keep_healthy_ranks: bool = False
+    """The ranks that have not failed keep their process, and go on with a new rank in the place of the lost one."""
     models: str | None = None
     """Names on the hub of the models whose weights this host is to have before its ranks start."""
     alert_command: str | None = None
@@ -211,6 +213,7 @@ def agent_options(plan: LaunchPlan) -> AgentOptions:
         by_mpirun=plan.launcher == "mpirun",
         cores_per_rank=plan.cores_per_rank,
         ranks_per_socket=plan.ranks_per_socket,
+        keep_healthy_ranks=plan.config.checkpoint.keep_healthy_ranks,
         models=" ".join(plan.models) or None,
         alert_command=plan.config.logging.alert_command,
         alert_webhook=plan.config.logging.alert_webhook,

@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,16 @@ from megatron.launch.child_processes import blocked_signals, end_with_parent, re
 from megatron.launch.host_environment import own_sockets, ranges, rank_cores
 from megatron.resilience import job
 from megatron.resilience.shutdown import SIGNALS
-from megatron.runtime.agent_link import AGENT_SOCKET, RankLink, send_endings
-from megatron.runtime.commands import FAILED
-from megatron.runtime.network import STORE_SOCKET
+from megatron.runtime.agent_link import RankLink, send_endings
+from megatron.runtime.commands import FAILED, first_of
+from megatron.runtime.places import END, WAIT, give_place, take_place
 
 WATCH_S = 0.05
 """Interval at which the agent looks for signals. A rank that ends is noticed at once."""
 KILL_S = 1.0
 """Time for the ranks to end after a second signal."""
+LEAVE_S = 10.0
+"""Time for healthy ranks to leave their round after another has ended. A rank notices it at its next collective."""
 
 
 def run_rank(
@@ -50,12 +51,13 @@ def run_rank(
     is_late: bool,
     flags: Sequence[str],
     cores: Collection[int] = (),
+    is_kept: bool = False,
 ) -> None:
     """Receive the environment of this rank, then run the module `main` with these flags. Does not return.
 
     `is_late`: the environment comes after the rendezvous of several nodes, which leaves time for imports. `cores`:
-    those that it is bound to; none: it is not. Signals are blocked on entry and stay pending until the module handles
-    them.
+    those that it is bound to; none: it is not. `is_kept`: it may have another place after the end of another rank.
+    Signals are blocked on entry and stay pending until the module handles them.
     """
     if cores:  # before any thread starts, which would keep the cores of the agent
         os.sched_setaffinity(0, cores)
@@ -68,10 +70,7 @@ def run_rank(
     if is_late:
         import megatron.launch.preload  # noqa: F401
     try:
-        os.environ.update(environment.recv())
-        if os.environ["RANK"] == "0":
-            os.environ[STORE_SOCKET] = str(recv_handle(environment))
-        os.environ[AGENT_SOCKET] = str(environment.fileno())
+        take_place(environment, is_kept=is_kept)
     except EOFError:
         os._exit(FAILED)  # the agent ended
     run_main(main, flags)
@@ -112,11 +111,12 @@ class NodeRanks:
         self._train_flags = tuple(train_flags)
         self._cores = bound_cores(options)
         """Those of each local rank; none: the ranks are not bound."""
-        self._processes: list[BaseProcess] = []
-        self._environments: list[Connection] = []
-        """Those of the processes that wait for their place."""
+        self._processes: dict[int, BaseProcess] = {}
+        """By local rank, as all that follow."""
+        self._places: dict[int, Connection] = {}
+        """Pipes to the processes that wait for their place; where ranks may be kept, to all."""
         self._links: dict[int, RankLink] = {}
-        """Those to the processes, by local rank."""
+        """Those to the processes."""
         self._spared = processes_below(os.getpid())
         self._began_s = time.monotonic()
         self._first_rank = 0
@@ -137,14 +137,15 @@ class NodeRanks:
                 raise NotStartedError(Failure.of_member(SERVER, socket.gethostname(), FAILED, fault=why))
 
     def _start_processes(self) -> None:
-        self._processes, self._environments = [], []
         with blocked_signals(SIGNALS), quiet_main():
             for local_rank in range(self._options.ranks_per_node):
+                if local_rank in self._processes:  # it stays
+                    continue
                 # the environment comes later, by this pipe: a process that already imports learns its place from it
-                receiver, sender = self._context.Pipe()
-                self._environments.append(sender)
+                receiver, self._places[local_rank] = self._context.Pipe()
                 cores, is_late = self._cores[local_rank] if self._cores else (), self._options.nodes > 1
-                arguments = (self._options.main, local_rank, receiver, is_late, self._train_flags, cores)
+                how = (self._train_flags, cores, self._options.keep_healthy_ranks)
+                arguments = (self._options.main, local_rank, receiver, is_late, *how)
                 process = self._context.Process(target=run_rank, args=arguments, name=f"rank {local_rank}")
                 try:
                     process.start()
@@ -153,21 +154,23 @@ class NodeRanks:
                 finally:
                     # the child's end: with a copy of it open here the link would not end with the rank
                     receiver.close()
-                self._processes.append(process)
+                self._processes[local_rank] = process
 
     def give_places(self, membership: Membership) -> None:
         """Give each process its environment, with which it runs."""
         self._first_rank = membership.node * self._options.ranks_per_node
-        for local_rank, sender in enumerate(self._environments):
+        keeps = self._options.keep_healthy_ranks
+        for local_rank, pipe in self._places.items():
+            # rank 0 inherits the socket, so that no other program gets the port before it listens
+            store = None
+            if local_rank == 0:
+                store = membership.store_socket
             with contextlib.suppress(OSError):  # it has ended, which its exit code shows
-                sender.send(self._environment(membership, local_rank))
-                if local_rank == 0 and membership.store_socket is not None:
-                    # rank 0 inherits the socket, so that no other program gets the port before it listens
-                    send_handle(sender, membership.store_socket.fileno(), None)
-                # the pipe stays open for the reports of the rank, so that no port is needed for them
-                # by a copy of the descriptor, since `sender` closes its own
-                self._links[local_rank] = RankLink(socket.socket(fileno=os.dup(sender.fileno())))
-            sender.close()
+                # the link stays open for the reports of the rank, so that no port is needed for them
+                link = give_place(pipe, self._environment(membership, local_rank), store, keeps=keeps)
+                self._links[local_rank] = RankLink(socket.socket(fileno=link))
+        if not keeps:
+            self.let_go()
         if membership.store_socket is not None:
             membership.store_socket.close()
 
@@ -193,7 +196,7 @@ class NodeRanks:
     @property
     def codes(self) -> list[int | None]:
         """Exit code of each local rank; None: it runs."""
-        return [process.exitcode for process in self._processes]
+        return [process.exitcode for _, process in sorted(self._processes.items())]
 
     def look(self) -> None:
         """Wait until a rank ends or reports, at most WATCH_S, and take the reports."""
@@ -256,15 +259,62 @@ class NodeRanks:
                 return not running
             wait([process.sentinel for process in running], timeout=left_s)
 
-    def end(self) -> None:
-        """Kill what is left of the ranks and of all that they started."""
+    def await_healthy(self) -> str | None:
+        """Wait until the ranks that run have left their round; return why they cannot stay. None: they wait."""
+        for link in self._links.values():
+            if link.is_open:
+                link.receive()
+        # one that joins others may wait for them in a way that no end of a rank breaks
+        if len(self._links) < self._options.ranks_per_node or not all(link.step for link in self._links.values()):
+            return "a rank had not begun a step"
+        deadline_s, waiting = time.monotonic() + LEAVE_S, set[int]()
+        while True:
+            running = {local_rank for local_rank, process in self._processes.items() if process.exitcode is None}
+            if not running:
+                return "no rank is left"
+            self._note_waiting(waiting)
+            if running <= waiting:
+                return None
+            if time.monotonic() > deadline_s:
+                late = [str(self._first_rank + local_rank) for local_rank in sorted(running - waiting)]
+                return f"rank {first_of(late, 8)} has not left its step within {LEAVE_S:g} s"
+            self.look()
+
+    def _note_waiting(self, waiting: set[int]) -> None:
+        """Add the ranks that have left their round since, and inform them that a place comes."""
+        for local_rank, link in self._links.items():
+            if link.has_left and local_rank not in waiting:
+                waiting.add(local_rank)
+                with contextlib.suppress(OSError):  # it has ended
+                    self._places[local_rank].send(WAIT)
+
+    def let_go(self) -> None:
+        """Close the pipes to the ranks, none of which has another place: those that wait end as lost ranks do."""
+        for pipe in self._places.values():
+            if self._options.keep_healthy_ranks:
+                with contextlib.suppress(OSError):
+                    pipe.send(END)
+            pipe.close()
+        self._places = {}
+
+    def end(self, *, spares_waiting: bool = False) -> None:
+        """Kill what is left of the ranks and of all that they started. `spares_waiting`: but for those that wait."""
+        kept: dict[int, BaseProcess] = {}
+        if spares_waiting:
+            kept = {number: process for number, process in self._processes.items() if process.exitcode is None}
+        spared = self._spared | self._helpers.pids
+        for process in kept.values():
+            assert process.pid is not None
+            spared |= {process.pid} | processes_below(process.pid)
         # also what ranks have started in sessions of their own, such as the workers of a loader
         with self._alerts.held() as sessions:
-            left = end_processes(os.getpid(), self._spared | self._helpers.pids, sessions)
+            left = end_processes(os.getpid(), spared, sessions)
         for pid in left:
             report(f"process {pid} survives SIGKILL; it hangs in the kernel")
-        for process in self._processes:
-            process.join(KILL_S)  # its threads may still end
+        for local_rank in self._processes.keys() - kept.keys():
+            self._processes.pop(local_rank).join(KILL_S)  # its threads may still end
+            if local_rank in self._places:
+                self._places.pop(local_rank).close()
         for link in self._links.values():
             if link.is_open:
                 link.receive()
@@ -272,10 +322,15 @@ class NodeRanks:
             if link.saved is not None:
                 self.saved = max(link.saved, self.saved or 0)
             link.close()
-        self._processes, self._environments, self._links = [], [], {}
+        self._links = {}
+
+    @property
+    def kept(self) -> list[int]:
+        """The ranks that wait for another place, by their numbers in the last round."""
+        return [self._first_rank + local_rank for local_rank in sorted(self._processes)]
 
     def _running(self) -> list[BaseProcess]:
-        return [process for process in self._processes if process.exitcode is None]
+        return [process for process in self._processes.values() if process.exitcode is None]
 
 
 def bound_cores(options: AgentOptions) -> list[frozenset[int]]:

@@ -6,12 +6,16 @@ between them is here. Where a comment in training/ says what DeepSpeed does, it 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
+import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from torch import Tensor
@@ -130,3 +134,41 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = compile_function
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What DeepSpeed and torch hold of a run that a rank has left, and whose process goes on (--keep-healthy-ranks)
+
+
+def leave_groups() -> None:
+    """Leave all process groups, whichever rank has ended."""
+    from deepspeed.utils import groups
+
+    for candidate in gc.get_objects():
+        # by its type: some objects warn where they are looked at
+        if issubclass(type(candidate), deepspeed.DeepSpeedEngine):
+            candidate.destroy()  # before the groups: it looks for its rank
+    dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(groups)  # it remembers groups, release by release others
+
+
+def free_engines() -> None:
+    """Free the engines of a run that has been left. They hang in cycles through C++, which the collector cannot see."""
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    for candidate in gc.get_objects():
+        # hooks on the outputs of a step that was cut short; the fork has no such class
+        if type(candidate).__name__ == "OutputBackwardHookManager":
+            vars(candidate).clear()
+    for member in vars(PartitionedParameterCoordinator).values():
+        if hasattr(member, "cache_clear"):
+            member.cache_clear()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    importlib.reload(p2p)  # it remembers the last pipeline
+    if "torch._dynamo" in sys.modules:
+        # layers are compiled again, from what was compiled before: a process may do it a few times only
+        torch._dynamo.reset()
+    gc.collect()
