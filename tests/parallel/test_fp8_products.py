@@ -14,7 +14,8 @@ from megatron.options.training import Fp8Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, ParallelLinear
 from megatron.parallel.operators.fp8_linear import ScaledMethod
-from megatron.parallel.operators.fp8_products import E4M3, E5M2, Operand, product, quantised, scale_of
+from megatron.parallel.operators import fp8_products
+from megatron.parallel.operators.fp8_products import E4M3, E5M2, Operand, by_row, by_tensor, largest_of, product
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards
 
 Array = np.ndarray[Any, Any]
@@ -203,17 +204,18 @@ def test_a_weight_in_4_bits_is_rounded_to_fp8_from_what_it_stands_for(recipe: st
 
 
 @pytest.mark.parametrize(("recipe", "fp8_format"), RECIPES)
-def test_cuda_accepts_each_call(recipe: str, fp8_format: str) -> None:
-    # the steps of the autograd function, which itself would need a device
+def test_cuda_accepts_each_call(recipe: str, fp8_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the steps of the autograd function, which itself would need a device, as would the kernels
+    monkeypatch.setattr(fp8_products, "compiled_kernels", lambda: None)
     layer = layer_of(recipe, fp8_format)
     with FakeTensorMode(), torch.no_grad():
         layer.weight = torch.nn.Parameter(torch.empty(OUTPUTS, INPUTS, dtype=torch.bfloat16, device="cuda"))
         method: Any = layer.base
         x, grad = (torch.empty(TOKENS, size, dtype=torch.bfloat16, device="cuda") for size in (INPUTS, OUTPUTS))
-        output, factors = method.output(layer, x)
-        gradient = method.gradient(layer, grad)
+        output, largest = method.output(layer, x)
+        gradient, gradient_Nn = method.gradient(layer, grad, for_weight=True)
         grad_x = method.input_gradient(gradient, method.backward_weight(layer, x.dtype), x.dtype)
-        grad_weight = method.weight_gradient(grad, x, factors, gradient)
+        grad_weight = method.weight_gradient(grad, x, largest, gradient_Nn)
         found = {each.shape for each in (output, grad_x, grad_weight)}
     assert found == {(TOKENS, OUTPUTS), (TOKENS, INPUTS), (OUTPUTS, INPUTS)}
     assert {each.dtype for each in (output, grad_x, grad_weight)} == {torch.bfloat16}
@@ -265,8 +267,7 @@ def test_no_two_e5m2_operands_and_fast_sums_in_the_forward_pass_alone(monkeypatc
 
 def test_an_operand_is_the_nearest_of_its_format() -> None:
     for dtype, form in ((E4M3, FORMS["e4m3"]), (E5M2, FORMS["e5m2"])):
-        for by_row in (False, True):
-            x = torch.from_numpy(X).float()
-            values, unit = quantised(x, scale_of(x, dtype, by_row=by_row), dtype)
+        x = torch.from_numpy(X).float()
+        for is_rowwise, (values, unit) in enumerate((by_tensor(x, largest_of(x), dtype), by_row(x, dtype))):
             held = values.double().numpy() * unit.double().numpy()
-            np.testing.assert_allclose(held, in_fp8(X, form, by_row=by_row), rtol=1e-6)
+            np.testing.assert_allclose(held, in_fp8(X, form, by_row=bool(is_rowwise)), rtol=1e-6)

@@ -20,11 +20,14 @@ from megatron.parallel.operators.fp8_products import (
     E4M3,
     E5M2,
     Operand,
-    padded,
+    both_by_tensor,
+    by_column,
+    by_row,
+    by_tensor,
+    largest_of,
     product,
-    quantised,
-    scale_of,
     transposed,
+    transposed_by_tensor,
 )
 from megatron.parallel.phase_clock import WAIT
 
@@ -62,48 +65,58 @@ class ScaledMethod(BaseMethod):
             return _in_16_bits(layer).column(layer, hidden)
         return plus_bias(_Product.apply(hidden, _trained(layer), layer, self, layer.ctx.tensor_size > 1), layer.bias)
 
-    def output(self, layer: ParallelLinear, x_nK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x W^T and the scale of x. Collective where a rank's numbers are part of what is scaled."""
-        factors = self._factors(layer, x_nK, E4M3, is_cut=layer.weight_shard.dim == 1)
-        operand = quantised(x_nK, factors, E4M3)
-        return self._multiply(operand, self._forward_weight(layer, x_nK.dtype), x_nK.dtype, is_fast=True), factors
+    def output(self, layer: ParallelLinear, x_nK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return x W^T and the largest values of x. Collective where a rank's numbers are part of what is scaled."""
+        largest = self._largest(layer, x_nK, is_cut=layer.weight_shard.dim == 1)
+        operand = _operand(x_nK, largest, E4M3)
+        return self._multiply(operand, self._forward_weight(layer, x_nK.dtype), x_nK.dtype, is_fast=True), largest
 
-    def gradient(self, layer: ParallelLinear, grad_nN: Tensor) -> Operand:
-        """Return the gradient of the outputs as an operand. Collective as `output` is."""
-        factors = self._factors(layer, grad_nN, self._gradient_dtype, is_cut=layer.weight_shard.dim == 0)
-        return quantised(grad_nN, factors, self._gradient_dtype)
+    def gradient(
+        self, layer: ParallelLinear, grad_nN: Tensor, *, for_weight: bool
+    ) -> tuple[Operand, Operand | None]:
+        """Return the gradient of the outputs as an operand, and its transpose if the weight's gradient multiplies that.
+
+        Collective as `output` is.
+        """
+        largest = self._largest(layer, grad_nN, is_cut=layer.weight_shard.dim == 0)
+        if largest is not None and for_weight and self._options.fp8_wgrad:
+            return both_by_tensor(grad_nN, largest, self._gradient_dtype)
+        return _operand(grad_nN, largest, self._gradient_dtype), None
 
     def input_gradient(self, gradient: Operand, weight_KN: Operand, dtype: torch.dtype) -> Tensor:
         """Return G W, [n, K]."""
         return self._multiply(gradient, weight_KN, dtype)
 
     # not collective: a pipeline schedule may leave it for later, and ranks exchange other tensors meanwhile
-    def weight_gradient(self, grad_nN: Tensor, x_nK: Tensor, factors: Tensor, operand: Operand) -> Tensor:
-        """Return G^T x, [N, K]. `factors` of x and the operand of the gradient serve where a tensor has one scale."""
+    def weight_gradient(
+        self, grad_nN: Tensor, x_nK: Tensor, largest: Tensor | None, operand_Nn: Operand | None
+    ) -> Tensor:
+        """Return G^T x, [N, K]. `largest` of x and `operand_Nn` serve where a tensor has one scale."""
         if not self._options.fp8_wgrad:
             return products.mm(grad_nN.t(), x_nK)
         if self._by_row:
-            # rows of the transposes, over all tokens
-            grad_Nn, x_Kn = grad_nN.t(), x_nK.t()
-            left = quantised(grad_Nn, scale_of(grad_Nn, self._gradient_dtype, by_row=True), self._gradient_dtype)
-            right = quantised(x_Kn, scale_of(x_Kn, E4M3, by_row=True), E4M3)
+            left, right = by_column(grad_nN, self._gradient_dtype), by_column(x_nK, E4M3)
         else:
-            left, right = transposed(operand), quantised(x_nK.t(), factors, E4M3)
-        return self._multiply(padded(left), padded(right), x_nK.dtype)
+            assert largest is not None
+            assert operand_Nn is not None
+            left, right = operand_Nn, transposed_by_tensor(x_nK, largest, E4M3)
+        return self._multiply(left, right, x_nK.dtype)
 
     def _multiply(self, a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool = False) -> Tensor:
         return product(a, b, dtype, is_fast=is_fast, emulates=self._options.fp8_emulate)
 
-    def _factors(self, layer: ParallelLinear, x: Tensor, dtype: torch.dtype, *, is_cut: bool) -> Tensor:
-        """Return the scale of x [rows, k]. `is_cut`: tensor-parallel ranks hold other parts of it."""
-        group: dist.ProcessGroup | None = None
+    def _largest(self, layer: ParallelLinear, x: Tensor, *, is_cut: bool) -> Tensor | None:
+        """Return the largest values of x [rows, k]; None: each row has its own scale.
+
+        `is_cut`: tensor-parallel ranks hold other parts of x.
+        """
         # a power of two more or less rounds a number of fp8 alike: rows need no exchange
-        if is_cut and not self._by_row and self._options.fp8_amax_reduce and layer.ctx.tensor_size > 1:
-            group = layer.ctx.tensor_group
-        if group is None:
-            return scale_of(x, dtype, by_row=self._by_row)
+        if self._by_row:
+            return None
+        if not is_cut or not self._options.fp8_amax_reduce or layer.ctx.tensor_size == 1:
+            return largest_of(x)
         with layer.ctx.state.clock.phase(WAIT):
-            return scale_of(x, dtype, by_row=self._by_row, group=group)
+            return largest_of(x, layer.ctx.tensor_group)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The weight, which changes between steps alone
@@ -114,7 +127,7 @@ class ScaledMethod(BaseMethod):
         if self._kept is not None and self._kept.step == step:
             return self._kept.forward_NK
         weight, is_cut = layer.dense_weight(dtype).detach(), layer.weight_shard.dim is not None
-        operand = quantised(weight, self._factors(layer, weight, E4M3, is_cut=is_cut), E4M3)
+        operand = _operand(weight, self._largest(layer, weight, is_cut=is_cut), E4M3)
         if self._options.cache_fp8_weight_fwd:
             self._kept = _KeptWeight(step, operand, None)
         return operand
@@ -127,13 +140,18 @@ class ScaledMethod(BaseMethod):
         if kept is not None and kept.backward_KN is not None:
             return kept.backward_KN
         if self._by_row:
-            weight_KN = layer.dense_weight(dtype).detach().t()
-            operand = quantised(weight_KN, scale_of(weight_KN, E4M3, by_row=True), E4M3)
+            operand = by_column(layer.dense_weight(dtype).detach(), E4M3)
         else:
             operand = transposed(self._forward_weight(layer, dtype))
         if kept is not None and self._options.cache_fp8_weight:
             self._kept = kept._replace(backward_KN=operand)
         return operand
+
+
+def _operand(x: Tensor, largest: Tensor | None, dtype: torch.dtype) -> Operand:
+    if largest is None:
+        return by_row(x, dtype)
+    return by_tensor(x, largest, dtype)
 
 
 def _trained(layer: ParallelLinear) -> Tensor | None:
@@ -160,22 +178,22 @@ class _Product(torch.autograd.Function):
         function.save_for_backward(products.kept(x, is_needed=function.needs_input_grad[1]))
         if enters and layer.ctx.sequence_parallel:
             x = mappings.all_gather_rows(x, layer.ctx)
-        output, function.factors = method.output(layer, x.flatten(0, -2))
+        output, function.largest = method.output(layer, x.flatten(0, -2))
         return output.view(*x.shape[:-1], output.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(function: Any, grad: Tensor) -> Any:
         (x,), layer, method = function.saved_tensors, function.layer, function.method
-        ctx, factors, deferred = layer.ctx, function.factors, layer.ctx.state.deferred
+        ctx, largest, deferred = layer.ctx, function.largest, layer.ctx.state.deferred
         needs_x, needs_weight = function.needs_input_grad[:2]
         is_cut = function.enters and ctx.sequence_parallel
         rows = grad.flatten(0, -2).contiguous()
-        operand = method.gradient(layer, rows)
+        operand, operand_Nn = method.gradient(layer, rows, for_weight=needs_weight)
 
         def weight_gradient() -> Tensor:
             inputs = mappings.all_gather_rows(x, ctx) if is_cut else x
-            return method.weight_gradient(rows, inputs.flatten(0, -2), factors, operand)
+            return method.weight_gradient(rows, inputs.flatten(0, -2), largest, operand_Nn)
 
         grad_x = grad_weight = None
         works: list[Any] = []

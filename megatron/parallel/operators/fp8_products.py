@@ -1,7 +1,8 @@
 """Products of matrices in fp8, with scales from the operands themselves, by torch's scaled product or emulated.
 
 Every operand is [rows, k], k the channels or tokens over which a product sums: a product is a b^T. Tensor-wise scales
-are one number, row-wise ones [rows, 1] and powers of two, by which no product is rounded.
+are one number, row-wise ones [rows, 1] and powers of two, by which no product is rounded. On CUDA operands are computed
+by the kernels of fp8_kernels.py; what stands here for other devices is their definition.
 Source: pytorch/ao, torchao/float8 (recipes tensorwise and rowwise); Micikevicius et al. 2022 (arXiv:2209.05433).
 """
 
@@ -9,85 +10,135 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.operators.fp8_weights import MULTIPLE
+from megatron.parallel.operators.fp8_weights import EXPONENT, SMALLEST, padded_size
 from megatron.runtime.devices import device_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 2.0**-60
-"""Largest absolute values below it count as it, so that the scale of zeros is finite."""
-EXPONENT = -(2**23)
-"""The bits of sign and exponent of a float32, as an int32."""
 
 
 class Operand(NamedTuple):
-    """An operand in fp8: values [rows, k], which times `unit`, float32, [] or [rows, 1], are the numbers."""
+    """An operand in fp8: values [rows, k], contiguous, which times `unit`, float32, [] or [rows, 1], are the numbers."""
 
     values: Tensor
     unit: Tensor
 
 
-def scale_of(x: Tensor, dtype: torch.dtype, *, by_row: bool, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the factors with which x [rows, k] fills the range of `dtype`, float32, [] or [rows, 1].
-
-    `group`: ranks that hold the other parts of x; collective then. A factor is 0 or NaN where a number
-    is not finite, and makes that NaN.
-    """
-    if by_row:
-        largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True).float()
-    else:
-        largest = torch.linalg.vector_norm(x, math.inf).float()
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    factors = torch.finfo(dtype).max / largest.clamp_(min=SMALLEST)
-    if by_row:
-        factors = (factors.view(torch.int32) & EXPONENT).view(torch.float32)
-    return factors
-
-
-# No clamp: no finite number times its factor rounds beyond the largest of fp8, and the others are to stay visible.
-def _cast(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.float() * factors).to(dtype, memory_format=torch.contiguous_format)
-
-
 @functools.cache
-def _compiled_cast() -> Any:
-    """Return `_cast` compiled to one kernel; `_cast` itself where there is no compiler, as choose_kernels warns."""
-    from deepspeed.accelerator import get_accelerator
-
+def compiled_kernels() -> ModuleType | None:
+    """Return fp8_kernels.py; None where there is no compiler, as choose_kernels warns."""
     from megatron.parallel.operators.fused import missing_compiler
 
     if missing_compiler(device_of("cuda")):
-        return _cast
-    return torch.compile(_cast, backend=get_accelerator().get_compile_backend(), dynamic=True)
+        return None
+    from megatron.parallel.operators import fp8_kernels
+
+    return fp8_kernels
 
 
-def quantised(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Operand:
-    """Return x [rows, k], or a view of it, times its factors in fp8; the values are contiguous."""
-    cast = _cast
-    if x.is_cuda:  # in float32 between operators it would take four times the memory
-        cast = _compiled_cast()
-    return Operand(cast(x, factors, dtype), factors.reciprocal())
+def _kernels_for(x: Tensor) -> ModuleType | None:
+    return compiled_kernels() if x.is_cuda else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands of x [rows, k], or of its transpose, whose terms are padded with zeros, which no sum notices
+
+
+def largest_of(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the largest absolute values of parts of x, float32, of any shape; the largest of them scales x.
+
+    `group`: ranks that hold the other parts of x; collective then. NaN is above all numbers.
+    """
+    if kernels := _kernels_for(x):
+        largest: Tensor = kernels.largest(x)
+    else:
+        largest = torch.linalg.vector_norm(x, math.inf).float().abs_()
+    if group is not None:  # the order of bits is that of the numbers, and does not lose NaN
+        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def by_tensor(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Operand:
+    """Return x with one scale, with which its largest value fills the range of `dtype`."""
+    if kernels := _kernels_for(x):
+        values, _, unit = kernels.by_tensor(x, largest, dtype, is_direct=True, is_transposed=False)
+        return Operand(values, unit)
+    return _rounded(x, _factors(largest.max(), dtype), dtype)
+
+
+def transposed_by_tensor(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Operand:
+    """Return the transpose of x with one scale."""
+    if kernels := _kernels_for(x):
+        _, values, unit = kernels.by_tensor(x, largest, dtype, is_direct=False, is_transposed=True)
+        return Operand(values, unit)
+    return _padded(_rounded(x.t(), _factors(largest.max(), dtype), dtype))
+
+
+def both_by_tensor(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Operand, Operand]:
+    """Return x and its transpose with one scale."""
+    if kernels := _kernels_for(x):
+        values, turned, unit = kernels.by_tensor(x, largest, dtype, is_direct=True, is_transposed=True)
+        return Operand(values, unit), Operand(turned, unit)
+    operand = by_tensor(x, largest, dtype)
+    return operand, transposed(operand)
 
 
 def transposed(operand: Operand) -> Operand:
-    """Return the transpose of an operand with one scale, contiguous."""
-    return Operand(operand.values.t().clone(memory_format=torch.contiguous_format), operand.unit)
+    """Return the transpose of an operand with one scale."""
+    values, unit = operand
+    if kernels := _kernels_for(values):
+        return Operand(kernels.transposed(values), unit)
+    return _padded(Operand(values.t().clone(memory_format=torch.contiguous_format), unit))
 
 
-def padded(operand: Operand) -> Operand:
-    """Return the operand with zeros up to a multiple of 16 in k, which no sum notices."""
-    missing = -operand.values.shape[1] % MULTIPLE
-    if not missing:
+def by_row(x: Tensor, dtype: torch.dtype) -> Operand:
+    """Return x with a scale for each row."""
+    if kernels := _kernels_for(x):
+        return Operand(*kernels.by_row(x, dtype))
+    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True).float()
+    factors = _factors(largest, dtype)
+    powers = (factors.view(torch.int32) & EXPONENT).view(torch.float32)
+    # without its other bits NaN would be infinity
+    return _rounded(x, torch.where(factors.isnan(), factors, powers), dtype)
+
+
+def by_column(x: Tensor, dtype: torch.dtype) -> Operand:
+    """Return the transpose of x with a scale for each of its rows, a column of x."""
+    if kernels := _kernels_for(x):
+        return Operand(*kernels.by_column(x, dtype))
+    return _padded(by_row(x.t(), dtype))
+
+
+def _factors(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors with which these values fill the range of `dtype`.
+
+    They are 0 or NaN where a number is not finite, and make that NaN.
+    """
+    return torch.full_like(largest, torch.finfo(dtype).max).div_(largest.clamp(min=SMALLEST))
+
+
+# No clamp: no finite number times its factor rounds beyond the largest of fp8, and the others are to stay visible.
+def _rounded(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Operand:
+    values = (x.float() * factors).to(dtype, memory_format=torch.contiguous_format)
+    return Operand(values, factors.reciprocal())
+
+
+def _padded(operand: Operand) -> Operand:
+    terms = operand.values.shape[1]
+    if terms == padded_size(terms):
         return operand
-    bits = F.pad(operand.values.view(torch.uint8), (0, missing))
+    bits = F.pad(operand.values.view(torch.uint8), (0, padded_size(terms) - terms))
     return Operand(bits.view(operand.values.dtype), operand.unit)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool, emulates: bool) -> Tensor:
@@ -106,6 +157,9 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, *, is_fast: bool, emulat
     result = torch._scaled_mm(
         a.values, b.values.t(), scale_a=unit_a, scale_b=unit_b, out_dtype=dtype, use_fast_accum=is_fast
     )
-    if scales_after:  # powers of two: nothing is rounded a second time
-        result.mul_(a.unit).mul_(b.unit.t())
-    return result
+    if not scales_after:
+        return result
+    # powers of two: nothing is rounded a second time
+    if kernels := _kernels_for(result):
+        return kernels.multiply_(result, a.unit, b.unit)  # type: ignore[no-any-return]
+    return result.mul_(a.unit).mul_(b.unit.t())

@@ -15,6 +15,15 @@ MULTIPLE = 16
 
 Source: meta_scaled_mm in torch.
 """
+SMALLEST = 2.0**-60
+"""Largest absolute values below it count as it, so that the scale of zeros is finite."""
+EXPONENT = -(2**23)
+"""The bits of sign and exponent of a float32, as an int32."""
+
+
+def padded_size(terms: int) -> int:
+    """Return the number of a sum's terms with the zeros that make it a multiple."""
+    return -(-terms // MULTIPLE) * MULTIPLE
 
 
 def fp8_weights(layer: LayerDeclaration, config: Config) -> Iterator[tuple[str, MatrixProduct]]:
