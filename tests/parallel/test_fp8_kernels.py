@@ -41,8 +41,8 @@ def wide_numbers(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def cases(shapes: list[tuple[int, int]]) -> Iterator[Tensor]:
-    for shape, dtype in itertools.product(shapes, (torch.bfloat16, torch.float16, torch.float32)):
+def cases() -> Iterator[Tensor]:
+    for shape, dtype in itertools.product(SMALL, (torch.bfloat16, torch.float16, torch.float32)):
         yield wide_numbers(shape, dtype)
     for wrong in (float("inf"), -float("inf"), float("nan"), -float("nan")):
         x = wide_numbers((40, 64), torch.bfloat16)
@@ -59,28 +59,35 @@ def same(kernel: Any, definition: Operand) -> None:
     assert values.is_contiguous()
     assert (values.shape, values.dtype) == (definition.values.shape, definition.values.dtype)
     assert unit.shape == definition.unit.shape
-    torch.testing.assert_close(unit.cpu(), definition.unit, rtol=0, atol=0, equal_nan=True)
-    found, wanted = values.cpu(), definition.values
+    torch.testing.assert_close(unit, definition.unit.to(unit.device), rtol=0, atol=0, equal_nan=True)
+    found, wanted = values, definition.values.to(values.device)
     differs = found.view(torch.uint8) != wanted.view(torch.uint8)
     differs &= ~(found.float().isnan() & wanted.float().isnan())
     assert not differs.any(), f"{int(differs.sum())} of {differs.numel()} differ"
 
 
-def compare(kernels: ModuleType, shapes: list[tuple[int, int]], device: str) -> None:
-    """Raise AssertionError if an operand is not that of the definition."""
-    for given in cases(shapes):
-        x = given.to(device)
-        if not given.is_contiguous():
-            x = given.t().to(device).t()
-        compare_by_tensor(kernels, given, x)
-        same(kernels.by_row(x, E4M3), fp8_products.by_row(given, E4M3))
-        same(kernels.by_column(x, E4M3), fp8_products.by_column(given, E4M3))
+def compare(kernels: ModuleType, given: Tensor, x: Tensor) -> None:
+    """Raise AssertionError if an operand of x is not what the definition makes of the same numbers."""
+    compare_by_tensor(kernels, given, x)
+    same(kernels.by_row(x, E4M3), fp8_products.by_row(given, E4M3))
+    same(kernels.by_column(x, E4M3), fp8_products.by_column(given, E4M3))
+
+
+def on_cuda(x: Tensor) -> Tensor:
+    """Return x there, with its strides."""
+    if x.is_contiguous():
+        return x.cuda()
+    return (
+        torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device="cuda")
+        .as_strided(x.shape, x.stride(), x.storage_offset())
+        .copy_(x)
+    )
 
 
 def compare_by_tensor(kernels: ModuleType, given: Tensor, x: Tensor) -> None:
     largest = fp8_products.largest_of(given)
     parts = kernels.largest(x)
-    torch.testing.assert_close(parts.view(torch.int32).max().view(torch.float32).cpu(), largest, equal_nan=True)
+    torch.testing.assert_close(parts.view(torch.int32).max().view(torch.float32), largest.to(x.device), equal_nan=True)
     for dtype in (E4M3, E5M2):
         direct, turned = fp8_products.both_by_tensor(given, largest, dtype)
         for is_direct, is_transposed in ((True, False), (False, True), (True, True)):
@@ -114,10 +121,15 @@ def test_the_interpreted_kernels_are_their_definition() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_kernels_are_their_definition() -> None:
+def test_the_kernels_are_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.parallel.operators import fp8_kernels
 
-    compare(fp8_kernels, SMALL + LARGE, "cuda")
+    for x in cases():
+        compare(fp8_kernels, x, on_cuda(x))
+    monkeypatch.setattr(fp8_products, "compiled_kernels", lambda: None)
+    for shape in LARGE:
+        x = wide_numbers(shape, torch.bfloat16).cuda()
+        compare(fp8_kernels, x, x)
     compare_units(fp8_kernels, "cuda")
 
 
@@ -138,5 +150,6 @@ if __name__ == "__main__":
         setattr(fp8_kernels, size, few)
     np.seterr(divide="ignore", invalid="ignore")
     triton.runtime.interpreter._convert_float = convert_by_torch
-    compare(fp8_kernels, SMALL, "cpu")
+    for one in cases():
+        compare(fp8_kernels, one, one)
     compare_units(fp8_kernels, "cpu")

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.options.training import Fp8Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, ParallelLinear
-from megatron.parallel.operators.fp8_linear import ScaledMethod
 from megatron.parallel.operators import fp8_products
+from megatron.parallel.operators.fp8_linear import ScaledMethod
 from megatron.parallel.operators.fp8_products import E4M3, E5M2, Operand, by_row, by_tensor, largest_of, product
 from megatron.parallel.shards import LayerDeclaration, Shard, Shards
 

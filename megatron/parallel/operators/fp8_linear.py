@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -71,9 +70,7 @@ class ScaledMethod(BaseMethod):
         operand = _operand(x_nK, largest, E4M3)
         return self._multiply(operand, self._forward_weight(layer, x_nK.dtype), x_nK.dtype, is_fast=True), largest
 
-    def gradient(
-        self, layer: ParallelLinear, grad_nN: Tensor, *, for_weight: bool
-    ) -> tuple[Operand, Operand | None]:
+    def gradient(self, layer: ParallelLinear, grad_nN: Tensor, *, for_weight: bool) -> tuple[Operand, Operand | None]:
         """Return the gradient of the outputs as an operand, and its transpose if the weight's gradient multiplies that.
 
         Collective as `output` is.

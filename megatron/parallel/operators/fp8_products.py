@@ -25,7 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Operand(NamedTuple):
-    """An operand in fp8: values [rows, k], contiguous, which times `unit`, float32, [] or [rows, 1], are the numbers."""
+    """An operand in fp8: values [rows, k], contiguous, that times `unit`, float32, [] or [rows, 1], are the numbers."""
 
     values: Tensor
     unit: Tensor
