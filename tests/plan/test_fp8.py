@@ -60,10 +60,17 @@ def test_the_plan_of_a_run_counts_them_and_the_faster_products() -> None:
     assert with_fp8.memory.weights - without.memory.weights == 2 * 973_078_528
     rates = load_rates("h100")
     cluster = Cluster.of(1, 1)
-    slow, fast, some = (
+    slow, fast, by_row, some = (
         step_time(each, cluster, rates).seconds
-        for each in (plain, fp8, of_llama("--fp8-format hybrid --fp8-first-last-layers-bf16 4"))
+        for each in (
+            plain,
+            fp8,
+            of_llama("--fp8-format e4m3 --fp8-recipe rowwise"),
+            of_llama("--fp8-format hybrid --fp8-first-last-layers-bf16 4"),
+        )
     )
     assert 1.05 < slow / fast < 1.6
+    # 12 bytes a number of the inputs and 8 of the outputs, not 8 and 6, and the weights' gradients twice
+    assert 1.01 < by_row / fast < slow / fast
     # eight of sixteen layers
     assert some == pytest.approx((slow + fast) / 2, rel=1e-3)

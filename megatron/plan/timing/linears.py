@@ -136,19 +136,49 @@ class LinearWork:
             passes.input.add(numbers, count)
         if not linear.in_fp8:
             return precision
-        # of both operands, and of the gradient in the backward pass; a weight that is kept is converted once a step
-        converted = tokens * inputs
-        if not self._sizes.config.fp8.cache_fp8_weight_fwd:
-            converted += outputs * inputs
-        forward.add(Pointwise("cast", "forward", precision, converted), count)
-        passes.input.add(Pointwise("cast", "forward", precision, tokens * outputs), count)
-        if self._is_scaled and linear.weight.trained:  # the inputs again, transposed, which are kept in 16 bits
-            passes.weight.add(Pointwise("cast", "forward", precision, tokens * inputs), count)
+        if self._is_scaled:
+            self._scale(linear, forward, tokens, outputs, inputs, count)
+        else:
+            # of both operands, and of the gradient in the backward pass
+            converted = tokens * inputs + self._converted_weight(outputs * inputs)
+            forward.add(Pointwise("cast", "forward", precision, converted), count)
+            passes.input.add(Pointwise("cast", "forward", precision, tokens * outputs), count)
         if self._tensor and self._exchanges_scales:
             # the largest value of what is cut: outputs' gradients of a column, inputs of a row
             work = passes.input if linear.is_column else forward
             work.add(AxisExchange("all_reduce", BYTES["fp32"], "tensor"), count)
         return "fp8"
+
+    def _converted_weight(self, numbers: int) -> int:
+        """Return the numbers of a weight that each microbatch converts; one that is kept is converted once a step."""
+        if self._sizes.config.fp8.cache_fp8_weight_fwd:
+            return 0
+        return numbers
+
+    def _scale(
+        self, linear: LinearLayer, forward: Work, tokens: float, outputs: int, inputs: int, count: float
+    ) -> None:
+        """Add the passes over operands that are scaled by themselves, as the kernels of fp8_kernels.py read and write.
+
+        The inputs are converted again, transposed, for the weight's gradient: they are kept in 16 bits.
+        """
+        passes, size = self._passes, self._sizes.number_bytes
+        is_by_row = self._sizes.config.fp8_recipe == "rowwise"
+        # a pass for the largest value, and one that reads again and writes a byte; rows need one reading for both
+        one_pass, two_passes = size + 1, 2 * size + 1
+        ahead = one_pass if is_by_row else two_passes
+        converted = tokens * inputs + self._converted_weight(outputs * inputs)
+        forward.add(Move(ahead * converted / 2), count)
+        passes.input.add(Move(ahead * tokens * outputs / 2), count)
+        if is_by_row:  # scales after the product, in place
+            passes.input.add(Move(size * tokens * inputs), count)
+        if not linear.weight.trained or not self._sizes.config.fp8.fp8_wgrad:
+            return
+        if is_by_row:
+            passes.weight.add(Move(two_passes * tokens * (outputs + inputs) / 2 + size * outputs * inputs), count)
+        else:
+            # the gradient's transpose is written with it
+            passes.weight.add(Move(tokens * outputs / 2 + one_pass * tokens * inputs / 2), count)
 
     @property
     def _is_scaled(self) -> bool:
