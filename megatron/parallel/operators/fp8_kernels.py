@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.parallel.operators import fp8_weights
+from megatron.parallel.operators.triton_launcher import Launcher
 
 PARTS = 512
 """Parts of a tensor, each with a largest value: the programs that a large device runs at once."""
@@ -62,6 +63,9 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
     tl.store(largest + part, tl.max(seen, 0).to(tl.float32, bitcast=True))
 
 
+_start_largest = Launcher(_largest_kernel)
+
+
 @triton.jit
 def _column_kernel(  # type: ignore[no-untyped-def]
     x, rows, k, largest, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -74,6 +78,9 @@ def _column_kernel(  # type: ignore[no-untyped-def]
         inside = (row < rows) & (column[None, :] < k)
         seen = tl.maximum(seen, _bits(tl.load(x + row.to(tl.int64) * k + column[None, :], mask=inside, other=0.0)))
     tl.store(largest + part * k + column, tl.max(seen, 0).to(tl.float32, bitcast=True), mask=column < k)
+
+
+_start_column = Launcher(_column_kernel)
 
 
 @triton.jit
@@ -122,12 +129,15 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         tl.store(transposed + column[None, :].to(tl.int64) * transposed_rows + row, cast, mask=inside)
 
 
+_start_cast = Launcher(_cast_kernel)
+
+
 def largest(x: Tensor) -> Tensor:
     """Return the largest absolute values of parts of x, float32 [PARTS]; NaN where a part has one."""
     result = torch.empty(PARTS, dtype=torch.float32, device=x.device)
     x = x.contiguous()
     blocks = triton.cdiv(x.numel(), BLOCK)
-    _largest_kernel[(PARTS,)](x, x.numel(), blocks, result, PARTS=PARTS, BLOCK=BLOCK, num_warps=WARPS)
+    _start_largest((PARTS,), x, x.numel(), blocks, result, PARTS=PARTS, BLOCK=BLOCK, num_warps=WARPS)
     return result
 
 
@@ -148,7 +158,7 @@ def by_column(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = torch.empty(COLUMN_PARTS, k, dtype=torch.float32, device=x.device)
     unit = torch.empty(k, 1, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(k, 64), COLUMN_PARTS)
-    _column_kernel[grid](x, x.shape[0], k, largest, PARTS=COLUMN_PARTS, ROWS=64, COLUMNS=64)
+    _start_column(grid, x, x.shape[0], k, largest, PARTS=COLUMN_PARTS, ROWS=64, COLUMNS=64)
     transposed = _empty_transpose(x, dtype)
     _cast(x, largest, dtype, unit, None, transposed, by_column=True)
     return transposed, unit
@@ -172,7 +182,8 @@ def _cast(
     (rows, k), limit = x.shape, torch.finfo(dtype).max
     transposed_rows = fp8_weights.padded_size(rows)
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(k, TILE),)
-    _cast_kernel[grid](
+    _start_cast(
+        grid,
         x.contiguous(),
         rows,
         k,
@@ -199,12 +210,15 @@ def _transpose_kernel(x, rows, k, result, result_rows, TILE: tl.constexpr):  # t
     tl.store(place, tile, mask=(row < result_rows) & (column < k))
 
 
+_start_transpose = Launcher(_transpose_kernel)
+
+
 def transposed(values: Tensor) -> Tensor:
     """Return the transpose of values of fp8 [rows, k], [k, padded rows]."""
     (rows, k), result = values.shape, _empty_transpose(values, values.dtype)
     grid = (triton.cdiv(rows, TILE) * triton.cdiv(k, TILE),)
     bits, target = values.view(torch.uint8), result.view(torch.uint8)
-    _transpose_kernel[grid](bits, rows, k, target, result.shape[1], TILE=TILE, num_warps=WARPS)
+    _start_transpose(grid, bits, rows, k, target, result.shape[1], TILE=TILE, num_warps=WARPS)
     return result
 
 
@@ -243,6 +257,9 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             tl.store(values + begin + first + column, cast, mask=inside)
 
 
+_start_row = Launcher(_row_kernel)
+
+
 def by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x in fp8 and its unit, float32 [rows, 1]."""
     rows, k = x.shape
@@ -250,7 +267,8 @@ def by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     unit = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     columns = min(MAX_ROW, triton.next_power_of_2(k))
     at_once = max(1, BLOCK // columns)
-    _row_kernel[(triton.cdiv(rows, at_once),)](
+    _start_row(
+        (triton.cdiv(rows, at_once),),
         x.contiguous(),
         rows,
         k,
@@ -280,9 +298,12 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, scaled.to(result.dtype.element_ty), mask=inside)
 
 
+_start_multiply = Launcher(_multiply_kernel)
+
+
 def multiply_(result: Tensor, row_unit: Tensor, column_unit: Tensor) -> Tensor:
     """Multiply result [rows, columns], contiguous, by units [rows, 1] and [columns, 1], in place."""
     rows, columns = result.shape
     grid = (triton.cdiv(rows, 32) * triton.cdiv(columns, 256),)
-    _multiply_kernel[grid](result, row_unit, column_unit, rows, columns, ROWS=32, COLUMNS=256, num_warps=WARPS)
+    _start_multiply(grid, result, row_unit, column_unit, rows, columns, ROWS=32, COLUMNS=256, num_warps=WARPS)
     return result

@@ -1,0 +1,78 @@
+"""Starts of kernels by what Triton has compiled, with a stand-in for Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.parallel.operators.triton_launcher import Launcher
+
+
+class Kernel:
+    """Compiles at each start that is not by a compiled variant, and notes all starts."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.started: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compile_and_start(*arguments: Any, num_warps: int, **constants: Any) -> Any:
+            self.compiled.append((arguments, num_warps, constants))
+            return Variant(self, len(self.compiled))
+
+        return compile_and_start
+
+
+class Variant:
+    def __init__(self, kernel: Kernel, number: int) -> None:
+        self._kernel, self._number = kernel, number
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        assert len(grid) == 3
+        return lambda *arguments: self._kernel.started.append((self._number, grid, arguments))
+
+
+def test_a_second_start_is_that_of_the_compiled_variant() -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    start = Launcher(kernel)
+    for rows in (48, 32, 160):
+        start((rows,), x, rows, None, BLOCK=8, WRITE=True, num_warps=2)
+    assert [each[1:] for each in kernel.compiled] == [(2, {"BLOCK": 8, "WRITE": True})]
+    assert kernel.started == [(1, (rows, 1, 1), (x, rows, None, 8, True)) for rows in (32, 160)]
+
+
+def test_a_variant_is_of_one_kind_of_each_argument() -> None:
+    """What Triton compiles for: types, alignment, numbers that are 1 or multiples of 16, none, constants, warps."""
+    x, kernel = torch.zeros(64), Kernel()
+    start = Launcher(kernel)
+    kinds: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, 16, x), {"BLOCK": 8}),
+        ((x.half(), 16, x), {"BLOCK": 8}),
+        ((x[1:], 16, x), {"BLOCK": 8}),  # 4 bytes behind an address of 16
+        ((x, 17, x), {"BLOCK": 8}),
+        ((x, 1, x), {"BLOCK": 8}),
+        ((x, 2**31, x), {"BLOCK": 8}),
+        ((x, 16, None), {"BLOCK": 8}),
+        ((x, 16, x), {"BLOCK": 16}),
+        ((x, 16, x), {"BLOCK": 8, "num_warps": 8}),
+    ]
+    for _ in range(2):
+        for arguments, options in kinds:
+            start((4, 2), *arguments, **options)
+    assert len(kernel.compiled) == len(kinds)
+    assert [number for number, _, _ in kernel.started] == list(range(1, len(kinds) + 1))
+
+
+def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
+    calls: list[Any] = []
+
+    class Interpreted:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **options: calls.append(arguments)
+
+    start = Launcher(Interpreted())
+    start((1,), 3)
+    start((1,), 3)
+    assert calls == [(3,), (3,)]
