@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.parallel.operators.triton_launcher import Launcher
@@ -13,7 +14,8 @@ from megatron.parallel.operators.triton_launcher import Launcher
 class Kernel:
     """Compiles at each start that is not by a compiled variant, and notes all starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arg_names: str) -> None:
+        self.arg_names = arg_names
         self.compiled: list[Any] = []
         self.started: list[Any] = []
 
@@ -35,7 +37,7 @@ class Variant:
 
 
 def test_a_second_start_is_that_of_the_compiled_variant() -> None:
-    kernel, x = Kernel(), torch.zeros(64)
+    kernel, x = Kernel("x", "rows", "other", "BLOCK", "WRITE"), torch.zeros(64)
     start = Launcher(kernel)
     for rows in (48, 32, 160):
         start((rows,), x, rows, None, BLOCK=8, WRITE=True, num_warps=2)
@@ -45,7 +47,7 @@ def test_a_second_start_is_that_of_the_compiled_variant() -> None:
 
 def test_a_variant_is_of_one_kind_of_each_argument() -> None:
     """What Triton compiles for: types, alignment, numbers that are 1 or multiples of 16, none, constants, warps."""
-    x, kernel = torch.zeros(64), Kernel()
+    x, kernel = torch.zeros(64), Kernel("x", "rows", "y", "BLOCK")
     start = Launcher(kernel)
     kinds: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((x, 16, x), {"BLOCK": 8}),
@@ -65,10 +67,19 @@ def test_a_variant_is_of_one_kind_of_each_argument() -> None:
     assert [number for number, _, _ in kernel.started] == list(range(1, len(kinds) + 1))
 
 
+def test_constants_in_another_order_are_refused() -> None:
+    """A compiled kernel would take one for the other."""
+    start = Launcher(Kernel("x", "ROWS", "COLUMNS"))
+    with pytest.raises(TypeError, match="the constants COLUMNS, ROWS are not the last parameters, ROWS, COLUMNS"):
+        start((1,), 3, COLUMNS=8, ROWS=4)
+
+
 def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
     calls: list[Any] = []
 
     class Interpreted:
+        arg_names = ("x",)
+
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *arguments, **options: calls.append(arguments)
 

@@ -23,6 +23,9 @@ class Launcher:
         variant = (num_warps, *constants.values(), *map(_kind, arguments))
         compiled = self._variants.get(variant)
         if compiled is None:  # as always in Triton's interpreter, which compiles nothing
+            last = tuple(self._kernel.arg_names[len(arguments) :])
+            if last != tuple(constants):  # a compiled kernel takes them by their place
+                raise TypeError(f"the constants {', '.join(constants)} are not the last parameters, {', '.join(last)}")
             self._variants[variant] = self._kernel[grid](*arguments, num_warps=num_warps, **constants)
         else:
             compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
