@@ -15,7 +15,7 @@ from megatron.models.embedding import Stream, repack, unpack
 from megatron.models.experts import Experts
 from megatron.models.mlp import MLP, discard_output
 from megatron.models.positions import Packing
-from megatron.parallel.layers import LayerNorm, RMSNorm
+from megatron.parallel.layers import LayerNorm, RMSNorm, StreamNorm
 from megatron.parallel.rng import dropout
 from megatron.parallel.shards import Shards
 
@@ -59,6 +59,8 @@ NORMS: Mapping[str, Build] = {
     "rms_norm_1p": partial(rms_norm, adds_one=True),
 }
 """By the kinds of models/decoder.py."""
+NORM_NAMES = ("shared_norm", "attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+"""Norms that a layer may declare."""
 
 
 def final_norm(shards: Shards, shared: Shared, *, norm: str) -> nn.Module:
@@ -81,7 +83,7 @@ class TransformerLayer(nn.Module):
 
     `is_parallel`: x + attention(norm(x)) + mlp(norm(x)), by one norm where `shared_norm` is declared.
     `attention_norm` and `mlp_norm` are those of the branches' inputs, `attention_output_norm` and `mlp_output_norm`
-    those of their outputs.
+    those of their outputs. `norms_add`: RMSNorms of the inputs alone are computed with the addition before them.
     """
 
     def __init__(
@@ -105,6 +107,14 @@ class TransformerLayer(nn.Module):
 
         def declared(name: str) -> nn.Module | None:
             return norm(shards.below(name), shared) if shards.below(name) else None
+
+        # where each norm reads a plain sum, and its output is kept
+        reads_sums = model.hidden_dropout == 0 and self.multiplier == 1.0 and not is_parallel
+        norms = {name for name in NORM_NAMES if shards.below(name)}
+        are_rms_norms = norms == {"attention_norm", "mlp_norm"} and norm is NORMS["rms_norm"]
+        self.norms_add = reads_sums and are_rms_norms and not self.discards_norms
+        if self.norms_add:
+            norm = partial(rms_norm, module=StreamNorm)
 
         self.shared_norm = declared("shared_norm")
         self.attention_norm = declared("attention_norm")
@@ -133,6 +143,12 @@ class TransformerLayer(nn.Module):
             attended, output = self._branch(self.shared_norm, both, hidden, recomputed=False)
             hidden = self._add(hidden, attended, self.attention_output_norm)
             return self._add(hidden, output, self.mlp_output_norm)
+        if self.norms_add:
+            assert self.attention_norm is not None
+            assert self.mlp_norm is not None
+            hidden, normed = self.attention_norm(hidden)
+            hidden, normed = self.mlp_norm(hidden, attention(normed))
+            return self._add(hidden, self._branch(None, mlp, normed, recomputed=self.recompute_mlp), None)
         output = self._branch(self.attention_norm, attention, hidden, recomputed=False)
         attended = self._add(hidden, output, self.attention_output_norm)
         read = hidden if self.is_parallel else attended

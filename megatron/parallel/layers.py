@@ -104,6 +104,17 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(hidden.to(exact), self.weight.to(exact) + 1.0, self.epsilon).to(hidden.dtype)
 
 
+class StreamNorm(RMSNorm):
+    """RMSNorm with the addition to the residual stream before it, of one operator where the kernels have that.
+
+    The gradients of the stream and of the norm are added in the same operator.
+    """
+
+    def forward(self, hidden: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return hidden + branch, or hidden without one, and its norm. [rows, B, H]"""
+        return self.kernels.add_norm(hidden, branch, self.weight, self.epsilon)
+
+
 class SplitRMSNorm(RMSNorm):
     """RMSNorm over channels that are cut over the tensor-parallel ranks, [..., C/tp] -> [..., C/tp]."""
 

@@ -2,13 +2,14 @@
 
 Shapes: S sequence, B batch, n query heads, k key/value heads, d head size, F intermediate width of the MLP. The plain
 form is the reference. The eager form has fewer passes over memory, and keeps inputs instead of intermediate results.
-The compiled form is the plain one through torch.compile, but for SwiGLU's backward pass on CUDA. All compute rotations
-and norms in float32. What is one kernel of torch's on every device (GELU, LayerNorm) or no faster when compiled alone
-(dropout with residual) stands where it is used.
+The compiled form is the plain one through torch.compile, but for RMSNorm and SwiGLU's backward pass on CUDA. All
+compute rotations and norms in float32. What is one kernel of torch's on every device (GELU, LayerNorm) or no faster
+when compiled alone (dropout with residual) stands where it is used.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import shutil
@@ -27,6 +28,9 @@ from megatron.runtime.device import Device
 from megatron.runtime.devices import device_of
 
 log = logging.getLogger(__name__)
+
+MAX_NORM_WIDTH = 8192
+"""Most channels of an RMSNorm by Triton: a program holds all of them."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,6 +162,36 @@ class _CompiledSwiglu(torch.autograd.Function):
         return triton_kernels.swiglu_backward(grad, gate_up), None
 
 
+class _TritonNorm(torch.autograd.Function):
+    """The stream, x + branch, and its norm, for CUDA. Keeps the stream and one float32 number a row.
+
+    The gradient that comes down the stream is added where the norm's is computed.
+    """
+
+    @staticmethod
+    def forward(
+        function: Any, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        from megatron.parallel.operators import norm_kernels
+
+        stream, normed, scales = norm_kernels.forward(x, branch, weight, epsilon)
+        function.save_for_backward(stream, weight, scales)
+        function.set_materialize_grads(False)
+        return stream, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(function: Any, grad_stream: Tensor | None, grad_normed: Tensor | None) -> Any:
+        from megatron.parallel.operators import norm_kernels
+
+        grad, grad_weight = grad_stream, None
+        if grad_normed is not None:
+            grad, grad_weight = norm_kernels.backward(
+                grad_normed, grad_stream, *function.saved_tensors, of_weight=function.needs_input_grad[2]
+            )
+        return grad, grad if function.needs_input_grad[1] else None, grad_weight, None
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps the input and one float32 number a row for the backward pass."""
 
@@ -198,8 +232,17 @@ class Kernels:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     geglu: Callable[[Tensor], Tensor] = geglu
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    fused_add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] | None = None
+    """`add_norm` in one pass, None where it is two operators."""
     attend: Callable[..., Tensor | None] | None = None
     """`attend` of token_kernels.py, None where a token's attention is made of the device's operators."""
+
+    def add_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Return the stream, x + branch or x without one, and its RMSNorm. Both are read, and give gradients."""
+        if self.fused_add_norm is not None:
+            return self.fused_add_norm(x, branch, weight, epsilon)
+        stream = x if branch is None else x + branch
+        return stream, self.rms_norm(stream, weight, epsilon)
 
 
 PLAIN = Kernels("plain")
@@ -230,7 +273,7 @@ EAGER_WITHOUT_GRADIENTS = Kernels(
 
 
 @functools.cache
-def compiled(backend: str, device: Device) -> Kernels:
+def compiled(backend: str, device: Device, *, trains: bool = True) -> Kernels:
     """Return the plain operators compiled by a backend of torch.compile, each at its first call."""
     rotate_, swiglu_, geglu_, rms_norm_ = (
         cast("Any", torch.compile(function, backend=backend)) for function in (rotate, swiglu, geglu, rms_norm)
@@ -247,7 +290,20 @@ def compiled(backend: str, device: Device) -> Kernels:
     # one kernel of torch's since 2.8: on an H100 0.39 ms forward and backward, compiled alone 0.88 ms
     if hasattr(torch.ops.aten, "_fused_rms_norm"):
         rms_norm_ = rms_norm
-    return Kernels("compiled", rotate=rotate_, swiglu=swiglu_by_triton, geglu=geglu_, rms_norm=rms_norm_)
+    kernels = Kernels("compiled", rotate=rotate_, swiglu=swiglu_by_triton, geglu=geglu_, rms_norm=rms_norm_)
+    if not trains:
+        return kernels  # few tokens, and no gradients: a kernel of torch's is launched sooner
+
+    # torch's backward pass reads x and the gradient once for each of its results
+    def add_norm_by_triton(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        if x.dtype == torch.float64 or x.shape[-1] > MAX_NORM_WIDTH:
+            return kernels.add_norm(x, branch, weight, epsilon)
+        return _TritonNorm.apply(x, branch, weight, epsilon)  # type: ignore[no-any-return]
+
+    def rms_norm_by_triton(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return add_norm_by_triton(x, None, weight, epsilon)[1]
+
+    return dataclasses.replace(kernels, rms_norm=rms_norm_by_triton, fused_add_norm=add_norm_by_triton)
 
 
 def habana(*, fused_norm: bool) -> Kernels:
@@ -308,7 +364,7 @@ def choose_kernels(config: Config, device: torch.device, *, trains: bool = True)
     if not missing:
         from deepspeed.accelerator import get_accelerator
 
-        return compiled(get_accelerator().get_compile_backend(), record)
+        return compiled(get_accelerator().get_compile_backend(), record, trains=trains)
     if choice == "fused":
         raise ConfigError([f"kernels=fused compiles operators, but {missing}; or use kernels=auto"])
     log.warning("kernels=auto takes eager operators: %s", missing)
