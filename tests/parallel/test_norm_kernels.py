@@ -23,17 +23,19 @@ INTERPRETED = [(1, 24), (300, 24), (9, 5000)]
 ON_CUDA = [(rows, width) for rows in (1, 7, 8192) for width in (24, 2048, 5000, 8192)]
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def random(*shape: int, seed: int, device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
 
 
 def drawn(rows: int, width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """x, branch and weight, and the gradients of the stream and of its norm; x with numbers near 10,000 and zeros."""
-    x, branch, of_stream, of_normed = (random(rows, width, seed=seed) for seed in range(4))
+    x, branch, of_stream, of_normed = (random(rows, width, seed=seed, device=device) for seed in range(4))
     x[-1] *= 1e4 / x[-1].abs().amax()
     if rows > 1:
         x[0], branch[0] = 0.0, 0.0
-    return [each.to(device, dtype) for each in (x, branch, random(width, seed=5), of_stream, of_normed)]
+    weight = random(width, seed=5, device=device)
+    return [each.to(dtype) for each in (x, branch, weight, of_stream, of_normed)]
 
 
 def add_norm(form: Kernels, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,9 +105,9 @@ def check_edges(form: Kernels, device: str) -> None:
     x, branch, weight, of_stream, of_normed = drawn(5, 40, torch.float32, device)
     # a frozen weight, and a stream whose gradient alone comes back
     given = leaves(x, branch)
-    stream, normed = add_norm(form, *given, weight)
+    stream, normed = add_norm(form, given[0], given[1], weight)
     check(gradients((normed,), given, [of_normed])[:1], [gradient_of_double(x + branch, weight, of_normed)])
-    stream, _ = add_norm(form, *given, weight)
+    stream, _ = add_norm(form, given[0], given[1], weight)
     assert all(torch.equal(grad, of_stream) for grad in gradients((stream,), given, [of_stream]))
     # float64, and rows that no program holds, are torch's
     wide = torch.ones(1, fused.MAX_NORM_WIDTH + 1, device=device)
