@@ -85,7 +85,11 @@ def compare(form: Kernels, rows: int, width: int, dtype: torch.dtype, device: st
 
 
 def compare_with_apart(form: Kernels, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
-    """Raise AssertionError if a bit differs between one operator and two, whose gradients autograd adds."""
+    """Raise AssertionError if one operator and two, whose gradients autograd adds, differ by a bit of 16 bits.
+
+    In float32 the compiler may join the last multiplication with the addition of the stream's gradient.
+    """
+    nearness = 1e-6 if dtype == torch.float32 else 0.0
     x, branch, weight, of_stream, of_normed = drawn(rows, width, dtype, device)
     for with_branch in (True, False):
         results = []
@@ -97,7 +101,7 @@ def compare_with_apart(form: Kernels, rows: int, width: int, dtype: torch.dtype,
                 stream = given[0] + given[1] if with_branch else given[0] * 1
                 normed = form.rms_norm(stream, given[-1], EPSILON)
             results.append([stream, normed, *gradients((stream, normed), given, [of_stream, of_normed])])
-        same = list(map(torch.equal, *results))
+        same = [torch.allclose(one, two, rtol=nearness, atol=nearness) for one, two in zip(*results, strict=True)]
         assert all(same), f"{same} of {rows} rows of {width} {dtype} numbers, {with_branch=}"
 
 
