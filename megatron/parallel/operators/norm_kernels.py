@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.parallel.operators.triton_launcher import Launcher
+
 TILE = 2048
 """Numbers of short rows that a program holds at once."""
 PROGRAMS = 4
@@ -82,6 +84,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(normed + at, result.to(normed.dtype.element_ty), mask=inside)
 
 
+_start_forward = Launcher(_forward_kernel)
+
+
 def forward(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + branch (without one x itself), its norm times the weight, and float32 1 / rms of each row, [R].
 
@@ -93,7 +98,8 @@ def forward(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) ->
     added, stream = given, x  # a kernel takes pointers for all, and uses those of what it adds
     if branch is not None:
         added, stream = branch.contiguous(), torch.empty_like(given)
-    _forward_kernel[(triton.cdiv(num_rows, tile.rows),)](
+    _start_forward(
+        (triton.cdiv(num_rows, tile.rows),),
         given,
         added,
         weight,
@@ -160,6 +166,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums + program * width + column, tl.sum(total, 0), mask=in_row)
 
 
+_start_backward = Launcher(_backward_kernel)
+
+
 def backward(
     grad_normed: Tensor, grad_stream: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor, *, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -173,7 +182,8 @@ def backward(
     sums = scales
     if of_weight:
         sums = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
+    _start_backward(
+        (programs,),
         given,
         weight,
         scales,
