@@ -34,13 +34,16 @@ PROGRAMS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
+}
+"""What hosts are made of: the program, and Debian's package of it."""
+SSH_PROGRAMS = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
     "pdsh": "pdsh",
     "pkill": "procps",
 }
-"""What hosts are made of, and the runs on them need: the program, and Debian's package of it."""
+"""What runs need that begin on another host."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # A host's own part of the machine. The fresh /run is where sshd wants a folder. A shell that ssh starts reads
@@ -85,13 +88,14 @@ Host *
 
 
 @functools.cache
-def why_not() -> str | None:
+def why_not(*, with_ssh: bool = True) -> str | None:
     """Why hosts cannot be made on this machine; None: they can."""
     if not sys.platform.startswith("linux"):
         return "needs Linux, for its namespaces"
     if os.geteuid() != 0:
         return "needs root, to make namespaces"
-    missing = {program: package for program, package in PROGRAMS.items() if shutil.which(program, path=_path()) is None}
+    programs = PROGRAMS | (SSH_PROGRAMS if with_ssh else {})
+    missing = {program: package for program, package in programs.items() if shutil.which(program, path=_path()) is None}
     if missing:
         return f"needs {', '.join(missing)}: apt-get install {' '.join(sorted(set(missing.values())))}"
     attempt = (
@@ -212,6 +216,10 @@ class Host:
         chain = f"type filter hook ingress device eth0 priority 0; numgen random mod 100 < {percent} drop;"
         _call(*self._entered("--net"), "nft", f"table netdev loss {{ chain arriving {{ {chain} }}; }}")
 
+    def namespace(self, kind: str) -> str:
+        """The file by which a process enters a namespace of it: net, uts."""
+        return f"/proc/{self._root.pid}/ns/{kind}"
+
     def stop(self) -> None:
         """Kill everything on it, and return when all of it is gone."""
         send_signal(self._root, signal.SIGKILL)  # the first process; it is the last to go
@@ -255,8 +263,9 @@ class Host:
 class Hosts(Sequence[Host]):
     """`count` hosts and one more, `login`, on one network, until the context is left. Raises HostError."""
 
-    def __init__(self, count: int, folder: Path, network: str = "10.77.0."):
-        self._count, self._folder, self._network = count, folder, network
+    def __init__(self, count: int, folder: Path, network: str = "10.77.0.", *, with_ssh: bool = True):
+        """`with_ssh` False: nobody logs in; processes are started by `Host.start`, or enter the namespaces."""
+        self._count, self._folder, self._network, self._with_ssh = count, folder, network, with_ssh
         self._hosts: list[Host] = []
         self.login: Host
         """Where runs are started. It has no sshd."""
@@ -267,13 +276,14 @@ class Hosts(Sequence[Host]):
         try:
             self._write_files(places)
             for name, address in places:
-                self._hosts.append(Host(name, address, self._folder, runs_sshd=name != "login"))
+                self._hosts.append(Host(name, address, self._folder, runs_sshd=self._with_ssh and name != "login"))
                 self._hosts[-1].check()
             self.login = self._hosts.pop(0)
             self.login.be_switch()
             for host in self._hosts:
                 host.plug_into(self.login)
-            self._wait_for_sshd()
+            if self._with_ssh:
+                self._wait_for_sshd()
         except BaseException:
             self._stop()
             raise
@@ -308,16 +318,20 @@ class Hosts(Sequence[Host]):
         ssh = self._folder / "ssh"
         for folder in (ssh, self._folder / "home"):
             folder.mkdir(parents=True)
+        if self._with_ssh:
+            self._write_keys(ssh, places)
+        for own, _ in places:
+            # as Debian has it: its own name leads a host to itself, and to nobody whom others could reach
+            known = [("localhost", "127.0.0.1"), *((n, "127.0.1.1" if n == own else address) for n, address in places)]
+            (self._folder / f"hosts.{own}").write_text("".join(f"{address} {name}\n" for name, address in known))
+
+    def _write_keys(self, ssh: Path, places: Sequence[tuple[str, str]]) -> None:
         for key in ("host_key", "client_key"):
             _call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", key, "-f", str(ssh / key))
         addresses = ",".join(address for _, address in places)
         (ssh / "known_hosts").write_text(f"{addresses} {(ssh / 'host_key.pub').read_text()}")
         (ssh / "sshd_config").write_text(SSHD_CONFIG)
         (ssh / "ssh_config").write_text(SSH_CONFIG)
-        for own, _ in places:
-            # as Debian has it: its own name leads a host to itself, and to nobody whom others could reach
-            known = [("localhost", "127.0.0.1"), *((n, "127.0.1.1" if n == own else address) for n, address in places)]
-            (self._folder / f"hosts.{own}").write_text("".join(f"{address} {name}\n" for name, address in known))
 
     def _wait_for_sshd(self) -> None:
         deadline_s = time.monotonic() + HANG_S

@@ -256,6 +256,12 @@ class MetricsLog:
         self._write_scalars({name: stats.max for name, stats in values.items()}, iteration, consumed_samples)
         self._console.timers(values)
 
+    def log_links(self, row: dict[str, Any], slowest_share: float) -> None:
+        """Log a probe of the links (slow_links.py)."""
+        if self._writes:
+            self._write_row("links", row)
+            self._write_scalars({"links/slowest of expected": slowest_share}, row["iteration"])
+
     def log_bad_step(self, row: dict[str, Any]) -> None:
         """Write the guard's record of a step, as a row of its own kind."""
         if self._writes:

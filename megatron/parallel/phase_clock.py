@@ -136,6 +136,10 @@ class StepClock:
         self._divides_passes = True
         self._steps: list[list[tuple[str, Any, Any]]] = []
 
+    @property
+    def runs(self) -> bool:
+        return self._clock is not None
+
     def start(self, device: torch.device, *, divides_passes: bool = True) -> None:
         """Measure the steps from now on; `divides_passes`: the waits within a forward or backward pass too."""
         self._clock = PhaseClock(ticks_of(device))

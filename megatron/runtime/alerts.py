@@ -30,8 +30,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-ABORT, STALL, SPIKE, SAVE, WRONG = "abort", "stall", "spike", "save", "wrong"
-"""Events: the run has ended by an error; it made no progress; a bad step; saves fail; a rank computes wrongly."""
+ABORT, STALL, SPIKE, SAVE, WRONG, LINK = "abort", "stall", "spike", "save", "wrong", "link"
+"""Events: the run has ended by an error; it made no progress; a bad step; saves fail; a rank computes wrongly; a slow
+link."""
 APART_S = 300.0
 """Least time between two alerts of one event, but for the end of the run. Those between are counted."""
 MOST_WAITING = 16

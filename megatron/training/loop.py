@@ -205,6 +205,7 @@ class Loop:
                 if progress.iteration % config.data.eval_interval == 0:
                     self._validate()
                 self._run_interludes()
+                self._step_log.watch_links()
                 self._save_where_due(consumed_before)
                 self._events.step_ends()
                 self._step_log.pause(time.perf_counter() - paused_s)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.observability.expert_loads import LoadWatch
 from megatron.observability.metrics import MetricsLog
 from megatron.observability.rank_times import Straggler, StragglerStats
+from megatron.observability.slow_links import CHECK, watch_links
 from megatron.observability.slow_steps import watch_steps
 from megatron.observability.step_metrics import StepMetrics
 from megatron.options.optimizer import OptimizerConfig
@@ -19,6 +20,7 @@ from megatron.options.progress import Progress
 from megatron.parallel.shards import named_parameters
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import accelerator
+from megatron.runtime.alerts import LINK
 from megatron.training.engine import Engine, StepResult
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,13 @@ class StepLog:
             num_trained = sum(p.numel() for _, p in named_parameters(engine.module) if p.requires_grad)
             self._straggler = Straggler(engine.ctx, engine.config, num_trained)
         self._slow_steps = watch_steps(engine.config, engine.ctx, log.message)
-        if self._slow_steps is not None:
-            self._slow_steps.is_busy = lambda iteration: is_saving() or engine.config.logging.traces(iteration)
+        # last: it starts the clock where nothing else has
+        self._links = watch_links(engine.config, engine.ctx)
+        for watch in (self._slow_steps, self._links):
+            if watch is not None:
+                watch.is_busy = lambda iteration: is_saving() or engine.config.logging.traces(iteration)
+        self._clocked: list[dict[str, float]] = []
+        """Phases of the steps since the last log line, as far as they have been read."""
         self.restart()
 
     def restart(self) -> None:
@@ -62,9 +69,12 @@ class StepLog:
         """Forget the steps since the last log line, which a rollback has undone."""
         self.restart()
         self.loads.restart()
+        self._read_clock()
+        self._clocked.clear()
         if self._slow_steps is not None:
             self._slow_steps.drop()
-            self._engine.ctx.state.clock.read()
+        if self._links is not None:
+            self._links.drop()
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not training."""
@@ -100,6 +110,28 @@ class StepLog:
             self._write(result, lr, decoupled_lr, size)
             self.restart()
 
+    def watch_links(self) -> None:
+        """Probe the links where it is time, and name slow ones. Collective."""
+        iteration = self._progress.iteration
+        if self._links is None or iteration % CHECK:
+            return
+        self._watchdog.phase("link probe", iteration)
+        self._read_clock()
+        report = self._links.check(iteration)
+        if report is None:
+            return
+        self._log.log_links(report.row, report.slowest_share)
+        if report.warning:
+            self._log.message(f"WARNING: {report.warning}")
+            self._watchdog.alert(LINK, report.warning)
+
+    def _read_clock(self) -> None:
+        """Read the steps that the clock has measured since the last time."""
+        clocked = self._engine.ctx.state.clock.read()
+        self._clocked += clocked
+        if self._links is not None:
+            self._links.add(clocked)
+
     def _write(self, result: StepResult | None, lr: float, decoupled_lr: float | None, size: int) -> None:
         engine, progress = self._engine, self._progress
         elapsed_s, num_finite = (time.perf_counter() - self._began_s) / self._steps, self._steps - self._nan_steps
@@ -109,7 +141,9 @@ class StepLog:
             loss = self._loss / num_finite
         if result is not None and result.grad_norm is not None:
             grad_norm = float(result.grad_norm)
-        clocked, predicted_s, parts, lines = engine.ctx.state.clock.read(), None, dict[str, float](), list[str]()
+        self._read_clock()
+        clocked, self._clocked = self._clocked, []
+        predicted_s, parts, lines = None, dict[str, float](), list[str]()
         if self._slow_steps is not None:
             predicted_s, parts = self._slow_steps.predicted_s, self._slow_steps.mean_parts(clocked)
             lines = self._slow_steps.close(clocked)
