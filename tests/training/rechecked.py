@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from megatron.observability.metrics import MetricsLog
 from megatron.parallel.linear import RowParallelLinear
 from megatron.parallel.shards import named_parameters
 from megatron.resilience.watchdog import Watchdog
+from megatron.runtime.devices import device_of
 from megatron.training.engine import Engine
 from megatron.training.recheck import Recheck
 from tests import runs
@@ -34,12 +36,12 @@ class _Forward(torch.autograd.Function):
     """An output with a flipped bit, whose gradient is right."""
 
     @staticmethod
-    def forward(function: Any, x: Tensor) -> Tensor:
-        return flipped(x, 5)
+    def forward(function: Any, x: Tensor, bit: int) -> Tensor:
+        return flipped(x, bit)
 
     @staticmethod
-    def backward(function: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(function: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _Backward(torch.autograd.Function):
@@ -55,10 +57,12 @@ class _Backward(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def wrong_product(rank: int, layer: str, direction: str, passes: tuple[int, ...] | None) -> Iterator[None]:
+def wrong_product(
+    rank: int, layer: str, direction: str, passes: tuple[int, ...] | None, bit: int = 5
+) -> Iterator[None]:
     """One bit of a layer's product (forward), of its input's gradient or of its weight's is wrong on one rank.
 
-    `passes`: in which of the rank's passes with gradients, counted from 0; None: in all.
+    `passes`: in which of the rank's passes with gradients, counted from 0; None: in all. `bit`: of a forward product.
     """
     original, count = RowParallelLinear.forward, itertools.count()
 
@@ -71,7 +75,7 @@ def wrong_product(rank: int, layer: str, direction: str, passes: tuple[int, ...]
             self._parameters["weight"] = _Backward.apply(weight)
         product = original(self, _Backward.apply(x) if direction == "backward" else x)
         self._parameters["weight"] = weight
-        return _Forward.apply(product) if direction == "forward" else product
+        return _Forward.apply(product, bit) if direction == "forward" else product
 
     with patch.object(RowParallelLinear, "forward", forward):
         yield
@@ -94,8 +98,15 @@ def flipped_weight(rank: int, name: str, consumed_samples: int) -> Iterator[None
 
 
 def run(arguments: str, *fault: Any) -> dict[str, Any]:
-    """A run with a fault of `wrong_product`: what ended it, its rows, notes and alerts."""
+    """A run with a fault of `wrong_product`: what ended it, its rows, notes, alerts, messages, and passes of checks."""
     return _noted(arguments, wrong_product(*fault) if fault else contextlib.nullcontext())
+
+
+def run_with_noise(arguments: str, noise: float, *fault: Any) -> dict[str, Any]:
+    """The same on a device that states so much noise."""
+    device = dataclasses.replace(device_of("cpu"), repeat_noise=noise)
+    with patch("megatron.training.recheck.device_of", lambda name: device):
+        return run(arguments, *fault)
 
 
 def run_with_flipped_weight(arguments: str, *fault: Any) -> dict[str, Any]:
@@ -103,8 +114,15 @@ def run_with_flipped_weight(arguments: str, *fault: Any) -> dict[str, Any]:
 
 
 def _noted(arguments: str, fault: contextlib.AbstractContextManager[None]) -> dict[str, Any]:
-    told: dict[str, Any] = {"rows": [], "notes": [], "alerts": [], "messages": []}
+    told: dict[str, Any] = {"rows": [], "notes": [], "alerts": [], "messages": [], "checks": 0}
+    compute = Recheck._compute
+
+    def counted(self: Recheck, *arguments: Any) -> Any:
+        told["checks"] += 1
+        return compute(self, *arguments)
+
     with (
+        patch.object(Recheck, "_compute", counted),
         patch.object(MetricsLog, "log_recheck", lambda log, row: told["rows"].append(row)),
         patch.object(MetricsLog, "message", lambda log, text: told["messages"].append(text)),
         patch.object(Watchdog, "note", lambda watchdog, remark: told["notes"].append(remark)),

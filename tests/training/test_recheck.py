@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
+from megatron.training.recheck import PassTrace
 from tests import runs
 from tests.ranks import RankPools
 from tests.training import rechecked
@@ -113,6 +115,36 @@ def test_a_weight_that_has_changed_on_one_rank_is_not_taken_for_a_wrong_product(
     assert "its weights differ, since an earlier step" in told[0]["fault"]
 
 
+@pytest.mark.slow
+def test_on_a_device_that_states_noise_what_lies_within_it_is_no_fault(ranks: RankPools, data: Path) -> None:
+    flags, exponent = f"--data-path {data} --train-iters 4 --recheck-interval 2", 29
+    small = ranks(4)(rechecked.run_with_noise, flags, 1e-3, 3, FIRST, "forward", None)
+    assert [(each["fault"], each["rows"], each["checks"]) for each in small] == [("", [], 2)] * 4
+    large = ranks(4)(rechecked.run_with_noise, flags, 1e-3, 3, FIRST, "forward", None, exponent)
+    assert large[0]["rows"][0]["ranks"] == [3]
+    # the device states it because a norm of the same differs: without that, the small one is a fault
+    exact = ranks(4)(rechecked.run_with_noise, flags, 0.0, 3, FIRST, "forward", None)
+    assert exact[0]["rows"][0]["ranks"] == [3]
+
+
+def test_numbers_of_a_pass_show_bits_signs_and_order() -> None:
+    one, two = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4) + 1
+
+    def numbers(*tensors: torch.Tensor) -> tuple[float, ...]:
+        trace = PassTrace(noise=0.0)
+        trace.before_pass(iter(tensors), "weights")
+        trace.gradient("weight", tensors[0])
+        return trace.numbers()
+
+    assert numbers(one, two) == numbers(one.clone(), two.clone())
+    # a sum of the numbers would show none of these
+    for others in ((two, one), (one.flip(0), two), (one.flip(1), two)):
+        assert numbers(*others)[0] != numbers(one, two)[0]
+    assert numbers(torch.tensor([-0.0, 1.0])) != numbers(torch.tensor([0.0, 1.0]))
+    for bit in range(32):
+        assert numbers(rechecked.flipped(one, bit)) != numbers(one)
+
+
 def test_the_run_goes_on_where_it_is_to(ranks: RankPools, data: Path) -> None:
     flags = f"--data-path {data} --train-iters 4 --recheck-interval 2 --recheck-action log"
     told = run(ranks, flags, 0, FIRST, "weight", None)
@@ -146,6 +178,17 @@ def test_a_clean_run_names_no_rank_and_is_bit_for_bit_that_without_the_check(
         assert (with_check["checks"], without["checks"]) == (2, 0)
         per_microbatch = without["passes"] / (5 * microbatches(layout))
         assert with_check["passes"] - without["passes"] == 2 * per_microbatch
+
+
+@pytest.mark.slow
+def test_no_rank_is_named_in_many_clean_steps(ranks: RankPools, data: Path) -> None:
+    model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --hidden-dropout 0.1 --seq-length 8"
+    flags = f"--data-path {data} --train-iters 200 --log-interval 100 --eval-iters 0 --split 1,0,0 {model}"
+    batches = "--micro-batch-size 1 --global-batch-size 2"
+    told = run(ranks, f"{flags} {batches} --recheck-interval 1", world_size=2)
+    assert [(each["fault"], each["rows"]) for each in told] == [("", [])] * 2
+    # one pass a step: none was repeated
+    assert [each["checks"] for each in told] == [200] * 2
 
 
 @pytest.mark.slow
