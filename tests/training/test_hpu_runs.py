@@ -43,7 +43,7 @@ def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, hpu_ranks: RankPool
 @pytest.mark.parametrize(
     "flags",
     [
-        "--zero-stage 1 --check-replicas-interval 1 --verify-checkpoint",
+        "--zero-stage 1 --check-replicas-interval 1 --verify-checkpoint --recheck-interval 1",
         pytest.param("--zero-stage 2 --offload-optimizer", marks=pytest.mark.slow),
         "--zero-stage 3 --check-replicas-interval 1",
     ],
@@ -51,7 +51,7 @@ def test_habanas_kernels_train_as_the_cpus(ranks: RankPools, hpu_ranks: RankPool
 def test_no_part_of_a_run_needs_float64_or_more_than_32_bits(
     ranks: RankPools, hpu_ranks: RankPools, tmp_path: Path, flags: str
 ) -> None:
-    """Which the device lacks: norms of ZeRO, and comparisons of the ranks' copies."""
+    """Which the device lacks: norms of ZeRO, comparisons of the ranks' copies and of what they compute."""
     flags += (
         f" --data-path {write_dataset(tmp_path / 'data')} {LLAMA} --train-iters {STEPS} --split 1,0,0 --adam-eps 1e-12"
     )
