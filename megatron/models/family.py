@@ -177,6 +177,8 @@ class Family:
         yield from _unmatched(config.model.freeze, names)
         if names and all(_matches(name, config.model.freeze) for name in names):
             yield f"freeze={' '.join(config.model.freeze)} matches every parameter; leave some to train"
+        if config.optimizer.qk_clip:
+            yield from _clip_faults(config, layers)
         if config.model.quantize_base != "none":
             with contextlib.suppress(ConfigError):  # of `freeze`, reported above
                 yield from _quantization_faults(config, self.layers(config))
@@ -244,6 +246,28 @@ def _quantized(layer: LayerDeclaration, *, trains: bool) -> LayerDeclaration:
         if isinstance(shard.cost, MatrixProduct) and not (trains and shard.trained)
     }
     return dataclasses.replace(layer, shards={**layer.shards, **shards})
+
+
+def _clip_faults(config: Config, layers: Sequence[LayerDeclaration]) -> Iterator[str]:
+    """Yield the faults of `qk_clip`: norms behind the projections that it scales, and projections that do not train."""
+    model = config.model
+    declared = declared_shards(layers)
+    if any(name.endswith((".attention.q_norm.weight", ".attention.k_norm.weight")) for name in declared):
+        yield (
+            f"qk_clip scales what makes queries and keys, which the norms of architecture={model.architecture} bring "
+            "back to their size; these bound the logits already, so leave qk_clip out"
+        )
+    if config.lora.lora_rank is not None:
+        yield f"qk_clip scales weights that lora_rank={config.lora.lora_rank} freezes; leave one of the two out"
+    projections = [name for name in declared if name.endswith(".attention.qkv.weight")]
+    if any(_matches(name, model.freeze) for name in projections):
+        yield f"qk_clip scales weights that freeze={' '.join(model.freeze)} freezes; leave one of the two out"
+    queries, keys = model.num_attention_heads * model.head_size, model.num_kv_heads * model.head_size
+    if not projections or any(declared[name].pieces != (queries, keys, keys) for name in projections):
+        yield (
+            f"qk_clip knows projections attention.qkv of [q; k; v] alone, which architecture={model.architecture} has "
+            "not; leave qk_clip out"
+        )
 
 
 def _quantization_faults(config: Config, layers: Sequence[LayerDeclaration]) -> Iterator[str]:

@@ -176,6 +176,8 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
     ]
     if step.grad_norm is not None:
         parts.append(f"grad norm: {step.grad_norm:.3f}")
+    if step.max_attention_logit is not None:
+        parts.append(f"max attention logit: {step.max_attention_logit:.3f}")
     parts += [
         f"number of skipped iterations: {step.skipped_iterations:3d}",
         f"number of nan iterations: {step.nan_iterations:3d}",

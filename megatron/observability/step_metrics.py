@@ -155,6 +155,8 @@ class StepMetrics:
     """Graphs that rank 0's HPU has compiled since the process began; None on other devices."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Metrics of the task, and terms and metrics of layers, by name, over the steps since the previous log line."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of these steps, where log_max_attention_logit is on."""
     experts: LoadReport | None = None
     """Loads of experts over these steps; None: there are no experts, or no step was applied."""
 
@@ -199,6 +201,7 @@ def step_row(step: StepMetrics, speed: Speed) -> dict[str, Any]:
         "decoupled_learning_rate",
         "muon_learning_rate",
         "compiled_graphs",
+        "max_attention_logit",
         "metrics",
         "predicted_time_s",
         "parts",
@@ -222,6 +225,7 @@ def step_scalars(step: StepMetrics, speed: Speed) -> dict[str, float]:
         "batch-size/batch-size": step.global_batch_size,
         "loss-scale/loss-scale": step.loss_scale,
         "grad-norm/grad-norm": step.grad_norm,
+        "max-attention-logit/max-attention-logit": step.max_attention_logit,
         "iteration-time/iteration-time": step.elapsed_s,
         "iteration-time/over predicted": None if step.predicted_s is None else step.elapsed_s / step.predicted_s,
         "throughput/samples_per_sec": speed.samples_per_second,

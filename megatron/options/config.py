@@ -11,6 +11,7 @@ folder import neither torch nor deepspeed, so an invalid config is reported at o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
@@ -119,6 +120,13 @@ class Config:
         if self.training.precision == "fp32":
             return self.optimizer.zero_stage
         return max(1, self.optimizer.zero_stage)
+
+    @property
+    def records_logits_above(self) -> float | None:
+        """Return the size from which on the largest attention logits of a step are recorded; None: none are."""
+        if self.logging.log_max_attention_logit:
+            return -math.inf
+        return self.optimizer.qk_clip_threshold if self.optimizer.qk_clip else None
 
     @property
     def fp8_recipe(self) -> str:

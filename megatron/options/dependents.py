@@ -142,6 +142,7 @@ def _of_trackers(logging: LoggingConfig) -> Iterator[tuple[object, str, str, tup
 def _of_optimizer(config: Config) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
     options = config.optimizer
     yield options.ema_decay, "ema_decay", "give it", ("ema_interval", "offload_ema")
+    yield options.qk_clip, "qk_clip", "turn it on", ("qk_clip_alpha", "qk_clip_threshold")
     yield options.decoupled_lr, "decoupled_lr", "give it", ("decoupled_min_lr",)
     yield options.lr_decay_style == "WSD", "lr_decay_style=WSD", "choose that", WSD_DECAY
     for name, reader in READERS.items():

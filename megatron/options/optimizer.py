@@ -209,6 +209,15 @@ class OptimizerConfig:
     muon_ns_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of that iteration, and of what ranks exchange for it. `auto`: bf16 in runs of 16 bits on a device whose
     products are as fast as they should be in it, else fp32."""
+    qk_clip: bool = False
+    """QK-clip, with any optimizer: after each step scale the projections to queries and keys of the heads whose largest
+    attention logit of the step is above qk_clip_threshold, so that it would have been that. Heads that share a key head
+    are scaled alike, by the largest of them, as in Megatron. A step takes half a forward pass of the attention more; on
+    a CPU only where the lengths of queries and keys allow a logit above the threshold."""
+    qk_clip_alpha: Annotated[Number, Field(gt=0, lt=1)] = 0.5
+    """qk_clip: of the factor threshold / logit queries take the power qk_clip_alpha, keys the rest."""
+    qk_clip_threshold: PositiveFloat = 100.0
+    """qk_clip: largest logit, scaled as the softmax has it, that is left alone."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the whole model's gradient. 0: no clipping."""
     zero_stage: Annotated[Whole, Field(ge=0, le=3)] = 0

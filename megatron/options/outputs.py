@@ -219,6 +219,9 @@ class LoggingConfig:
     """Steps between two probes of the links between ranks, in multiples of 10, beside those where steps take longer
     than before; a link that two of them find slow is named. Unset: the latter alone, and over several hosts alone. 0:
     none."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit of the steps since the last log line: of q and k alone, scaled as the softmax has
+    it, of what each query sees. A step takes half a forward pass of the attention more, once with qk_clip."""
     moe_collapse_share: PositiveFloat = 0.9
     """num_experts: warn once where one expert of a layer has had more than this share of the tokens in each log line of
     100 steps."""

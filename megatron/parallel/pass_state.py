@@ -216,6 +216,40 @@ class ExpertLoads:
         self.by_layer[layer] = counts if before is None else before + counts
 
 
+class LargestLogits:
+    """Largest attention logits of this rank's heads in one training step, by layer. They stay on the device."""
+
+    def __init__(self) -> None:
+        self._checks: FiniteChecks | None = None
+        self.by_layer: dict[int, Tensor] = {}
+        """float32 [n] by number of the layer, over all microbatches of this rank's own queries."""
+
+    @contextlib.contextmanager
+    def step(self, checks: FiniteChecks) -> Iterator[None]:
+        """Keep what is computed within, and forget the previous step."""
+        self.by_layer, self._checks = {}, checks
+        try:
+            yield
+        finally:
+            self._checks = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """The pass is of a training step, and not computed again in a backward pass."""
+        return self._checks is not None and self._checks.place.direction != BACKWARD
+
+    def add(self, layer: int, largest_n: Tensor) -> None:
+        """Keep the larger ones of these and those of earlier microbatches."""
+        before = self.by_layer.get(layer)
+        self.by_layer[layer] = largest_n if before is None else torch.maximum(before, largest_n)
+
+    def largest(self) -> Tensor | None:
+        """Return the largest of all layers, a scalar; None: none was computed."""
+        if not self.by_layer:
+            return None
+        return torch.cat(list(self.by_layer.values())).amax()
+
+
 class AdapterSwitch:
     """Switch of the low-rank adapters of a rank's layers; without them they are the base model."""
 
@@ -247,5 +281,7 @@ class PassState:
     """Loss terms and metrics that layers add."""
     loads: ExpertLoads = field(default_factory=ExpertLoads)
     """Choices of experts in the last training step."""
+    logits: LargestLogits = field(default_factory=LargestLogits)
+    """Largest attention logits of the last training step, where an option wants them."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""

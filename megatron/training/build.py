@@ -32,6 +32,7 @@ from megatron.training.losses import SpikeDetector, StepLosses
 from megatron.training.optimizers.build import build_optimizer
 from megatron.training.optimizers.gated import GatedOptimizer
 from megatron.training.optimizers.groups import add_placeholder
+from megatron.training.optimizers.qk_clip import QKClip
 from megatron.training.state import start_from_base
 
 
@@ -74,6 +75,9 @@ def build_engine(
     built = cls(engine, config, ctx, task, losses, detector)
     if config.optimizer.optimizer == "muon" and not evaluates:
         _place_matrices(built, config, ctx)
+    if config.optimizer.qk_clip and not evaluates:
+        named, owned = list(named_parameters(built.module)), built.state.trained_slices()
+        built.state.torch_optimizer.after_update = QKClip(named, owned, config, ctx).apply
     if not will_restore:  # a restored base brings them, or sets them once it is there
         start_from_base(built.module, built.state, config)
     return built

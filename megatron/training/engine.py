@@ -58,6 +58,8 @@ class StepResult:
     """Sums and weights of the metrics on this rank, in rows of `Engine.metric_table`: input of `read_metrics`."""
     loads: Mapping[int, Tensor] = field(default_factory=dict)
     """Choices of experts on this rank by layer: `ExpertLoads.by_layer`."""
+    largest_logit: Tensor | None = None
+    """Largest attention logit on this rank; None: it was not recorded."""
 
     @property
     def layer_loss(self) -> float:
@@ -167,7 +169,7 @@ class Engine(ABC):
         the number. `consumed_samples` counts those before this step. `decoupled_lr`: of word embedding and output
         layer; None: `lr`. `weight_decay`: None leaves it as it is.
         """
-        ctx = self.ctx
+        ctx, checks, loads, logits = self.ctx, self.ctx.state.checks, self.ctx.state.loads, self.ctx.state.logits
         if num_microbatches is None:
             num_microbatches = len(microbatches)
         self._set_num_microbatches(num_microbatches)
@@ -189,9 +191,8 @@ class Engine(ABC):
         self.passes.begin_step()
         ctx.state.fp8.begin_step()
         terms = self._losses.layer_terms(self.loss_scale)
-        checks, loads = ctx.state.checks, ctx.state.loads
-        # each finite check, fault, loss term and load within belongs to this step
-        with checks.step(), loads.step(checks), self._task.objective.naming_faults(), terms:
+        # each finite check, fault, loss term, load and logit within belongs to this step
+        with checks.step(), loads.step(checks), logits.step(checks), self._task.objective.naming_faults(), terms:
             self._train(iter([(batch.inputs, batch.targets) for batch in microbatches]))
         observation = self._gate.observation
         if observation is None:  # DeepSpeed refused the step, on all ranks alike, so the gate has not reduced the loss
@@ -210,6 +211,7 @@ class Engine(ABC):
             microbatch_losses=self._losses.values,
             metrics=self._losses.metrics,
             loads=loads.by_layer,
+            largest_logit=logits.largest(),
         )
 
     def _set_rates(self, lr: float, decoupled_lr: float | None, weight_decay: float | None) -> None:

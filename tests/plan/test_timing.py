@@ -104,6 +104,26 @@ def test_a_step_on_one_rank_takes_its_products() -> None:
     assert timed(run(), product=1.0).parts.compute == pytest.approx(6 * tokens * matrices(run()))
 
 
+def test_the_largest_logits_take_one_of_the_two_products_of_a_forward_pass_once() -> None:
+    logged, clipped = {"logging": {"log_max_attention_logit": True}}, {"optimizer": {"qk_clip": True}}
+    forward = 4 * 8 * 64 * 32**2
+    for more in ({}, {"recompute_granularity": "full"}):
+        plain = timed(run(training=more), attention=1.0).seconds
+        for sections in (logged, clipped, logged | clipped):
+            assert timed(run(training=more, **sections), attention=1.0).seconds - plain == pytest.approx(forward / 2)
+    # a CPU needs them where a bound exceeds the threshold alone
+    host = {"device": "cpu"}
+    assert (
+        timed(run(parallel=host, **clipped), attention=1.0).seconds == timed(run(parallel=host), attention=1.0).seconds
+    )
+    for exchange in ("ring", "all-to-all"):
+        shared = {"context_parallel_size": 2, "context_parallel_exchange": exchange}
+        of_ranks = [timed(run(parallel=shared, **more), 2, attention=1.0).seconds for more in ({}, clipped)]
+        assert of_ranks[1] - of_ranks[0] == pytest.approx(forward / 2 / 2)
+    gathered = [timed(run(parallel=shared, **sections), 2, all_gather=1.0).seconds for sections in ({}, clipped)]
+    assert gathered[1] - gathered[0] == pytest.approx(4 * 8 * 64 * 32 * 4)  # keys of 4 layers and 8 rows, fp32
+
+
 def test_full_recomputation_adds_a_forward_pass_but_for_the_last_product() -> None:
     """Torch's checkpoint ends at the input of the last product: its result is read by no gradient."""
     tokens, layers = 8 * 32, 4

@@ -152,6 +152,19 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "use adamw",
     ),
     "Muon of factors": ("--optimizer muon --lora-rank 4", 1, "an adapter's factors are not", "leave out lora_rank"),
+    "clip behind norms": (
+        "--architecture qwen3 --position-embedding-type rope --kv-channels 16 --qk-clip",
+        1,
+        "which the norms of architecture=qwen3 bring back to their size",
+        "leave qk_clip out",
+    ),
+    "clip of frozen weights": ("--qk-clip --lora-rank 4", 1, "weights that lora_rank=4 freezes", "leave one"),
+    "clip of a frozen layer": (
+        "--qk-clip --freeze layers.0.*",
+        1,
+        "weights that freeze=layers.0.* freezes",
+        "leave one",
+    ),
     "flex dropout": (
         "--attention-backend flex --attention-dropout 0.1",
         1,
@@ -705,6 +718,8 @@ IDLE: dict[str, tuple[str, str]] = {
     "--muon-num-ns-steps 6": ("optimizer=muon", "--optimizer muon"),
     "--muon-coefficient-type quintic": ("optimizer=muon", "--optimizer muon"),
     "--muon-ns-dtype fp32": ("optimizer=muon", "--optimizer muon"),
+    "--qk-clip-alpha 0.3": ("qk_clip", "--qk-clip"),
+    "--qk-clip-threshold 50": ("qk_clip", "--qk-clip"),
     "--optimizer sgd --no-decoupled-weight-decay": ("an Adam", "--optimizer adam"),
     "--rotary-base 500000": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--rope-scaling-low-freq-factor 2": (

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from megatron.models.attention.blockwise import scaled_product, transposed
 from megatron.models.attention.kernels import Scores, repeat_heads
-from megatron.models.attention.ring_plan import Form, ScoreBlock
+from megatron.models.attention.ring_plan import ALL, Form, ScoreBlock
+from megatron.models.positions import Packing
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.mappings import all_places
 from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES, DEVICE_SCORES
 from megatron.runtime.device import Device
 
@@ -131,7 +134,7 @@ class ItselfKernel:
         """
         exact = torch.promote_types(x.q.dtype, torch.float32)
         k, v = (repeat_heads(part, x.q.shape[1]).to(exact) for part in (x.k, x.v))
-        logits = (x.q.to(exact) * k).sum(-1) * _scale_of(self._scores, x.q)
+        logits = (x.q.to(exact) * k).sum(-1) * scale_of(self._scores, x.q)
         if self._scores.cap is None:
             return k, v, logits, None
         capped = torch.tanh(logits / self._scores.cap)
@@ -147,13 +150,13 @@ class ItselfKernel:
         grad_logits = probabilities * ((grad * v).sum(-1) - results.products)
         if capped is not None:
             grad_logits *= 1 - capped.square()
-        grad_logits = (grad_logits * _scale_of(self._scores, x.q)).unsqueeze(-1)
+        grad_logits = (grad_logits * scale_of(self._scores, x.q)).unsqueeze(-1)
         grad_k, grad_v = grad_logits * x.q.to(k.dtype), probabilities.unsqueeze(-1) * grad
         groups = x.k.shape[1], -1
         return grad_logits * k, grad_k.unflatten(1, groups).sum(2), grad_v.unflatten(1, groups).sum(2)
 
 
-def _scale_of(scores: Scores, q: Tensor) -> float:
+def scale_of(scores: Scores, q: Tensor) -> float:
     return q.shape[3] ** -0.5 if scores.scale is None else scores.scale
 
 
@@ -167,7 +170,7 @@ class ProductKernel:
         self._scores = scores
 
     def forward(self, x: Inputs, block: ScoreBlock) -> tuple[Tensor, Tensor]:
-        tiles = _Tiles(x, block, self._scores)
+        tiles = Tiles(x, block, self._scores)
         context = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
         log_sums = context.new_full(x.q.shape[:3], -torch.inf, dtype=tiles.keys_T.dtype)
         for queries, keys in tiles:
@@ -183,7 +186,7 @@ class ProductKernel:
         return context, log_sums
 
     def backward(self, x: Inputs, results: Results, block: ScoreBlock) -> Parts:
-        tiles = _Tiles(x, block, self._scores)
+        tiles = Tiles(x, block, self._scores)
         values_T, scale = transposed(tiles.v), tiles.scale
         grad_q = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
         # sums over blocks, which 16 bits would round once a block
@@ -203,7 +206,7 @@ class ProductKernel:
         return grad_q, grad_k.view(x.k.shape), grad_v.view(x.v.shape)
 
 
-class _Tiles:
+class Tiles:
     """Queries of a block that are computed at once, with the keys that some of them see."""
 
     def __init__(self, x: Inputs, block: ScoreBlock, scores: Scores) -> None:
@@ -211,7 +214,7 @@ class _Tiles:
         kv_heads, self._num_keys = x.k.shape[0] * x.k.shape[1], x.k.shape[2]
         self.k, self.v = (part.reshape(kv_heads, self._num_keys, -1) for part in (x.k, x.v))
         self.keys_T = transposed(self.k)
-        self.scale = _scale_of(scores, x.q)
+        self.scale = scale_of(scores, x.q)
         self._window = scores.window if block.form is Form.PARTIAL else None
         self._ahead = block.first_query - block.first_key
         """Places by which the first query is behind the first key."""
@@ -279,3 +282,67 @@ class _Tiles:
             before = queries.stop + self._ahead - self._window - keys.start
             if before > 0:
                 by_query[..., :before].masked_fill_(key[:before] <= query - self._window, -torch.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The largest score of each head
+
+# No fused kernel returns it, so queries and keys are multiplied once more: half a forward pass of the attention. It is
+# of the two alone, without ALiBi's bias and the cap, since QK-clip scales what makes them.
+
+
+# what is recorded lies in a dict of the host's, of which a compiled graph would know nothing
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def record_largest_logits(
+    layer: int,
+    q_LBnd: Tensor,
+    k_LBkd: Tensor,
+    packing: Packing | None,
+    scores: Scores,
+    ctx: ParallelContext,
+    *,
+    above: float,
+) -> None:
+    """Keep the largest score of each head that a query sees in this pass of a layer, [n] float32.
+
+    q_LBnd, k_LBkd: of this rank's L places. On a CPU -inf where no score can be larger than `above`. Collective over
+    the context-parallel ranks, whose keys are gathered.
+    """
+    if not ctx.state.logits.is_wanted:
+        return
+    plain = Scores(window=scores.window, scale=scores.scale)
+    q = q_LBnd.permute(1, 2, 0, 3)
+    whole = k_LBkd if ctx.context_size == 1 else all_places(k_LBkd, ctx)
+    k = whole.permute(1, 2, 0, 3)
+    # the host need not wait for a device to know it
+    if q.is_cpu and float(_bounds(q, k, plain).max()) <= above:
+        largest = torch.full((q.shape[1],), -torch.inf)
+    else:
+        largest = _largest(q, k, packing, plain, ctx)
+    ctx.state.logits.add(layer, largest)
+
+
+def _bounds(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Return the product of the longest query and the longest key of each head, [n], which no score exceeds."""
+    of_q, of_k = (torch.linalg.vector_norm(part, dim=3, dtype=torch.float32).amax(2) for part in (q, k))
+    of_k = repeat_heads(of_k[..., None, None], q.shape[1])[..., 0, 0]
+    return (of_q * of_k).amax(0) * scale_of(scores, q)
+
+
+def _largest(q: Tensor, k: Tensor, packing: Packing | None, scores: Scores, ctx: ParallelContext) -> Tensor:
+    """[B, n, L, d], [B, k, S, d] -> [n]"""
+    batch, heads = q.shape[:2]
+    largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
+    first = 0
+    for places in ctx.places(k.shape[2]):
+        queries, keys = q[:, :, first : first + len(places)], k[:, :, : places.stop]
+        starts = None if packing is None else packing.starts_BS[:, places.start : places.stop]
+        block = ScoreBlock(ALL, ALL, ALL, places.start, 0, Form.PARTIAL)
+        tiles = Tiles(Inputs(queries, keys, keys, starts), block, scores)
+        for rows, columns in tiles:
+            found, _ = tiles.scores(rows, columns)
+            by_head = found.view(batch, heads, -1).amax((0, 2)).float()
+            largest = torch.maximum(largest, by_head)
+        first += len(places)
+    return largest

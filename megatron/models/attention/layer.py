@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.models.attention.block_kernels import record_largest_logits
 from megatron.models.attention.context_parallel import build_context_kernel
 from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
 from megatron.models.attention.kv_cache import CachedTokens
@@ -87,6 +88,8 @@ class SelfAttention(nn.Module):
         self.head_size = model.head_size
         self.scores, self.kernel, self.prompt_kernel, self.rotary = shared.cores[model.window_of(shards.layer_number)]
         self.dropout = model.attention_dropout
+        self.layer_number = shards.layer_number
+        self.records_above = shared.config.records_logits_above
         self.recompute_core = "core_attn" in shared.config.training.recomputed_modules
         self.own_kv_head = (
             ctx.tensor_rank * model.num_kv_heads // ctx.tensor_size if model.num_kv_heads < ctx.tensor_size else None
@@ -174,6 +177,10 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             angles = self.rotary.angles(q_SBnd.shape[0], q_SBnd.device, packing, self.ctx)
             q_SBnd, k_SBkd = self._rotated(q_SBnd, k_SBkd, angles)
+        if self.records_above is not None and self.training and self.layer_number is not None:
+            record_largest_logits(
+                self.layer_number, q_SBnd, k_SBkd, packing, self.scores, self.ctx, above=self.records_above
+            )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBnd, k_SBkd, v_SBkd))
         dropout = self.dropout if self.training else 0.0
         if dropout:

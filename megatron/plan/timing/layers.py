@@ -114,6 +114,27 @@ class _TransformerLayer:
             if exchanged is not None:
                 self._exchange(declared, exchanged, attended, work, is_backward=direction == "backward")
         self.passes.forward.extend(forward)
+        self._record_logits(declared, core)
+
+    def _record_logits(self, declared: Attention, core: AttentionCore) -> None:
+        """One of the core's two products again, in float32: models/attention/block_kernels.py."""
+        sizes, above = self._sizes, self._sizes.config.records_logits_above
+        if above is None:
+            return
+        kv_heads = core.key_channels / declared.head_size
+        if sizes.context_size > 1:
+            keys = sizes.tokens * core.key_channels * sizes.context_size * sizes.number_bytes
+            self.passes.forward.add(AxisExchange("all_gather", keys, "context"))
+        # a CPU computes them where a bound exceeds the threshold, which is rare
+        if sizes.device.is_host and above > 0.0:
+            return
+        kind, share = core_kind(declared, sizes)
+        share /= sizes.context_size  # of its own queries
+        rows, length = float(sizes.config.training.micro_batch_size), sizes.data.row_length
+        attended = CoreAttention(
+            "fp32", "forward", rows, length, float(core.heads), kv_heads, declared.head_size, kind, share
+        )
+        self.passes.forward.add(attended, 0.5)
 
     def _gather_heads(self, declared: Attention, core: AttentionCore, forward: Work) -> None:
         """Fewer key/value heads than tensor-parallel ranks are gathered."""

@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.observability.expert_loads import LoadWatch
@@ -61,6 +63,7 @@ class StepLog:
         self._loss = 0.0
         self._metrics: Tensor | None = None
         """Sums and weights of the metrics on this rank over the finite steps."""
+        self._largest_logit: Tensor | None = None
         self._began_s = time.perf_counter()
         if self._slow_steps is not None:
             self._slow_steps.restart()
@@ -99,6 +102,9 @@ class StepLog:
             self._nan_steps += 1
             return
         self._loss += result.loss
+        if result.largest_logit is not None:
+            before = self._largest_logit
+            self._largest_logit = result.largest_logit if before is None else before.maximum(result.largest_logit)
         self._metrics = self._engine.metric_table.joined(self._metrics, result.metrics)
 
     def write_if_due(self, result: StepResult | None, lr: float, decoupled_lr: float | None, size: int) -> None:
@@ -163,6 +169,7 @@ class StepLog:
                 predicted_s=predicted_s,
                 parts=parts,
                 metrics=engine.read_metrics(self._metrics),
+                max_attention_logit=self._read_largest_logit(),
                 loss_scale=engine.loss_scale,
                 grad_norm=grad_norm,
                 skipped_iterations=progress.skipped_iterations,
@@ -177,6 +184,20 @@ class StepLog:
         self._name_fallbacks()
         timers = engine.timers.read(self._steps, engine.ctx)
         self._log.log_timers(progress.iteration, progress.consumed_samples, timers)
+
+    def _read_largest_logit(self) -> float | None:
+        """Return the largest attention logit of all ranks, where it is logged. Collective then."""
+        engine = self._engine
+        if not engine.config.logging.log_max_attention_logit:
+            return None
+        largest = self._largest_logit
+        if largest is None:  # of a stage without layers
+            largest = torch.tensor(-math.inf, device=engine.ctx.device)
+        largest = largest.clone()
+        if engine.ctx.world_size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        number = float(largest)
+        return number if math.isfinite(number) else None
 
     def _slow_ranks(self, clocked: Sequence[Mapping[str, float]]) -> StragglerStats | None:
         if self._straggler is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class GatedOptimizer(torch.optim.Optimizer):
         """None while DeepSpeed is being built, which steps once to allocate states."""
         self.divisor: Tensor | None = None
         """Divisor of the gradients in the next update, of `clip_divisor`."""
+        self.after_update: Callable[[Groups], None] | None = None
+        """Called with the groups of an update, before anything is made of the new weights."""
 
     def step(self, closure: Any = None) -> Any:
         # used once: a step that is refused must not leave it to the next
@@ -44,7 +46,10 @@ class GatedOptimizer(torch.optim.Optimizer):
             torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor)
             divisor = None
         self.inner.grad_scale = divisor  # torch's fused kernels divide by it while they read the gradient
-        return self.inner.step()
+        result = self.inner.step()
+        if self.after_update is not None:
+            self.after_update(self.param_groups)
+        return result
 
     def allocate_states(self, tensors: Sequence[Tensor], kinds: Sequence[str], step: float, *, counts: bool) -> None:
         """Allocate states as the first step would, and set how many steps they have seen, if the optimizer `counts`."""
