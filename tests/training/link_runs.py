@@ -91,14 +91,21 @@ def at_step(number: int, act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def _run_on(cores: set[int]) -> None:
+    """Have all threads of this process run on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        # one may have ended since
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+
+
 @contextlib.contextmanager
 def shared_core() -> Iterator[Callable[[], None]]:
     """Yield a function that has this rank share one core with programs that always run, until the end of the block."""
     cores, burners = os.sched_getaffinity(0), list[subprocess.Popen[bytes]]()
 
     def share() -> None:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {min(cores)})
+        _run_on({min(cores)})
         burners.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BURNERS))
 
     try:
@@ -107,8 +114,7 @@ def shared_core() -> Iterator[Callable[[], None]]:
         for burner in burners:
             burner.kill()
             burner.wait()
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
+        _run_on(cores)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ def train(folder: str, arguments: str, planned: Disturbance) -> list[dict[str, A
 def train_unlimited(folder: str, arguments: str, planned: Disturbance) -> list[dict[str, Any]]:
     """Probes of a run."""
     rank = int(os.environ["RANK"])
-    pause_s = 0.05 if rank == planned.computes_longer else 0.0
+    # of each layer: a busy machine delays whole steps by as much as one twentieth of a second
+    pause_s = 0.25 if rank == planned.computes_longer else 0.0
     with slowed("forward", pause_s, planned.from_step), shared_core() as share:
 
         def change() -> None:
