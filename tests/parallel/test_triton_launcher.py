@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.parallel.operators import triton_launcher
 from megatron.parallel.operators.triton_launcher import Launcher
+
+
+@pytest.fixture(autouse=True)
+def of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launcher, "starts_compiled", lambda: True)
 
 
 class Kernel:
@@ -87,3 +95,32 @@ def test_an_interpreter_that_compiles_nothing_is_called_each_time() -> None:
     start((1,), 3)
     start((1,), 3)
     assert calls == [(3,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "expected"),
+    [
+        ("3.1.0", None, False),
+        ("3.2.1", None, False),
+        ("3.3.0", None, True),
+        ("3.10.0+git", None, True),
+        ("3.6.0", "6.4", False),
+    ],
+)
+def test_where_a_compiled_kernel_is_started(
+    monkeypatch: pytest.MonkeyPatch, version: str, hip: str | None, expected: bool
+) -> None:
+    """Older ones take fewer arguments, and AMD's are compiled for more kinds."""
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert triton_launcher.starts_compiled.__wrapped__() is expected
+
+
+def test_without_that_each_start_is_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launcher, "starts_compiled", lambda: False)
+    kernel = Kernel("rows")
+    start = Launcher(kernel)
+    start((1,), 3)
+    start((1,), 3)
+    assert (len(kernel.compiled), kernel.started) == (2, [])

@@ -33,10 +33,12 @@ class Operand(NamedTuple):
 
 @functools.cache
 def compiled_kernels() -> ModuleType | None:
-    """Return fp8_kernels.py; None where there is no compiler, as choose_kernels warns."""
+    """Return fp8_kernels.py; None where there is no compiler, as choose_kernels warns, or none for numbers of fp8."""
     from megatron.parallel.operators.fused import missing_compiler
 
-    if missing_compiler(device_of("cuda")):
+    cuda = device_of("cuda")
+    # an older GPU emulates fp8 by torch's operators
+    if missing_compiler(cuda) or cuda.missing_fp8():
         return None
     from megatron.parallel.operators import fp8_kernels
 

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
+
+FIRST_VERSION = (3, 3)
+"""The version of Triton from which a compiled kernel takes its constants by their place, as `JITFunction.run` does."""
+
+
+@functools.cache
+def starts_compiled() -> bool:
+    """Return True if a compiled kernel may be started by itself.
+
+    AMD's are compiled for the sizes of tensors too, which `_kind` does not look at.
+    """
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.version.hip is None and version >= FIRST_VERSION
 
 
 class Launcher:
@@ -20,6 +37,9 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
         """Start it. `constants`: its last parameters, in their order."""
+        if not starts_compiled():
+            self._kernel[grid](*arguments, num_warps=num_warps, **constants)
+            return
         variant = (num_warps, *constants.values(), *map(_kind, arguments))
         compiled = self._variants.get(variant)
         if compiled is None:  # as always in Triton's interpreter, which compiles nothing
@@ -32,7 +52,10 @@ class Launcher:
 
 
 def _kind(argument: Any) -> Any:
-    """Return the properties of an argument for which Triton compiles a kernel of its own."""
+    """Return the properties of an argument for which Triton compiles a kernel of its own for NVIDIA's devices.
+
+    Source: `native_specialize_impl` of Triton 3.6, and `get_tensor_specialization` of its backends.
+    """
     if isinstance(argument, Tensor):
         return argument.dtype, argument.get_device(), argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
