@@ -22,6 +22,7 @@ from megatron.parallel.phase_clock import WAIT
 from megatron.resilience.link_probe import REPEATS, REPEATS_OF_SECOND, Link, LinkProbe
 from megatron.resilience.rank_record import RankPlace
 from megatron.runtime.commands import first_of
+from megatron.runtime.devices import device_of
 
 if TYPE_CHECKING:
     from megatron.options.config import Config
@@ -302,8 +303,8 @@ def watch_links(config: Config, ctx: ParallelContext) -> LinkWatch | None:
     if ctx.world_size == 1 or interval == 0:
         return None
     hosts = ctx.gather_objects(socket.gethostname())
-    # within a host a link is rarely slow, and then from the start
-    if interval is None and len({*hosts}) == 1:
+    # within a host a link is rarely slow, and then from the start; over NCCL and HCCL no probe has run yet
+    if interval is None and (len({*hosts}) == 1 or not device_of(ctx.device.type).is_host):
         return None
     # a clock that runs divides the passes, or not, as it was started
     divides = divides_passes(config, ctx)

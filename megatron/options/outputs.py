@@ -217,8 +217,8 @@ class LoggingConfig:
     and the rank that holds up the others."""
     link_probe_interval: NonNegative | None = None
     """Steps between two probes of the links between ranks, in multiples of 10, beside those where steps take longer
-    than before; a link that two of them find slow is named. Unset: the latter alone, and over several hosts alone. 0:
-    none."""
+    than before; a link that two of them find slow is named. Unset: the latter alone, and over several hosts of CPUs
+    alone. 0: none."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of the steps since the last log line: of q and k alone, scaled as the softmax has
     it, of what each query sees. A step takes half a forward pass of the attention more, once with qk_clip."""

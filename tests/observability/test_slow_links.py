@@ -6,9 +6,12 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron.observability import slow_links
 from megatron.observability.slow_links import (
     APART,
     CHECK,
@@ -281,3 +284,31 @@ def test_nothing_is_probed_beside_a_save() -> None:
 def test_a_rank_s_place_is_kept_where_ranks_are_many() -> None:
     layout = Layout(tensor_size=8, num_batch_ranks=16, num_stages=4)
     assert len(links_of(replace(layout, rank=5), places(layout, 8))) == len(links_of(layout, places(layout, 8)))
+
+
+@pytest.mark.parametrize(
+    ("device", "hosts", "interval", "expected"),
+    [
+        ("cpu", 2, None, True),
+        ("cpu", 1, None, False),
+        ("cpu", 1, 20, True),
+        ("cuda", 2, None, False),  # no probe has run over NCCL
+        ("cuda", 2, 20, True),
+        ("cpu", 2, 0, False),
+    ],
+)
+def test_without_an_interval_the_links_between_hosts_of_cpus_are_watched(
+    monkeypatch: pytest.MonkeyPatch, device: str, hosts: int, interval: int | None, expected: bool
+) -> None:
+    monkeypatch.setattr(slow_links, "LinkWatch", lambda *_, **options: options)
+    monkeypatch.setattr(slow_links, "divides_passes", lambda *_: True)
+    ctx: Any = SimpleNamespace(
+        world_size=2,
+        device=SimpleNamespace(type=device),
+        gather_objects=lambda _: [f"node{number % hosts}" for number in range(2)],
+        state=SimpleNamespace(clock=SimpleNamespace(runs=True)),
+    )
+    config: Any = SimpleNamespace(
+        logging=SimpleNamespace(link_probe_interval=interval), optimizer=SimpleNamespace(zero_stage=0)
+    )
+    assert (slow_links.watch_links(config, ctx) is not None) is expected
