@@ -54,7 +54,6 @@ SAVE_INTERVAL = 5
 PASSING = "passing"
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", PASSING)
 PASSING_ERRORS = (errno.EIO, errno.ENETUNREACH, errno.ENOMEM, errno.EMFILE, errno.EREMOTEIO, errno.ECONNRESET)
-TASK = "benchmarks.faulty_task:FaultyTask"
 QUICK = ["--watchdog-timeout-s", "4", "--distributed-timeout-minutes", "0.25"]
 """Flags for a rank that is stopped, which the others wait for so long: before the first step, and after it."""
 KEEP = "--keep-healthy-ranks"
@@ -109,7 +108,7 @@ class Disturbed:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", faulty_task.FOLDER: str(faults_folder)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", **faulty_task.variables(faults_folder)},
         )
         self.failures: list[Failure] = []
         self.lines: list[str] = []
@@ -197,7 +196,7 @@ def disturb(
     """Run, and make a rank fail at each of the moments: functions that return True when it has come.
 
     The ranks fail in turn, in random order: the same one at the same step again and again is a crash loop. So do the
-    `faults`; SIGSTOP and `passing` need QUICK and FaultyTask. `victims`: of the ranks of a try, from the oldest process
+    `faults`; SIGSTOP and `passing` need QUICK. `victims`: of the ranks of a try, from the oldest process
     to the newest. A moment is looked for from the instant at which all
     ranks of a try are there. `stop`: when the run has recovered
     from the last, make it stop and save, rather than wait for its end.
@@ -357,7 +356,7 @@ def main() -> int:
         folder = Path(name)
         data = write_dataset(folder / "data")
         moments = [after(generator.uniform(0.5, 1.5) * options.every_s) for _ in range(options.kills)]
-        flags = [*QUICK, "--task", TASK]
+        flags = [*QUICK]
         if options.copies is not None:
             flags += copies_flags(options.copies)
         if options.keep:

@@ -1,7 +1,8 @@
-"""Pretraining in which a rank can be made to fail from outside: `--task benchmarks.faulty_task:FaultyTask`.
+"""Pretraining in which a rank can be made to fail from outside.
 
 A file in the folder `MEGATRON_FAULTS`, named by the id of a rank's process, holds the errno with which its next step
-fails.
+fails. The same folder, on PYTHONPATH, has every process of the run `plant` this loss at its start: code of a user's own
+excludes --keep-healthy-ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
 
 FOLDER = "MEGATRON_FAULTS"
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class FaultyLoss(CrossEntropy):
@@ -37,7 +39,13 @@ class FaultyLoss(CrossEntropy):
         return super().before_step(microbatches, forward, ctx)
 
 
-class FaultyTask(PretrainTask):
-    """Pretraining whose steps fail where a file requires it."""
+def plant() -> None:
+    """Replace the loss of pretraining in this process."""
+    PretrainTask.Objective = FaultyLoss
 
-    Objective = FaultyLoss
+
+def variables(folder: Path) -> dict[str, str]:
+    """Return the variables of a run whose faults lie in this folder, once it has what Python runs at each start."""
+    (folder / "sitecustomize.py").write_text("from benchmarks import faulty_task\n\nfaulty_task.plant()\n")
+    path = [str(folder), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(path)}

@@ -35,13 +35,16 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str], signals: Signals) -> None:
     """Train as a command line says. What it raises, `start` turns into a message and a status."""
-    config = load_settings(arguments)  # every fault at once, before torch is imported
-    # before the ranks join: none waits for a download of another
-    fetch_weights(config.checkpoint.load, config.checkpoint.save, config.lora.lora_base)
-    with importing():
-        config, device = prepare_device(config)  # before anything imports deepspeed
     places = Places()
-    while _left_round(config, device, signals, places):
+    while True:
+        # every fault at once, before torch is imported; for each round again, as a new rank reads what files say now
+        config = load_settings(arguments)
+        # before the ranks join: none waits for a download of another
+        fetch_weights(config.checkpoint.load, config.checkpoint.save, config.lora.lora_base)
+        with importing():
+            config, device = prepare_device(config)  # before anything imports deepspeed
+        if not _left_round(config, device, signals, places):
+            return
         from megatron.training.deepspeed.releases import free_engines  # late, as all that imports deepspeed
 
         free_engines()
@@ -91,7 +94,7 @@ def joined_ranks(config: Config, device: str, places: Places) -> Iterator[tuple[
             if before is not None and dist.is_initialized() and has_lost_another(error):
                 from megatron.training.deepspeed.releases import leave_groups
 
-                if before.restore(leave_groups) and watchdog.await_place(places):
+                if before.restore(leave_groups) and watchdog.await_place(places, error):
                     raise RoundLeft from None
             to_raise = watchdog.fail(error)
             if to_raise is not error:

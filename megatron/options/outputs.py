@@ -33,8 +33,9 @@ class CheckpointConfig:
     whole model on each. Unset: none are kept."""
     keep_healthy_ranks: bool = False
     """Let the ranks keep their process where another one ends: they leave the step, and go on from the newest copy or
-    checkpoint with a new rank in its place (--max-restarts). On one host over gloo; elsewhere, and where a rank hangs
-    or had not begun a step, all start again."""
+    checkpoint with a new rank in its place (--max-restarts). On one host over gloo, with a device that is given (not
+    auto), without code of your own and torch_compile; elsewhere, and where a rank hangs, had not begun a step or takes
+    more than 10 s to leave it, all start again."""
     save_samples: Positive | None = None
     """Save at the first step that reaches or passes each multiple of this many samples, in addition to save_interval;
     also export if save_hf is given."""

@@ -45,6 +45,11 @@ def is_launched() -> bool:
     return COMMAND in os.environ
 
 
+def has_restarts() -> bool:
+    """Return True if the agent of this rank restarts ranks."""
+    return COPIES in os.environ
+
+
 def restarts() -> int:
     """Return the number of restarts of this job so far."""
     return int(os.environ.get(RESTARTS, "0"))

@@ -16,7 +16,7 @@ from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
-from megatron.runtime.network import adopt_mpi_variables, break_connections, local_connections
+from megatron.runtime.network import adopt_mpi_variables, break_connections, rank_connections
 
 INTERRUPTED = 130
 THREADS_S = 2.0
@@ -96,24 +96,29 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        return cls(set(threading.enumerate()), set(local_connections()))
+        return cls(set(threading.enumerate()), set(rank_connections()))
 
     def restore(self, leave_groups: Callable[[], None]) -> bool:
         """Leave the process groups of the round, and wait until its threads have ended.
 
-        Return whether they have, so that this process may have another round; print which have not. Other ranks that
+        Return whether they have, so that this process may have another round; print why it does not. Other ranks that
         wait for this one notice it at once.
         """
-        # gloo has no call that ends a wait, and keeps its connections as long as an engine knows a group
-        break_connections(number for ends, number in local_connections().items() if ends not in self.connections)
-        leave_groups()
+        remains = f"rank {os.environ['RANK']} does not stay"
+        try:
+            # gloo has no call that ends a wait, and keeps its connections as long as an engine knows a group
+            break_connections(number for ends, number in rank_connections().items() if ends not in self.connections)
+            leave_groups()
+        except Exception as error:  # the fault that has ended the round remains the one to report
+            print_error(f"{remains}: {type(error).__name__}: {error}")
+            return False
         deadline_s = time.monotonic() + THREADS_S
         for thread in self._further():
             thread.join(max(0.0, deadline_s - time.monotonic()))
         # a copy or a save that goes on would write into those of the next round
         left = [thread.name for thread in self._further()]
         if left:
-            print_error(f"rank {os.environ['RANK']} does not stay: still at work are {', '.join(left)}")
+            print_error(f"{remains}: still at work are {', '.join(left)}")
         return not left
 
     def _further(self) -> list[threading.Thread]:

@@ -201,12 +201,20 @@ class Watchdog:
                     os.rmdir(self._folder)  # by the last rank
                     os.rmdir(self._folder.parent)
 
-    def await_place(self, places: Places) -> bool:
-        """Report that this rank has left its round, and wait for its place in the next one; False: none comes."""
+    def await_place(self, places: Places, error: BaseException) -> bool:
+        """Report that this rank has left its round by `error`, and wait for its place in the next; False: none comes.
+
+        The traceback goes to the folder before, and is removed where a place comes: an agent that ends kills this rank.
+        """
+        if self._thread is not None:
+            self._write_traceback(self._report(), error, LOST)
         self.phase("waiting for a new rank", self.step)
         if self._agent is not None:
             self._agent.send(left=True)
-        return places.take_next(self.beat)
+        has_come = places.take_next(self.beat)
+        if not has_come and self._agent is not None:
+            self._agent.send(left=False)  # else the agent counts on this rank until it has ended
+        return has_come
 
     def fail(self, error: BaseException) -> BaseException:
         """Report `error`, which ends this rank, to the others and to the folder. Return the error to raise.
@@ -226,7 +234,7 @@ class Watchdog:
         self._fault, self._state = _reason(error, lost=lost), LOST if lost else FAILED
         report = self._report()
         if self._thread is not None:
-            self._write_traceback(report, error)
+            self._write_traceback(report, error, self._state)
         self._send(report)
         if lost:
             return self._lost_peer(report, error, reported_s)
@@ -239,14 +247,14 @@ class Watchdog:
     def _is_stuck(self) -> bool:
         return self._state == STUCK or (self._channel is not None and self._channel.call == STUCK)
 
-    def _write_traceback(self, report: Report, error: BaseException) -> None:
+    def _write_traceback(self, report: Report, error: BaseException, state: str) -> None:
         """Write it to the folder, but for a run that is refused at its start, which writes no file."""
         with contextlib.suppress(OSError, ValueError):
-            if self._state == FAILED and self._file is None:
+            if state == FAILED and self._file is None:
                 return
             file = self._open()
             if file:
-                file.write(f"{report.name} {self._state} {report.at}\n")
+                file.write(f"{report.name} {state} {report.at}\n")
                 traceback.print_exception(error, file=file)
                 file.flush()
 

@@ -111,12 +111,19 @@ def _cannot_listen(error: OSError, address: str, port: int) -> OSError:
     return OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}")
 
 
-def local_connections() -> dict[Hashable, int]:
-    """Return the TCP connections of this process with others of this machine: the descriptor of each by both ends."""
+def rank_connections() -> dict[Hashable, int]:
+    """Return the TCP connections between this process and the other ranks that its agent has started.
+
+    The descriptor of each is by both ends. Those with other programs, such as a tracker's server, are not among them.
+    """
     import psutil
 
-    own = psutil.Process().net_connections("tcp")
-    return {(each.laddr, each.raddr): each.fd for each in own if each.raddr and each.laddr.ip == each.raddr.ip}
+    process, of_ranks = psutil.Process(), set[Hashable]()
+    for rank in psutil.Process(process.ppid()).children():  # this one too, which may have both ends
+        with contextlib.suppress(psutil.Error):  # it has ended
+            of_ranks |= {(each.raddr, each.laddr) for each in rank.net_connections("tcp") if each.raddr}
+    own = {(each.laddr, each.raddr): each.fd for each in process.net_connections("tcp")}
+    return {ends: number for ends, number in own.items() if ends in of_ranks}
 
 
 def break_connections(descriptors: Iterable[int]) -> None:

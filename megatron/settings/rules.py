@@ -423,6 +423,33 @@ def check_partition(config: Config) -> Iterator[str]:
         yield f"pipeline_partition_method={given} {' and '.join(wrong)}; {rule}: use {remedy}"
 
 
+def check_kept_ranks(config: Config) -> Iterator[str]:
+    """Yield a message for what prevents ranks from keeping their process where another one ends."""
+    if not config.checkpoint.keep_healthy_ranks:
+        return
+    # a process reads code once: after an edit a new rank would run another loss than those that stay, in silence
+    own = {
+        "architecture": config.model.architecture,
+        "task": config.training.task,
+        "loss": config.training.loss or "",
+        "trainer": config.training.trainer or "",
+        "callbacks": " ".join(config.logging.callbacks),
+        "trackers": " ".join(config.logging.trackers),
+        "device": config.parallel.device,
+    }
+    for name, value in own.items():
+        if ":" in value:
+            yield (
+                f"{name}={value} is code of your own, of which ranks that keep_healthy_ranks keeps would not see an "
+                "edit; leave keep_healthy_ranks out"
+            )
+    if config.training.torch_compile:
+        yield (
+            "keep_healthy_ranks keeps no process with a thread at work, as the compiler of torch_compile has them; "
+            "leave one of the two out"
+        )
+
+
 def check_straggler(config: Config) -> list[str]:
     if not config.logging.log_straggler:
         return []

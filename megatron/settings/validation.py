@@ -59,6 +59,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *_check_logging(config, world_size),
         *_check_interludes(config),
         *rules.check_straggler(config),
+        *rules.check_kept_ranks(config),
         *_check_guard(config),
     ]
 

@@ -10,7 +10,7 @@ from megatron.observability.trackers.tracker_log import tracker_faults
 from megatron.options.config import Config, ConfigError, on_device
 from megatron.options.dependents import slow_mode
 from megatron.parallel.layout import Layout
-from megatron.resilience.job import is_launched
+from megatron.resilience.job import has_restarts, is_launched
 from megatron.resilience.process import print_error
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import find_device, set_graph_variables
@@ -31,12 +31,24 @@ def load_settings(arguments: list[str]) -> Config:
         _warn(idle(command.config))
     check_deepspeed(command.config)
     check_trackers(command.config)
+    check_restarts(command.config)
     return command.config
 
 
 def check_deepspeed(config: Config) -> dict[str, Any]:
     """Return DeepSpeed's settings. Raises ConfigError for a JSON that is missing or contradicts the config."""
     return deepspeed.deepspeed_config(config, Layout.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1"))))
+
+
+def check_restarts(config: Config) -> None:
+    """Raise ConfigError if this rank is to stay where another one ends, but no agent replaces that one."""
+    if config.checkpoint.keep_healthy_ranks and not has_restarts():
+        raise ConfigError(
+            [
+                "keep_healthy_ranks: ranks stay for a restart by the agent that has started them, but none restarts "
+                "these; start them by megatron-launch with --max-restarts (HL_MAX_RESTARTS), or leave it out"
+            ]
+        )
 
 
 def check_trackers(config: Config) -> None:

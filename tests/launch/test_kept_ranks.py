@@ -15,10 +15,14 @@ import pytest
 
 from megatron.launch.agents import agent, node_ranks
 from megatron.launch.agents.agent import AgentOptions
+from megatron.options.config import ConfigError
+from megatron.resilience import job
 from megatron.runtime import network, places
 from megatron.runtime.agent_link import AgentLink
 from megatron.runtime.commands import ABORTED, FAILED, HUNG, REFUSED
 from megatron.runtime.places import Places
+from megatron.training.configure import load_settings
+from tests.settings.faults import VALID
 
 Train = Callable[[], None]
 
@@ -166,13 +170,80 @@ def test_a_rank_that_lost_others_which_run_on_does_not_wait_for_ever(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_ranks_that_have_given_up_are_not_counted_on_while_they_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They wait for a verdict before they end, and the end of the first one wakes the agent."""
+
+    def train() -> None:
+        note_place(tmp_path)
+        of_rank, link = Places(), AgentLink()
+        if restarts():
+            os._exit(0)
+        link.send(step=1)
+        link.send(left=True)
+        if os.environ["RANK"] != "2":
+            link.send(left=False)
+            time.sleep(0.3 + int(os.environ["RANK"]))
+            os._exit(FAILED)
+        if of_rank.take_next(lambda: None):
+            note_place(tmp_path)
+            os._exit(0)
+
+    assert run(monkeypatch, train, max_restarts=1) == 0
+    first, second = noted(tmp_path)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [False, False, True]
+    assert "1 healthy rank stays: 2\n" in capfd.readouterr().err
+
+
+def test_a_signal_ends_the_wait_for_ranks_that_do_not_leave(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_ranks, "LEAVE_S", 20.0)
+
+    def train() -> None:
+        AgentLink().send(step=1)
+        time.sleep(0.3)
+        if os.environ["RANK"] == "1":
+            os._exit(FAILED)
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+
+    assert run(monkeypatch, train, ranks=2) == 0
+    shown = capfd.readouterr().err
+    assert "SIGTERM: the run stops here" in shown
+    assert "has not left its step" not in shown
+    assert "start again" not in shown
+
+
+def test_ranks_that_wait_while_the_run_is_given_up_end_as_lost_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train() -> None:
+        of_rank = Places()
+        while True:
+            link = AgentLink()
+            link.send(step=1)
+            time.sleep(0.3)
+            if os.environ["RANK"] == "1":
+                os._exit(FAILED)
+            link.send(left=True)
+            if not of_rank.take_next(lambda: None):
+                (tmp_path / "verdict").write_text(str(restarts()))
+                os._exit(FAILED)
+
+    assert run(monkeypatch, train, ranks=2, max_restarts=1) == FAILED
+    assert (tmp_path / "verdict").read_text() == "1"
+
+
 @pytest.mark.parametrize(
     ("options", "accelerator", "reason"),
     [
         ({"nodes": 2, "rendezvous": "a:1"}, "cpu", "over several nodes"),
         ({}, "cuda", "on cuda, since a rank that waits in a collective of nccl cannot leave it"),
         ({}, "hpu", "on hpu, since a rank that waits in a collective of hccl cannot leave it"),
-        ({}, "", "where the ranks detect their device"),
+        ({}, "", "where the ranks detect their device (give the launcher --device cpu, HL_DEVICE=cpu)"),
         ({"main": "megatron.generate"}, "cpu", "of megatron.generate"),
     ],
 )
@@ -189,3 +260,16 @@ def test_runs_whose_ranks_cannot_stay_say_so_and_restart_as_a_whole(
     assert capfd.readouterr().err == f"keep_healthy_ranks: no ranks are kept {reason}; all start again where one ends\n"
     assert agent.with_ranks_that_stay(AgentOptions()) == AgentOptions()
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_no_agent_restarts_refuse_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun and srun start them."""
+    flags = [*VALID, "--save", "s", "--keep-healthy-ranks"]
+    monkeypatch.setenv(job.COPIES, job.NO_MEMORY)
+    assert load_settings(flags).checkpoint.keep_healthy_ranks
+    monkeypatch.delenv(job.COPIES)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(flags)
+    (fault,) = caught.value.faults
+    assert fault.startswith("keep_healthy_ranks: ")
+    assert "start them by megatron-launch with --max-restarts" in fault

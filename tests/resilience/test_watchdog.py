@@ -32,6 +32,7 @@ from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import agent_link
 from megatron.runtime.descriptors import raise_limit
 from megatron.runtime.messages import MAC_BYTES, unseal
+from megatron.runtime.places import Places
 from tests.ranks import HANG_S, RankPools
 
 
@@ -442,6 +443,27 @@ def test_a_rank_alone_has_lost_no_other(tmp_path: Path) -> None:
     error = RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Permission denied")
     with Watchdog(of(600, results_dir=tmp_path)) as watchdog:
         assert watchdog.fail(error) is error
+
+
+def test_a_rank_that_waits_for_a_place_has_written_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The agent may end meanwhile, and kill it. Where a place comes, nothing is left."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    error, written = RuntimeError("Connection closed by peer"), list[str]()
+
+    def take_next(places: Places, beat: object) -> bool:
+        written.extend(path.read_text() for path in tmp_path.rglob("rank_*.txt"))
+        return True
+
+    monkeypatch.setattr(Places, "take_next", take_next)
+    with contextlib.suppress(RuntimeError), Watchdog(of(600, results_dir=tmp_path)) as watchdog:
+        watchdog.connect(ParallelContext.single())
+        watchdog.phase("train", 7)
+        assert watchdog.await_place(Places(), error)
+        raise error
+    (text,) = written
+    assert " lost in step 7, train\n" in text
+    assert "RuntimeError: Connection closed by peer" in text
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_without_descriptors_names_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "MLFLOW_TRACKING",
     ),
     "tags": ("--mlflow-experiment a --mlflow-tags plain", 1, "mlflow_tags=plain is not NAME=VALUE", "write it so"),
+    "edited code of ranks that stay": (
+        "--save s --keep-healthy-ranks --loss tests.tasks.test_task_page:with_gamma",
+        1,
+        "loss=tests.tasks.test_task_page:with_gamma is code of your own, of which ranks that",
+        "leave keep_healthy_ranks out",
+    ),
+    "compilers of ranks that stay": (
+        "--save s --keep-healthy-ranks --torch-compile",
+        1,
+        "keep_healthy_ranks keeps no process with a thread at work, as the compiler of torch_compile",
+        "leave one of the two out",
+    ),
     "replicas": (
         "--tensor-model-parallel-size 2 --zero-stage 1 --num-replicas 3",
         8,

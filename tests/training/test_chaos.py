@@ -115,11 +115,17 @@ NEWEST = chaos.RANKS - 1
 """Victim that is the newest process of its try: the others are those of the first one."""
 
 
-def test_healthy_ranks_keep_their_processes_and_train_on_to_the_same_bits(ranks: RankPools, tmp_path: Path) -> None:
-    """A kill, and an error that may pass, of which the others learn by its message."""
+@pytest.mark.parametrize(
+    "layout", ["", pytest.param("--pipeline-model-parallel-size 1 --zero-stage 1", marks=pytest.mark.slow)]
+)
+def test_healthy_ranks_keep_their_processes_and_train_on_to_the_same_bits(
+    ranks: RankPools, tmp_path: Path, layout: str
+) -> None:
+    """A kill, and an error that may pass, of which the others learn by its message. `layout`: the second is DP 2."""
     data, whole, disturbed = chaos.write_dataset(tmp_path / "data"), tmp_path / "whole", tmp_path / "disturbed"
-    undisturbed(ranks, data, whole, 14)
+    undisturbed(ranks, data, whole, 14, layout)
     flags = [*chaos.flags_of(data, disturbed, 14, save_interval=5), *chaos.copies_flags(2), chaos.KEEP]
+    flags += layout.split()
     processes: list[list[int]] = []
 
     def after_steps(count: int) -> Callable[[chaos.Disturbed], bool]:
@@ -133,7 +139,7 @@ def test_healthy_ranks_keep_their_processes_and_train_on_to_the_same_bits(ranks:
 
         return has_come
 
-    flags += [*chaos.QUICK, "--task", chaos.TASK]
+    flags += chaos.QUICK
     faults, victims = ["SIGKILL", chaos.PASSING], [NEWEST]
     outcome = chaos.disturb(
         flags, [after_steps(5), after_steps(5)], seed=0, max_restarts=2, faults=faults, victims=victims
@@ -195,7 +201,7 @@ def test_a_hundred_faults_leave_no_trace_in_the_weights(ranks: RankPools, tmp_pa
     data, disturbed, whole = chaos.write_dataset(tmp_path / "data"), tmp_path / "disturbed", tmp_path / "whole"
     # without any checkpoint between, restarts would come later and later
     moments = [moment(generator.uniform(0.0, 3.0)) for _ in range(50) for moment in (chaos.after, chaos.after_save)]
-    more = [*chaos.QUICK, "--task", chaos.TASK]
+    more = chaos.QUICK
     flags = [*chaos.flags_of(data, disturbed, chaos.ENDLESS, save_interval=5), *more]
     if mode != "disk":
         # a copy is known to be whole at the next one

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.options.config import ParallelConfig
+from megatron import train
+from megatron.options.config import Config, ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import OtherRankFailed, has_lost_another
 from megatron.resilience.process import ProcessState
+from megatron.resilience.shutdown import Signals
 from megatron.training.deepspeed.releases import leave_groups
 from tests.ranks import RankPools
+from tests.settings.faults import VALID
 
 HELD: list[Any] = []
 """What an engine holds: groups that the process cannot give back yet."""
@@ -41,6 +49,28 @@ def wait_in_a_chain() -> tuple[bool, bool]:
     return lost, stays
 
 
+def leave_where_that_fails(port: int) -> tuple[bool, str]:
+    """Rank 0 alone has a connection with another program, as with a tracker's server; it still sends by it.
+
+    Returns if this rank stays, and what it prints.
+    """
+    before = ProcessState.now()
+    ctx = ParallelContext.build(ParallelConfig(), "cpu")
+
+    def leave_half() -> None:
+        raise ValueError("an engine cannot be destroyed")
+
+    if ctx.rank:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            stays = before.restore(leave_half)
+        dist.destroy_process_group()
+        return stays, printed.getvalue()
+    with socket.create_connection(("127.0.0.1", port)) as tracker:
+        stays = before.restore(leave_groups)
+        tracker.sendall(b"row")
+    return stays, ""
+
+
 def leave_with_a_thread_at_work() -> bool:
     before = ProcessState.now()
     ParallelContext.build(ParallelConfig(), "cpu")
@@ -62,8 +92,37 @@ def test_a_process_with_a_thread_of_its_round_at_work_does_not_stay(ranks: RankP
     assert ranks(2)(leave_with_a_thread_at_work) == [False, False]
 
 
+def test_an_error_while_a_rank_leaves_is_shown_and_connections_with_other_programs_stay(
+    ranks: RankPools,
+) -> None:
+    said = "rank 1 does not stay: ValueError: an engine cannot be destroyed\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert ranks(2)(leave_where_that_fails, server.getsockname()[1]) == [(True, ""), (False, said)]
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(3) == b"row"
+
+
 def test_a_rank_stays_for_the_fault_of_another_alone() -> None:
     assert has_lost_another(OtherRankFailed("rank 1 on b failed: full"))
     assert has_lost_another(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert not has_lost_another(OSError(5, os.strerror(5)))
     assert not has_lost_another(ArithmeticError("own"))
+
+
+def test_a_process_that_stays_reads_its_options_again_as_a_new_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file of options that was edited meanwhile would otherwise end the run: ranks would differ."""
+    options, seen = tmp_path / "options.yaml", list[float]()
+    options.write_text("optimizer: {lr: 0.25}")
+
+    def left_round(config: Config, *rest: object) -> bool:
+        seen.append(config.optimizer.lr)
+        options.write_text("optimizer: {lr: 0.5}")
+        return len(seen) < 2
+
+    monkeypatch.setattr(train, "_left_round", left_round)
+    with Signals() as signals:
+        train.main([*VALID, "--config", str(options), "--device", "cpu"], signals)
+    assert seen == [0.25, 0.5]

@@ -122,6 +122,9 @@ class Agent:
                 raise
             return self._stop_between(interrupted.number)
         except rendezvous.RunEndedError as ended:
+            if self._options.keep_healthy_ranks:  # those that wait come to a verdict, as lost ranks do
+                self._ranks.let_go()
+                self._ranks.wait_for_end(FAILED_GRACE_S)
             self._alerts.ended(ended.status, ended.reason, self._failures)
             return ended.status
         except NotStartedError as not_started:
@@ -162,10 +165,11 @@ class Agent:
         """Return whether the healthy ranks have left their round, and wait for a place in the next; report why not."""
         reason: str | None = "the watchdog has ended the ranks"
         if failure.returncode != HUNG:
-            reason = self._ranks.await_healthy()
+            reason = self._ranks.await_healthy(self._received)
         if reason is None:
             return True
-        report(f"{reason}: all ranks of the node start again")
+        if not self._received:  # a stop, after which none start
+            report(f"{reason}: all ranks of the node start again")
         self._ranks.let_go()
         return False
 
@@ -382,7 +386,7 @@ def with_ranks_that_stay(options: AgentOptions) -> AgentOptions:
     if options.nodes > 1:
         reason = "over several nodes"
     elif device is None:
-        reason = "where the ranks detect their device"
+        reason = "where the ranks detect their device (give the launcher --device cpu, HL_DEVICE=cpu)"
     elif not device.collectives_are_gloo:
         reason = f"on {device.name}, since a rank that waits in a collective of {device.collectives} cannot leave it"
     elif options.main != "megatron.train":

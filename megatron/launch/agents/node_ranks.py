@@ -259,34 +259,39 @@ class NodeRanks:
                 return not running
             wait([process.sentinel for process in running], timeout=left_s)
 
-    def await_healthy(self) -> str | None:
-        """Wait until the ranks that run have left their round; return why they cannot stay. None: they wait."""
+    def await_healthy(self, received: Collection[int]) -> str | None:
+        """Wait until the ranks that run have left their round; return why they cannot stay. None: they wait.
+
+        A signal among those `received` ends the wait.
+        """
         for link in self._links.values():
             if link.is_open:
                 link.receive()
         # one that joins others may wait for them in a way that no end of a rank breaks
         if len(self._links) < self._options.ranks_per_node or not all(link.step for link in self._links.values()):
             return "a rank had not begun a step"
-        deadline_s, waiting = time.monotonic() + LEAVE_S, set[int]()
-        while True:
+        deadline_s, informed = time.monotonic() + LEAVE_S, set[int]()
+        while not received:
             running = {local_rank for local_rank, process in self._processes.items() if process.exitcode is None}
             if not running:
                 return "no rank is left"
-            self._note_waiting(waiting)
+            # one that has given up ends, however soon
+            waiting = {local_rank for local_rank, link in self._links.items() if link.has_left}
+            self._inform_waiting(waiting - informed)
+            informed |= waiting
             if running <= waiting:
                 return None
             if time.monotonic() > deadline_s:
                 late = [str(self._first_rank + local_rank) for local_rank in sorted(running - waiting)]
                 return f"rank {first_of(late, 8)} has not left its step within {LEAVE_S:g} s"
             self.look()
+        return "a stop was requested"
 
-    def _note_waiting(self, waiting: set[int]) -> None:
-        """Add the ranks that have left their round since, and inform them that a place comes."""
-        for local_rank, link in self._links.items():
-            if link.has_left and local_rank not in waiting:
-                waiting.add(local_rank)
-                with contextlib.suppress(OSError):  # it has ended
-                    self._places[local_rank].send(WAIT)
+    def _inform_waiting(self, waiting: Collection[int]) -> None:
+        """Inform ranks that have left their round that a place comes."""
+        for local_rank in waiting:
+            with contextlib.suppress(OSError):  # it has ended
+                self._places[local_rank].send(WAIT)
 
     def let_go(self) -> None:
         """Close the pipes to the ranks, none of which has another place: those that wait end as lost ranks do."""
