@@ -336,7 +336,9 @@ class Experts(nn.Module):
         ctx, counts = self.ctx, counts_E.clone()
         with ctx.state.clock.phase(WAIT):
             if ctx.sequence_parallel:
+                ctx.state.checks.gathered(counts)
                 dist.all_reduce(counts, group=ctx.tensor_group)
-            if ctx.grad_group is not None:
+            # in a recheck a wrong count of one replica must not reach the others
+            if ctx.grad_group is not None and not ctx.state.is_recheck:
                 dist.all_reduce(counts, group=ctx.grad_group)
         return counts / counts.sum().clamp(min=1.0)

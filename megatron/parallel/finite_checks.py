@@ -17,6 +17,8 @@ RECEIVED, COMPUTED, LOSS, SENT, TIED, GRADIENT = "received", "computed", "loss",
 """Kinds of checks: messages between stages, a rank's part of a sum, losses, gradients before they are summed."""
 LOSS_INPUT, LOSS_FUNCTION, LOSS_GRADIENT = "loss input", "loss function", "loss gradient"
 """Checks of a user's loss function: the log-probabilities that it is given, their loss, and their gradient."""
+LAYER_TERM = "layer term"
+"""Check of the loss terms that layers add, such as those of routers."""
 WIDE = (torch.float32, torch.float64)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 

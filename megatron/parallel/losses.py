@@ -156,6 +156,8 @@ def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[R
     mine = torch.cat([torch.stack([*own]), columns_CK.t()])
     parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
     ctx.state.checks.partial(own.total)
+    # the columns may be -inf: these are traced, not checked
+    ctx.state.checks.gathered(mine)
     with ctx.state.clock.phase(WAIT):
         dist.all_gather(parts, mine, group=ctx.tensor_group)
     gathered = torch.stack(parts)

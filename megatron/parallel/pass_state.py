@@ -283,5 +283,7 @@ class PassState:
     """Choices of experts in the last training step."""
     logits: LargestLogits = field(default_factory=LargestLogits)
     """Largest attention logits of the last training step, where an option wants them."""
+    is_recheck: bool = False
+    """All data-parallel ranks compute the same microbatch (training/recheck.py): they sum nothing with each other."""
     deferred: DeferredGradients | None = None
     """Gradients that linear layers leave for later; None unless the pipeline schedule defers them."""

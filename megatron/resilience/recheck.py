@@ -1,9 +1,9 @@
 """The verdict on ranks that computed the same microbatch and do not agree: which of them is wrong?
 
-Every data-parallel rank computes it twice, each time with a number for whatever it hands to other ranks, for its loss
-and for each gradient (training/recheck.py). The ranks at one place of the model, of one stage and tensor-parallel rank,
-must have the same numbers. A rank that does not repeat its own is wrong. Else those are that differ from most. Of two
-that both repeat theirs nothing says which is wrong, and both are named.
+Every data-parallel rank computes it three times, each time with a number for whatever it hands to other ranks, for its
+loss and for each gradient (training/recheck.py). The ranks at one place of the model, of one stage and tensor-parallel
+rank, must have the same numbers. A rank that does not repeat its own is wrong, if those of all other replicas do. Else
+those are that differ from most. Of two that both repeat theirs nothing says which is wrong, and both are named.
 
 A wrong number spreads within a replica with sums and messages, as what is not finite does (attribution.py): the origin
 is a rank none of whose sources was wrong before it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,13 +42,14 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Numbers of one rank's two passes over the microbatch."""
+    """Numbers of one rank's passes over the microbatch."""
 
     place: RankPlace
     traced: tuple[Traced, ...]
     numbers: tuple[Number, ...]
     """One for each of `traced`."""
-    again: tuple[Number, ...]
+    again: tuple[tuple[Number, ...], ...]
+    """The same of each further pass."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,17 @@ class WrongRanks:
 
     ranks: tuple[int, ...]
     text: str
-    is_certain: bool = True
-    """False: as many ranks say the one as the other, and those of either are named."""
+    doubt: str = ""
+    """Reason why it may be others that are wrong; empty: it is certain."""
+
+    @property
+    def is_certain(self) -> bool:
+        return not self.doubt
+
+
+ALL_REPEAT = "each repeats its own result, so that it is unknown which of them is wrong"
+FEW_REPEAT = "not all others repeat their own results, so that it may be kernels rather than one device"
+"""Doubts."""
 
 
 def agree(some: Sequence[Number], others: Sequence[Number], noise: float) -> bool:
@@ -68,10 +78,9 @@ def agree(some: Sequence[Number], others: Sequence[Number], noise: float) -> boo
 
 def find_wrong(ranks: Sequence[Recomputed], num_stages: int, noise: float = 0.0) -> WrongRanks | None:
     """Return the wrong ranks among all of a run, whose numbers do not agree; None: most do not repeat their own."""
-    unsteady = {each.place.rank for each in ranks if not agree(each.numbers, each.again, noise)}
-    replicas = {each.place.replica for each in ranks}
+    unsteady = {each.place.rank for each in ranks if not all(agree(each.numbers, x, noise) for x in each.again)}
     # so many devices do not fail at once: their kernels do not repeat
-    if 2 * len({each.place.replica for each in ranks if each.place.rank in unsteady}) > len(replicas):
+    if 2 * len(_replicas(ranks, unsteady)) > len({each.place.replica for each in ranks}):
         return None
     at_place: dict[tuple[int, int], list[Recomputed]] = defaultdict(list)
     for each in ranks:
@@ -80,6 +89,11 @@ def find_wrong(ranks: Sequence[Recomputed], num_stages: int, noise: float = 0.0)
     for peers in at_place.values():
         _compare(peers, differences, noise)
     return _origins(ranks, differences, num_stages)
+
+
+def _replicas(ranks: Sequence[Recomputed], chosen: Collection[int]) -> set[int]:
+    """Return the replicas of the chosen ranks."""
+    return {each.place.replica for each in ranks if each.place.rank in chosen}
 
 
 @dataclass
@@ -102,9 +116,8 @@ def _compare(peers: Sequence[Recomputed], differences: _Differences, noise: floa
     if common is not None:
         right = [common]
     for each in peers:
-        order = _first_difference(each.numbers, each.again, noise)
-        for other in right:
-            order = min(order, _first_difference(each.numbers, other.numbers, noise))
+        others = [*each.again, *(other.numbers for other in right)]
+        order = min(_first_difference(each.numbers, numbers, noise) for numbers in others)
         if order < len(each.traced):
             differences.first[each.place.rank] = order
     if common is None:
@@ -156,8 +169,12 @@ def _origins(ranks: Sequence[Recomputed], differences: _Differences, num_stages:
             if each.place.rank in differences.unsteady:
                 what += ", and it did not repeat its own result"
             faults.append(f"{each.place}: {what}")
-    is_certain = differences.doubtful.isdisjoint(origins)
-    return WrongRanks(tuple(origins), first_of(faults, SHOWN, separator="; "), is_certain)
+    doubt = ""
+    if not differences.doubtful.isdisjoint(origins):
+        doubt = ALL_REPEAT
+    elif differences.unsteady and len(_replicas(ranks, differences.unsteady.union(origins))) > 1:
+        doubt = FEW_REPEAT
+    return WrongRanks(tuple(origins), first_of(faults, SHOWN, separator="; "), doubt)
 
 
 _WHAT = {
@@ -166,6 +183,10 @@ _WHAT = {
     (checks.RECEIVED, checks.FORWARD): "the activations that came differ, and those that were sent do not: a link",
     (checks.RECEIVED, checks.BACKWARD): "the gradients that came differ, and those that were sent do not: a link",
     (checks.LOSS, checks.FORWARD): "its loss differs",
+    (checks.LOSS_INPUT, checks.FORWARD): "the log-probabilities that its loss function is given differ",
+    (checks.LOSS_FUNCTION, checks.FORWARD): "the result of its loss function differs",
+    (checks.LOSS_GRADIENT, checks.BACKWARD): "the gradient of its loss function differs",
+    (checks.LAYER_TERM, checks.FORWARD): "a loss term of its layers differs",
     (SAMPLES, checks.FORWARD): "the samples that it read differ",
     (WEIGHTS, checks.FORWARD): "its weights differ, since an earlier step",
 }
@@ -179,6 +200,8 @@ def _described(rank: Recomputed, order: int) -> str:
     direction = seen.place.direction
     if (seen.kind, direction) in _WHAT:
         return _WHAT[seen.kind, direction]
+    if seen.kind != checks.COMPUTED:
+        return f"its {seen.kind} in the {direction} pass differs"
     # counted within the pass, so that one may see whether it is the same product each time
     orders = [
         index

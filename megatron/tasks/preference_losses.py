@@ -315,7 +315,8 @@ def mean_kl(policy: Sequence[Tensor], reference: Sequence[Tensor], num_answers: 
     Each entry is that of a microbatch, [A]. On the last pipeline stage.
     """
     total = torch.stack([(one - other).sum() for one, other in zip(policy, reference, strict=True)]).sum()
-    if ctx.batch_group is not None:
+    # in a recheck a wrong term of one replica must not reach the others
+    if ctx.batch_group is not None and not ctx.state.is_recheck:
         dist.all_reduce(total, group=ctx.batch_group)
     # at least 0, as a divergence is; an estimate from samples may be below
     return (total / num_answers).clamp(min=0)

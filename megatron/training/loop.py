@@ -201,7 +201,7 @@ class Loop:
                 shutdown.decide(progress, is_reason_seen=self._is_stop_seen)
                 paused_s = time.perf_counter()
                 if self._recheck is not None:
-                    self._recheck.run_if_due(progress.iteration, consumed_before)
+                    self._recheck.run_if_due(progress, consumed_before)
                 if progress.iteration % config.data.eval_interval == 0:
                     self._validate()
                 self._run_interludes()

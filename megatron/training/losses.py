@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.options.config import ConfigError, GuardConfig
 from megatron.options.progress import Progress, RunningEstimate
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.finite_checks import BACKWARD, COMPUTED, LOSS
+from megatron.parallel.finite_checks import BACKWARD, LAYER_TERM, LOSS
 from megatron.parallel.pass_state import Sums
 from megatron.parallel.shards import LayerDeclaration
 from megatron.tasks.loss_result import LossError, LossResult, MetricTable
@@ -127,7 +127,7 @@ class StepLosses:
         if checks.place.direction == BACKWARD:
             return  # computed again; its values are known
         rows = self._of_layers.rows(values, self._ctx.device)
-        checks.whole(rows[: len(self.coefficients), 0], COMPUTED)
+        checks.whole(rows[: len(self.coefficients), 0], LAYER_TERM)
         self._layer_metrics = self._of_layers.joined(self._layer_metrics, rows)
 
     def of_layers(self, forward: Callable[[], T]) -> tuple[T, Tensor | None]:

@@ -3,7 +3,11 @@
 Every `recheck_interval` steps each rank computes the first microbatch of the step once more, forward and backward, in a
 pass of its own between two steps. Its gradients are thrown away, so the training is bit for bit what it is without.
 Each rank keeps a checksum of what it hands to other ranks, of the loss and of each gradient. Where these differ between
-replicas the pass is repeated once, and the verdict (resilience/recheck.py) names the rank.
+replicas the pass is repeated twice, and the verdict (resilience/recheck.py) names the rank. The first check of a run
+repeats it on all ranks, and is the last one if any does not repeat its own result.
+
+The pass uses torch's deterministic algorithms. What a training step computes otherwise, such as by other kernels, in
+the optimizer and in sums over replicas, is not checked.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron.data.batches import BatchPlan
 from megatron.observability.metrics import MetricsLog
+from megatron.options.progress import Progress
 from megatron.parallel.finite_checks import (
     BACKWARD,
     COMPUTED,
@@ -35,19 +40,33 @@ from megatron.parallel.messages import Sends, receive
 from megatron.parallel.operators.weight_gradient import GradientSum
 from megatron.parallel.shards import named_parameters
 from megatron.plan.flops import declared_layers
-from megatron.resilience.errors import TrainingAborted
+from megatron.resilience.errors import TrainingAborted, raise_on_all_ranks
 from megatron.resilience.rank_record import RankPlace
-from megatron.resilience.recheck import SAMPLES, WEIGHTS, Number, Recomputed, Traced, WrongRanks, agree, find_wrong
+from megatron.resilience.recheck import (
+    SAMPLES,
+    SHOWN,
+    WEIGHTS,
+    Number,
+    Recomputed,
+    Traced,
+    WrongRanks,
+    agree,
+    find_wrong,
+)
 from megatron.resilience.replica_check import checksum
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import accelerator
 from megatron.runtime.alerts import WRONG
+from megatron.runtime.commands import first_of
 from megatron.runtime.devices import device_of
 from megatron.tasks.data import Microbatch
 from megatron.tasks.task import Task
 from megatron.training.deepspeed.pipeline_executor import Headers, tensors_of
 from megatron.training.engine import Engine, pinned, to_device
 from megatron.training.losses import StepLosses
+
+FURTHER_PASSES = 2
+"""Passes after one in which the replicas differ."""
 
 
 class PassTrace(FiniteChecks):
@@ -190,18 +209,32 @@ class Recheck:
         self._losses = StepLosses(task.objective, engine.ctx, declared_layers(engine.config))
         self._noise = device_of(engine.ctx.device.type).repeat_noise
         self._headers = Headers(engine.ctx)
-        self._is_on = True
+        self._is_on, self._is_first, self._is_due = True, True, False
 
-    def run_if_due(self, iteration: int, begin: int) -> None:
+    def run_if_due(self, progress: Progress, begin: int) -> None:
         """Compare what the ranks compute of the step whose samples began at `begin`. Collective.
 
         Raises TrainingAborted on every rank if they differ and the run is to end then.
         """
-        if not self._is_on or iteration % self._config.guard.recheck_interval:
-            return
+        self._is_due |= progress.iteration % self._config.guard.recheck_interval == 0
+        # what a rollback leaves out may not even be readable: the next step that trains is taken instead
+        has_trained = not progress.leaves_out(begin, progress.consumed_samples)
+        if self._is_on and self._is_due and has_trained:
+            self._is_due = False
+            self._run(progress.iteration, begin)
+
+    def _run(self, iteration: int, begin: int) -> None:
         self._watchdog.phase("recheck", iteration)
-        ctx, batch = self._engine.ctx, self._read(begin)
+        ctx = self._engine.ctx
+        batch = raise_on_all_ranks(ctx, lambda: self._read(begin))
         trace, numbers = self._compute(batch, begin)
+        if self._is_first:
+            _, again = self._compute(batch, begin)
+            repeats = ctx.gather_objects(agree(numbers, again, self._noise))
+            if not all(repeats):
+                self._switch_off(iteration, [f"rank {rank}" for rank in range(ctx.world_size) if not repeats[rank]])
+                return
+            self._is_first = False
         place = RankPlace.of(ctx)
         # 8 bytes a rank, but where norms are compared: each may differ by a little
         summary = numbers if self._noise else (_digest(numbers),)
@@ -211,25 +244,28 @@ class Recheck:
             first.setdefault((stage, tensor_rank), theirs)
         if all(agree(theirs, first[stage, rank], self._noise) for stage, rank, theirs in everyones):
             return
-        _, again = self._compute(batch, begin)
-        ranks = ctx.gather_objects(Recomputed(place, tuple(trace.traced), numbers, again))
+        further = tuple(self._compute(batch, begin)[1] for _ in range(FURTHER_PASSES))
+        ranks = ctx.gather_objects(Recomputed(place, tuple(trace.traced), numbers, further))
         self._judge(find_wrong(ranks, ctx.num_stages, self._noise), iteration)
+
+    def _switch_off(self, iteration: int, unsteady: list[str]) -> None:
+        self._is_on = False
+        self._log.message(
+            f"WARNING: recheck after iteration {iteration}: {first_of(unsteady, SHOWN)} did not get the same "
+            "results again, so that none can be called wrong; the run goes on without the check. If these are few, "
+            "examine their devices; else give the device's record its repeat_noise, or leave out recheck_interval"
+        )
 
     def _judge(self, wrong: WrongRanks | None, iteration: int) -> None:
         where = f"recheck after iteration {iteration}"
         if wrong is None:
-            self._is_on = False
-            self._log.message(
-                f"WARNING: {where}: most ranks do not repeat their own results, so that none can be called wrong; the "
-                "run goes on without the check. Give the device's record its repeat_noise, or leave out "
-                "recheck_interval"
-            )
+            self._switch_off(iteration, ["most ranks"])
             return
         if self._engine.ctx.rank in wrong.ranks:
             self._watchdog.note(f"in the recheck after step {iteration} its results differed")
         text = f"{where}: ranks do not compute the same of one microbatch: {wrong.text}"
         if not wrong.is_certain:
-            text += "; each repeats its own result, so that it is unknown which of them is wrong"
+            text += f"; {wrong.doubt}"
         self._log.log_recheck(
             {"iteration": iteration, "ranks": list(wrong.ranks), "is_certain": wrong.is_certain, "reason": wrong.text}
         )
@@ -241,24 +277,39 @@ class Recheck:
             )
         self._log.message(f"WARNING: {text}. The run goes on (recheck_action=log)")
 
-    def _read(self, begin: int) -> Microbatch:
-        """Return the microbatch that all ranks compute, as the first data-parallel rank's step had it."""
+    def _read(self, begin: int) -> Microbatch | None:
+        """Return the microbatch that all ranks compute, as the first data-parallel rank's step had it.
+
+        None on inner stages, which read nothing.
+        """
+        if not self._engine.reads_data:
+            return None
         _, keys = self._plan(begin)
         # every host has the same files, so nothing is sent
         return pinned(self._task.read(self._dataset, keys[0]), self._engine.ctx.device)
 
-    def _compute(self, batch: Microbatch, begin: int) -> tuple[PassTrace, tuple[Number, ...]]:
+    def _compute(self, batch: Microbatch | None, begin: int) -> tuple[PassTrace, tuple[Number, ...]]:
         """Run the pass, and return its trace and numbers. Collective in each replica; nothing else changes."""
+        trace, state = PassTrace(self._noise), self._engine.ctx.state
+        if batch is not None:
+            trace.before_pass(iter([*tensors_of(batch.inputs), *tensors_of(batch.targets)]), SAMPLES)
+        trace.before_pass((parameter.data for _, parameter in named_parameters(self._engine.module)), WEIGHTS)
+        state.is_recheck = True
+        try:
+            with _deterministic():
+                self._run_pass(batch, begin, trace)
+        finally:
+            state.is_recheck = False
+        accelerator.current().mark_step()
+        return trace, trace.numbers()
+
+    def _run_pass(self, batch: Microbatch | None, begin: int, trace: PassTrace) -> None:
         engine, ctx = self._engine, self._engine.ctx
-        trace = PassTrace(self._noise)
-        trace.before_pass(iter([*tensors_of(batch.inputs), *tensors_of(batch.targets)]), SAMPLES)
-        trace.before_pass((parameter.data for _, parameter in named_parameters(engine.module)), WEIGHTS)
         # as before a step: the forward passes of a reference model
-        batches = [batch] if engine.reads_data else []
+        batches = [] if batch is None else [batch]
         forward = functools.partial(engine.forward, num_microbatches=1)
         completed = self._task.objective.before_step(batches, forward, ctx)
-        scale = 1.0 / batch.normaliser if batch.normaliser > 0 else 1.0
-        self._losses.begin_step(scale, max(1.0, float(batch.num_tokens)))
+        self._begin(batch)
         # all replicas draw what the first one draws
         first = dataclasses.replace(ctx, rank=ctx.rank_at(batch_rank=0))
         checks = ctx.state.checks
@@ -266,7 +317,6 @@ class Recheck:
         try:
             with (
                 ctx.state.streams.apart(engine.dropout_seed, begin, first),
-                _deterministic(),
                 _own_gradients(engine.module, trace),
                 self._losses.layer_terms(engine.loss_scale),
                 torch.enable_grad(),
@@ -274,8 +324,15 @@ class Recheck:
                 self._run_stage(completed[0] if completed else None, trace)
         finally:
             ctx.state.checks = checks
-        accelerator.current().mark_step()
-        return trace, trace.numbers()
+
+    def _begin(self, batch: Microbatch | None) -> None:
+        """Set by what the losses are divided: inner stages get the tokens from the first. Collective in a replica."""
+        scale, num_tokens = 1.0, 0.0
+        if batch is not None:
+            num_tokens = float(batch.num_tokens)
+            if batch.normaliser > 0:
+                scale = 1.0 / batch.normaliser
+        self._losses.begin_step(scale, max(1.0, self._engine.ctx.from_first_stage(num_tokens)))
 
     def _run_stage(self, batch: Microbatch | None, trace: PassTrace) -> None:
         """Run forward and backward of this rank's stage, and exchange with its neighbours. Collective in a replica.

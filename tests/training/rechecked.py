@@ -13,8 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.data.index.indexed import DataError
 from megatron.observability.metrics import MetricsLog
+from megatron.options.progress import Progress
+from megatron.parallel import losses
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import RowParallelLinear
+from megatron.parallel.operators.softmax import RowSums
 from megatron.parallel.shards import named_parameters
 from megatron.resilience.watchdog import Watchdog
 from megatron.runtime.devices import device_of
@@ -97,6 +102,33 @@ def flipped_weight(rank: int, name: str, consumed_samples: int) -> Iterator[None
         yield
 
 
+@contextlib.contextmanager
+def wrong_label_logits(rank: int) -> Iterator[None]:
+    """The logits of labels are wrong on one rank in each loss over a divided vocabulary, and nothing else is."""
+    original = losses.join_rows
+
+    def join_rows(own: RowSums, columns: Tensor, ctx: ParallelContext) -> tuple[RowSums, Tensor]:
+        # -inf, of a label that another rank holds, stays so
+        return original(own, columns + (ctx.rank == rank), ctx)
+
+    with patch.object(losses, "join_rows", join_rows):
+        yield
+
+
+@contextlib.contextmanager
+def unreadable(rank: int) -> Iterator[None]:
+    """One rank cannot read the microbatch of a recheck."""
+    original = Recheck._read
+
+    def read(self: Recheck, begin: int) -> Any:
+        if self._engine.ctx.rank == rank:
+            raise DataError("sample 5 is damaged")
+        return original(self, begin)
+
+    with patch.object(Recheck, "_read", read):
+        yield
+
+
 def run(arguments: str, *fault: Any) -> dict[str, Any]:
     """A run with a fault of `wrong_product`: what ended it, its rows, notes, alerts, messages, and passes of checks."""
     return _noted(arguments, wrong_product(*fault) if fault else contextlib.nullcontext())
@@ -113,13 +145,36 @@ def run_with_flipped_weight(arguments: str, *fault: Any) -> dict[str, Any]:
     return _noted(arguments, flipped_weight(*fault))
 
 
-def _noted(arguments: str, fault: contextlib.AbstractContextManager[None]) -> dict[str, Any]:
-    told: dict[str, Any] = {"rows": [], "notes": [], "alerts": [], "messages": [], "checks": 0}
+def run_with_wrong_label_logits(arguments: str, rank: int) -> dict[str, Any]:
+    return _noted(arguments, wrong_label_logits(rank))
+
+
+def run_that_cannot_read(arguments: str, rank: int) -> dict[str, Any]:
+    return _noted(arguments, unreadable(rank))
+
+
+def run_that_leaves_out(arguments: str, begin: int) -> dict[str, Any]:
+    """As after a rollback, for which the step over the samples from `begin` is left out."""
+    return _noted(arguments, patch.object(Progress, "leaves_out", lambda progress, start, end: start == begin))
+
+
+def _noted(arguments: str, fault: contextlib.AbstractContextManager[Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "rows": [],
+        "notes": [],
+        "alerts": [],
+        "messages": [],
+        "checks": 0,
+        "begins": [],
+        "reads": False,
+    }
     compute = Recheck._compute
 
-    def counted(self: Recheck, *arguments: Any) -> Any:
+    def counted(self: Recheck, batch: Any, begin: int) -> Any:
         told["checks"] += 1
-        return compute(self, *arguments)
+        told["begins"].append(begin)
+        told["reads"] = batch is not None
+        return compute(self, batch, begin)
 
     with (
         patch.object(Recheck, "_compute", counted),

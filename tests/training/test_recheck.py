@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megatron.parallel.context import ParallelContext
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
+from megatron.tasks.preference_losses import mean_kl
 from megatron.training.recheck import PassTrace
 from tests import runs
 from tests.ranks import RankPools
@@ -25,6 +28,8 @@ LAYOUTS = {
     "DP2 TP2 ZeRO-2 bf16": "--tensor-model-parallel-size 2 --zero-stage 2 --bf16",
     "DP2 PP2 zero-bubble": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
 }
+SECOND_CHECK = 4 * 2 + 2
+"""Its first pass, after four steps of two microbatches, with an interval of 2: the first check has two passes."""
 FIRST, LAST = "layers.0.mlp.down", "layers.1.mlp.down"
 
 
@@ -70,8 +75,7 @@ def test_of_two_ranks_the_one_that_does_not_repeat_its_own_result_is_named(
     ranks: RankPools, data: Path, layout: str, rank: int, layer: str, direction: str, what: str
 ) -> None:
     """It flips a bit in the check after the fourth step alone, neither in the one before nor when it is repeated."""
-    per_step = 2  # microbatches of a step
-    passes = (4 * per_step + 1,)
+    passes = (SECOND_CHECK,)
     flags = f"--data-path {data} --train-iters 9 --recheck-interval 2 {LAYOUTS[layout]}"
     told = run(ranks, flags, rank, layer, direction, passes)
     assert "TrainingAborted: recheck after iteration 4: " in told[0]["fault"]
@@ -97,6 +101,71 @@ def test_of_two_ranks_that_repeat_their_results_both_are_named(
     assert (told[0]["rows"][0]["ranks"], told[0]["rows"][0]["is_certain"]) == (suspects, False)
 
 
+def test_a_passing_fault_that_changes_the_choice_of_experts_stays_in_its_replica(ranks: RankPools, data: Path) -> None:
+    """Shares of the balance loss are those of one replica in a check: summed, they would be wrong on both."""
+    experts = "--architecture mixtral --num-experts 4 --moe-router-topk 1 --moe-aux-loss-coeff 0.1"
+    flags = f"--data-path {data} --train-iters 9 --recheck-interval 2 {experts}"
+    # a large number: one token goes to other experts
+    fault = (1, "layers.0.attention.dense", "forward", (SECOND_CHECK,), 30)
+    told = run(ranks, flags, *fault, world_size=2)
+    assert "TrainingAborted: recheck after iteration 4: " in told[0]["fault"]
+    assert (told[0]["rows"][0]["ranks"], told[0]["rows"][0]["is_certain"]) == ([1], True)
+
+
+def test_a_term_of_ktos_divergence_stays_in_its_replica() -> None:
+    # not a group: a collective would raise
+    ctx = dataclasses.replace(ParallelContext.single(), batch_group=cast(Any, object()))
+    ctx.state.is_recheck = True
+    assert float(mean_kl([torch.tensor([3.0, 5.0])], [torch.tensor([1.0, 1.0])], 4.0, ctx)) == 1.5
+
+
+def test_wrong_logits_of_labels_are_found_where_they_were_computed(ranks: RankPools, data: Path) -> None:
+    """Not on the tensor-parallel ranks that they are joined on. Both replicas repeat theirs, so one rank of either."""
+    flags = f"--data-path {data} --train-iters 9 --recheck-interval 2 {LAYOUTS['DP2 TP2']}"
+    told = ranks(4)(rechecked.run_with_wrong_label_logits, flags, 3)
+    assert (told[0]["rows"][0]["ranks"], told[0]["rows"][0]["is_certain"]) == ([1, 3], False)
+
+
+def test_the_check_ends_where_a_rank_does_not_repeat_its_result_in_the_first_one(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 6 --recheck-interval 2"
+    told = run(ranks, flags, 2, LAST, "weight", (3,))  # after two steps of a microbatch, when it is repeated
+    assert [(each["fault"], each["rows"], each["checks"]) for each in told] == [("", [], 2)] * 4
+    (warning,) = [text for text in told[0]["messages"] if "recheck" in text]
+    assert "recheck after iteration 2: rank 2 did not get the same results again" in warning
+    assert "the run goes on without the check" in warning
+
+
+def test_a_step_that_a_rollback_leaves_out_is_not_checked(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 4 --recheck-interval 2"
+    told = ranks(2)(rechecked.run_that_leaves_out, flags, 8)
+    # the second step is left out, so the third is checked, twice as the first of the run; then the fourth
+    assert [(each["fault"], each["begins"]) for each in told] == [("", [16, 16, 24])] * 2
+
+
+def test_a_read_error_of_one_rank_ends_all(ranks: RankPools, data: Path) -> None:
+    flags = f"--data-path {data} --train-iters 4 --recheck-interval 2"
+    told = ranks(2)(rechecked.run_that_cannot_read, flags, 1)
+    assert all("sample 5 is damaged" in each["fault"] for each in told)
+    assert "OtherRankFailed: rank 1 on " in told[0]["fault"]
+    assert [each["checks"] for each in told] == [0, 0]
+
+
+@pytest.mark.slow
+def test_inner_stages_read_nothing_and_are_checked(ranks: RankPools, data: Path) -> None:
+    experts = "--architecture mixtral --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    flags = f"--data-path {data} --train-iters 5 --num-layers 4 --pipeline-model-parallel-size 4 {experts}"
+    plain = ranks(8)(rechecked.bits_of_run, flags)
+    checked = ranks(8)(rechecked.bits_of_run, f"{flags} --recheck-interval 2")
+    for with_check, without in zip(checked, plain, strict=True):
+        assert (with_check["losses"], with_check["weights"]) == (without["losses"], without["weights"])
+        assert with_check["checks"] == 3
+    # the second rank of the third of four stages
+    fault = (5, "layers.2.attention.dense", "forward", (SECOND_CHECK,))
+    told = run(ranks, f"{flags} --recheck-interval 2", *fault, world_size=8)
+    assert (told[0]["rows"][0]["ranks"], told[0]["rows"][0]["is_certain"]) == ([5], True)
+    assert [each["reads"] for each in told] == [True] * 2 + [False] * 4 + [True] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["DP4 TP2", "DP4 PP2"])
 def test_of_four_replicas_of_two_ranks_the_rank_is_named(ranks: RankPools, data: Path, layout: str) -> None:
@@ -119,7 +188,7 @@ def test_a_weight_that_has_changed_on_one_rank_is_not_taken_for_a_wrong_product(
 def test_on_a_device_that_states_noise_what_lies_within_it_is_no_fault(ranks: RankPools, data: Path) -> None:
     flags, exponent = f"--data-path {data} --train-iters 4 --recheck-interval 2", 29
     small = ranks(4)(rechecked.run_with_noise, flags, 1e-3, 3, FIRST, "forward", None)
-    assert [(each["fault"], each["rows"], each["checks"]) for each in small] == [("", [], 2)] * 4
+    assert [(each["fault"], each["rows"], each["checks"]) for each in small] == [("", [], 3)] * 4
     large = ranks(4)(rechecked.run_with_noise, flags, 1e-3, 3, FIRST, "forward", None, exponent)
     assert large[0]["rows"][0]["ranks"] == [3]
     # the device states it because a norm of the same differs: without that, the small one is a fault
@@ -174,10 +243,10 @@ def test_a_clean_run_names_no_rank_and_is_bit_for_bit_that_without_the_check(
     for with_check, without in zip(checked, plain, strict=True):
         assert with_check["losses"] == without["losses"]
         assert with_check["weights"] == without["weights"]
-        # the cost: one microbatch every second step, and nothing else
-        assert (with_check["checks"], without["checks"]) == (2, 0)
+        # the cost: one microbatch every second step, one more in the first check, and nothing else
+        assert (with_check["checks"], without["checks"]) == (3, 0)
         per_microbatch = without["passes"] / (5 * microbatches(layout))
-        assert with_check["passes"] - without["passes"] == 2 * per_microbatch
+        assert with_check["passes"] - without["passes"] == 3 * per_microbatch
 
 
 @pytest.mark.slow
@@ -187,8 +256,8 @@ def test_no_rank_is_named_in_many_clean_steps(ranks: RankPools, data: Path) -> N
     batches = "--micro-batch-size 1 --global-batch-size 2"
     told = run(ranks, f"{flags} {batches} --recheck-interval 1", world_size=2)
     assert [(each["fault"], each["rows"]) for each in told] == [("", [])] * 2
-    # one pass a step: none was repeated
-    assert [each["checks"] for each in told] == [200] * 2
+    # one pass a step: none but the first was repeated
+    assert [each["checks"] for each in told] == [201] * 2
 
 
 @pytest.mark.slow
@@ -212,7 +281,7 @@ def test_other_kinds_of_models_and_optimizers_train_as_without_the_check(
     for with_check, without in zip(checked, plain, strict=True):
         assert with_check["losses"] == without["losses"]
         assert with_check["weights"] == without["weights"]
-        assert with_check["checks"] == 5
+        assert with_check["checks"] == 6
 
 
 @pytest.mark.parametrize(
