@@ -196,9 +196,8 @@ def disturb(
     """Run, and make a rank fail at each of the moments: functions that return True when it has come.
 
     The ranks fail in turn, in random order: the same one at the same step again and again is a crash loop. So do the
-    `faults`; SIGSTOP and `passing` need QUICK. `victims`: of the ranks of a try, from the oldest process
-    to the newest. A moment is looked for from the instant at which all
-    ranks of a try are there. `stop`: when the run has recovered
+    `faults`; SIGSTOP and `passing` need QUICK. `victims`: of the ranks of a try, from the oldest process to the newest.
+    A moment is looked for from the instant at which all ranks of a try are there. `stop`: when the run has recovered
     from the last, make it stop and save, rather than wait for its end.
     """
     generator = random.Random(seed)

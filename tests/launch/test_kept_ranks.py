@@ -15,8 +15,9 @@ import pytest
 
 from megatron.launch.agents import agent, node_ranks
 from megatron.launch.agents.agent import AgentOptions
-from megatron.options.config import ConfigError
+from megatron.options.config import Config, ConfigError, GuardConfig
 from megatron.resilience import job
+from megatron.resilience.watchdog import Watchdog
 from megatron.runtime import network, places
 from megatron.runtime.agent_link import AgentLink
 from megatron.runtime.commands import ABORTED, FAILED, HUNG, REFUSED
@@ -177,18 +178,17 @@ def test_ranks_that_have_given_up_are_not_counted_on_while_they_end(
 
     def train() -> None:
         note_place(tmp_path)
-        of_rank, link = Places(), AgentLink()
+        of_rank, rank = Places(), int(os.environ["RANK"])
         if restarts():
             os._exit(0)
-        link.send(step=1)
-        link.send(left=True)
-        if os.environ["RANK"] != "2":
-            link.send(left=False)
-            time.sleep(0.3 + int(os.environ["RANK"]))
-            os._exit(FAILED)
-        if of_rank.take_next(lambda: None):
-            note_place(tmp_path)
-            os._exit(0)
+        monkeypatch.setattr(places, "NOTICE_S", 60.0 if rank == 2 else 0.2)
+        with Watchdog(Config(guard=GuardConfig(watchdog_timeout_s=0))) as watchdog:
+            watchdog.phase("train", 1)
+            if not watchdog.await_place(of_rank, RuntimeError("Connection closed by peer")):
+                time.sleep(0.3 + rank)
+                os._exit(FAILED)
+        note_place(tmp_path)
+        os._exit(0)
 
     assert run(monkeypatch, train, max_restarts=1) == 0
     first, second = noted(tmp_path)
