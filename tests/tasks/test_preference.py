@@ -162,7 +162,8 @@ def test_every_objective_is_that_of_one_rank(
         for found in ranks(tp * pp * dp)(pairs.train, arguments + flags, 2):
             found[0].pop("rewards/accuracies", None)
             for step, there in zip(found, expected, strict=True):
-                assert step == pytest.approx(there, rel=1e-6, abs=5e-6), arguments
+                # a loss is of sums of some 100 in float32, whose order differs
+                assert step == pytest.approx(there, rel=1e-6, abs=1e-5), arguments
 
 
 def test_a_stored_reference_is_that_of_the_start(ranks: RankPools, tmp_path: Path) -> None:
