@@ -459,7 +459,11 @@ def test_all_faults_and_no_others_are_in_one_message(
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    # a machine without it would have one fault more
+    (tmp_path / "pdsh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     for word in variables.split():
         monkeypatch.setenv(*word.split("=", 1))
     assert 2 <= len(said) <= 5
