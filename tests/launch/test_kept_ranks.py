@@ -140,6 +140,7 @@ def test_all_ranks_start_again_where_they_cannot_stay_and_the_reason_is_named(
     assert stays == (not reason) == ("1 healthy rank stays: 0\n" in shown)
 
 
+@pytest.mark.slow  # a busy machine may not end the rank within the time that it is given
 @pytest.mark.parametrize("status", [REFUSED, ABORTED])
 def test_a_run_that_is_over_lets_waiting_ranks_go(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, status: int
@@ -206,7 +207,7 @@ def test_a_signal_ends_the_wait_for_ranks_that_do_not_leave(
         time.sleep(0.3)
         if os.environ["RANK"] == "1":
             os._exit(FAILED)
-        time.sleep(0.5)
+        time.sleep(3)  # by then the agent waits for this rank, also on a busy machine
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(600)
 
