@@ -445,8 +445,8 @@ def check_kept_ranks(config: Config) -> Iterator[str]:
             )
     if config.training.torch_compile:
         yield (
-            "keep_healthy_ranks keeps no process with a thread at work, as the compiler of torch_compile has them; "
-            "leave one of the two out"
+            "keep_healthy_ranks keeps no process that has threads at work, and the compiler of torch_compile leaves "
+            "some; leave one of the two out"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,3 +272,24 @@ def test_an_operand_is_the_nearest_of_its_format() -> None:
         for is_rowwise, (values, unit) in enumerate((by_tensor(x, largest_of(x), dtype), by_row(x, dtype))):
             held = values.double().numpy() * unit.double().numpy()
             np.testing.assert_allclose(held, in_fp8(X, form, by_row=bool(is_rowwise)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("other", [7.0, float("nan")])
+def test_ranks_exchange_one_largest_value_of_however_many_parts(monkeypatch: pytest.MonkeyPatch, other: float) -> None:
+    """A host without a compiler has one part, and exchanges with those that have many."""
+    sent: list[Tensor] = []
+
+    def all_reduce(bits: Tensor, op: Any, group: Any) -> None:
+        sent.append(bits.view(torch.float32).clone())
+        bits.copy_(torch.maximum(bits, torch.tensor(other).view(torch.int32)))
+
+    monkeypatch.setattr(fp8_products.dist, "all_reduce", all_reduce)
+    group: Any = object()
+    of_torch = largest_of(torch.tensor([[1.0, -5.0]]), group)
+    kernels = SimpleNamespace(largest=lambda x: torch.tensor([1.0, 5.0, 2.0]))
+    monkeypatch.setattr(fp8_products, "_kernels_for", lambda x: kernels)
+    of_kernels = largest_of(torch.tensor([[1.0, -5.0]]), group)
+    assert [(each.shape, each.item()) for each in sent] == [(torch.Size([]), 5.0)] * 2
+    expected = torch.tensor(other)
+    assert torch.equal(of_torch.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(of_kernels.view(torch.int32), expected.expand(3).contiguous().view(torch.int32))

@@ -49,7 +49,7 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
     "compilers of ranks that stay": (
         "--save s --keep-healthy-ranks --torch-compile",
         1,
-        "keep_healthy_ranks keeps no process with a thread at work, as the compiler of torch_compile",
+        "keep_healthy_ranks keeps no process that has threads at work, and the compiler of torch_compile",
         "leave one of the two out",
     ),
     "replicas": (

@@ -33,11 +33,11 @@ class Operand(NamedTuple):
 
 @functools.cache
 def compiled_kernels() -> ModuleType | None:
-    """Return fp8_kernels.py; None where there is no compiler, as choose_kernels warns, or none for numbers of fp8."""
+    """Return fp8_kernels.py; None where Triton cannot compile it: torch's operators compute the same there."""
     from megatron.parallel.operators.fused import missing_compiler
 
     cuda = device_of("cuda")
-    # an older GPU emulates fp8 by torch's operators
+    # for a GPU without fp8, on which it may be emulated, Triton has no such types
     if missing_compiler(cuda) or cuda.missing_fp8():
         return None
     from megatron.parallel.operators import fp8_kernels
@@ -62,8 +62,11 @@ def largest_of(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         largest: Tensor = kernels.largest(x)
     else:
         largest = torch.linalg.vector_norm(x, math.inf).float().abs_()
-    if group is not None:  # the order of bits is that of the numbers, and does not lose NaN
-        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group=group)
+    if group is not None:
+        # of all parts: a host without a compiler has one part. The order of bits is that of the numbers, and keeps NaN
+        largest_of_all = largest.max()
+        dist.all_reduce(largest_of_all.view(torch.int32), dist.ReduceOp.MAX, group=group)
+        largest = largest_of_all.expand_as(largest).contiguous()
     return largest
 
 
