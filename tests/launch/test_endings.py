@@ -83,7 +83,7 @@ CASES: list[tuple[str, str, int, int, bool, str]] = [
     ("owned", "fork server", KILL, 0, False, f"{BLAME}HOST "),
     ("runs: 1 in attempt 0", "fork server", KILL, 2, False, f"{BLAME}HOST was killed by SIGKILL; restart 1 of 2"),
     ("runs: 1 in attempt 0", "fork server", KILL, 0, False, f"{BLAME}HOST was killed by SIGKILL\n"),
-    ("restart 1 of 3", "fork server", KILL, 3, True, f"{BLAME}HOST was killed by SIGKILL; "),
+    ("restart 1 of 3", "fork server", KILL, 3, True, f"{BLAME}HOST "),  # before or after it forked the new ranks
     ("owned", "tracker", KILL, 0, False, "returned"),
     ("runs: 1 in attempt 0", "tracker", KILL, 3, True, "resource tracker was killed by SIGKILL; no rank needs it"),
 ]
