@@ -103,6 +103,7 @@ def test_the_readmes_example_run_trains_and_exports(examples: list[str], folder:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "<user>hello"
 
 
+@pytest.mark.slow
 def test_the_readmes_separate_data_processing_works(examples: list[str], folder: Path) -> None:
     separate = block_with(examples, "dp.main(data_process_args)").replace("num_epochs = 10", "num_epochs = 1")
     said = end(start(folder, separate.replace("\n...\n", "\ntorchrun_args = TorchrunArgs()\n")))
@@ -187,6 +188,7 @@ run_training(torch_args=TorchrunArgs(nproc_per_node="gpu"), train_args=args)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_saves_leaves_no_process_and_goes_on_when_called_again(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     process = start(tmp_path, INTERRUPTED.replace("EPOCHS", "20000"))

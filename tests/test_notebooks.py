@@ -39,6 +39,7 @@ def test_a_notebook_is_valid_and_stores_no_output(notebook: Path) -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_pretraining_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("pretrain", tmp_path, monkeypatch)
     assert "layout     PP 1 x TP 2 x DP 1" in shown

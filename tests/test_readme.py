@@ -107,6 +107,7 @@ def train_on_long_rows(checkout: Path, context_size: int) -> Path:
     return checkout / "out" / f"long{context_size}"
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_long_rows_as_written(checkout: Path) -> None:
     results = train_on_long_rows(checkout, context_size=2)
     first, last = (row["lm_loss"] for row in runs.rows(results, "valid"))

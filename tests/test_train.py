@@ -30,7 +30,11 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param(
+            4,
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            marks=pytest.mark.slow,
+        ),
         (2, "--zero-stage 2 --bf16"),
         pytest.param(1, "--architecture llama --position-embedding-type rope", marks=pytest.mark.slow),
     ],

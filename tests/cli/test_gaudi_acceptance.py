@@ -55,6 +55,7 @@ def failed(content: dict[str, Any]) -> list[str]:
     return [check["name"] for group in content["groups"] for check in group["checks"] if not check["passed"]]
 
 
+@pytest.mark.slow
 def test_the_script_passes_on_two_cards(tmp_path: Path) -> None:
     flags = "--parts kernels losses --modes lazy --models llama --steps 3".split()
     status, text, content = run_script(tmp_path / "out", *flags)

@@ -72,7 +72,7 @@ def check_pair_of_datasets(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "ending", "step"),
     [
-        ("chats", "jsonl", 3),
+        pytest.param("chats", "jsonl", 3, marks=pytest.mark.slow),
         pytest.param("chats", "jsonl", 1, marks=pytest.mark.slow),
         ("chats", "json", 15),
         ("chats", "jsonl.gz", 15),

@@ -770,6 +770,7 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], str], timeout_s: 
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks die with their agent on Linux")
 def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     data, results = chaos.write_dataset(tmp_path / "data"), tmp_path / "results"

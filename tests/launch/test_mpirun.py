@@ -281,6 +281,7 @@ def test_sigterm_lets_ranks_that_mpirun_started_save_and_each_has_its_core(tmp_p
     assert of_run(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_with_its_status(tmp_path: Path, fake: Path) -> None:
     run = Run(tmp_path, "--devices-per-node", "1")
     run.wait_for_iteration(1)

@@ -99,6 +99,7 @@ def test_two_hosts_train_and_stop_at_the_kill_switch_and_resume_on_another_layou
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_host_cut_off_amid_a_run_is_named_and_the_run_ends(data: Path, tmp_path: Path) -> None:
     """On a network of IPv6 alone, whose addresses pdsh takes with their module."""
     if reason := why_not():

@@ -62,6 +62,7 @@ def test_a_short_sequence_needs_no_limit_of_its_own_for_prompts(folder: Path) ->
         limits_of(HL_SEQ_LEN="255", HL_MAX_PROMPT_LEN="256")
 
 
+@pytest.mark.slow
 def test_a_validation_that_cannot_be_is_said_once(folder: Path) -> None:
     """A launched rank repeated the launcher's warnings; eval_iters alone validated nothing, without a word."""
     given = TINY | {"HL_DATA": "pairs.jsonl", "HL_CHAT_TEMPLATE": "chatml", "HL_RESULTS_DIR": "out"}

@@ -32,7 +32,7 @@ MOMENTS: dict[str, Callable[[Hosts, Run], bool]] = {
     "the last step": lambda hosts, run: f"Reached exit_interval={LAST}" in run.said,
     "the end": lambda hosts, run: "run ended: " in run.said,
 }
-BY_DEFAULT = {("SIGTERM", "a step"), ("pdsh", "a step")}
+BY_DEFAULT = {("SIGTERM", "a step")}
 """tests/launch/test_endings.py has the other moments on one host; -m slow: here too."""
 
 

@@ -109,8 +109,16 @@ def test_a_device_from_outside_the_package_trains_on_every_rank(folder: Path) ->
         ),
         ("outside:OTHER", "parallel.device='outside:OTHER': is a int; give a megatron.runtime.device.Device"),
         ("outside:ABSENT", "device outside:ABSENT is not there: its cable is out"),
-        ("outside:NO_ACCELERATOR", "device outside:NO_ACCELERATOR: its accelerator='abacus' cannot be had: DS_ACCEL"),
-        ("outside:NO_TYPE", "device outside:NO_TYPE: its torch_type='abacus' is not that of its tensors, which is cpu"),
+        pytest.param(
+            "outside:NO_ACCELERATOR",
+            "device outside:NO_ACCELERATOR: its accelerator='abacus' cannot be had: DS_ACCEL",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "outside:NO_TYPE",
+            "device outside:NO_TYPE: its torch_type='abacus' is not that of its tensors, which is cpu",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "outside:OTHER_TYPE",
             "its torch_type='cuda' is not that of its tensors, which is cpu; correct the record",

@@ -36,6 +36,7 @@ def while_a_save_is_under_way(run: chaos.Disturbed, saved: Path) -> bool:
     return any(".partial-" in path.name for path in saved.iterdir()) if saved.is_dir() else False
 
 
+@pytest.mark.slow
 def test_killed_ranks_leave_no_trace_in_the_weights(ranks: RankPools, tmp_path: Path) -> None:
     data = chaos.write_dataset(tmp_path / "data")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
@@ -92,6 +93,7 @@ def test_killed_ranks_of_other_axes_leave_no_trace_in_the_weights(
     assert_equal_runs(disturbed, whole)
 
 
+@pytest.mark.slow
 def test_killed_ranks_go_on_from_copies_in_memory(ranks: RankPools, tmp_path: Path) -> None:
     """Nothing is on the disk before the end, and at most so many steps are lost as lie between two copies."""
     data, whole, disturbed = chaos.write_dataset(tmp_path / "data"), tmp_path / "whole", tmp_path / "disturbed"
