@@ -53,6 +53,8 @@ class RunStatus:
     ranks: int
     starts: int
     refused_steps: int
+    wrong_ranks: str
+    """Number of the rechecks that named ranks, and the finding of the last; empty: none did."""
     faults: tuple[str, ...]
     """Ends of the starts that were none, the newest last."""
     warnings: tuple[str, ...]
@@ -76,6 +78,7 @@ class RunStatus:
             "ranks": f"{self.ranks} on {first_of(self.hosts, SHOWN_HOSTS)}" if self.ranks else "",
             "starts": f"{self.starts}, {counted(len(self.faults), 'fault')}" if self.starts else "",
             "refused steps": f"{self.refused_steps:,}" if self.refused_steps else "",
+            "wrong ranks": self.wrong_ranks,
         }
         yield self.name
         yield from (f"  {name:<14}{text}" for name, text in facts.items() if text)
@@ -130,6 +133,7 @@ def status_of(run: ReportedRun, now_s: float | None = None) -> RunStatus:
         ranks=start.get("world_size") or 0,
         starts=len(run.starts),
         refused_steps=len(run.of_kind("bad_step")),
+        wrong_ranks=_wrong_ranks(run.of_kind("recheck")),
         faults=tuple(each.cause for each in run.starts if each.kind == "failed"),
         warnings=tuple(run.warnings)[-SHOWN_WARNINGS:],
     )
@@ -169,6 +173,17 @@ def _newest_save(run: ReportedRun, now_s: float) -> str:
         if found := checkpoint_folders(folder):
             return f"{found[0].name}, {duration(max(0.0, now_s - found[0].stat().st_mtime))} ago, in {folder}"
     return f"none in {folder}"
+
+
+def _wrong_ranks(rechecks: list[Row]) -> str:
+    if not rechecks:
+        return ""
+    newest = rechecks[-1]
+    text = f"{counted(len(rechecks), 'recheck')}, the last after iteration {newest['iteration']:,}: "
+    text += str(newest.get("reason", ""))
+    if not newest.get("is_certain"):
+        text += "; it may be others that are wrong"
+    return text
 
 
 def _median(rows: list[Row], key: str) -> float | None:

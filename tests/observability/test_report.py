@@ -41,6 +41,11 @@ def step(iteration: int, **values: Any) -> dict[str, Any]:
     }
 
 
+def recheck(iteration: int, ranks: list[int], reason: str, *, is_certain: bool) -> dict[str, Any]:
+    row = {"kind": "recheck", "iteration": iteration, "ranks": ranks, "is_certain": is_certain, "reason": reason}
+    return {**row, "time": START_S + 10 * iteration}
+
+
 def start(number: int, resumed: int, began_s: float, ended: dict[str, Any] | None = None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "started": datetime.fromtimestamp(START_S + began_s, timezone.utc).isoformat(timespec="seconds"),
@@ -72,6 +77,8 @@ def write_run(folder: Path, *, text: str = "a text", lr: str = "0.01") -> Path:
         {"kind": "test", "iteration": 20, "lm_loss": 7.125, "perplexity": 1242.6, "time": START_S + 201},
         {"kind": "lm_eval", "iteration": 20, "results": {text: {"acc,none": 0.375}}, "time": START_S + 201},
         {"kind": "bad_step", "iteration": 8, "reason": text, "action": "skipped", "time": START_S + 80},
+        recheck(9, [3], text, is_certain=True),
+        recheck(18, [1, 3], text, is_certain=False),
         {
             "kind": "memory",
             "iteration": 1,
@@ -142,6 +149,7 @@ def test_every_file_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     assert texts(page, "Test") == [["20", "", "7.125", "1,243"]]
     assert texts(page, "Validations by dataset") == [["10", "a text", "8.5", ""]]
     assert texts(page, "Steps that were refused") == [["8", "a text", "skipped", ""]]
+    assert texts(page, "Rechecks that named ranks") == [["9", "3", "yes", "a text"], ["18", "1, 3", "no", "a text"]]
     assert texts(page, "Ranks that held up the others") == [["run", "7", "rank 3: a text"]]
     assert texts(page, "Warnings of the log") == [["2", "'a text'"]]
     assert [(each.all("q")[0].text, each.texts) for each in page.root.all("p", "answer")] == [("Once", ["a text"])]
@@ -170,6 +178,7 @@ def test_runs_lie_side_by_side(tmp_path: Path) -> None:
     numbers = {row[0]: row[1:] for row in texts(page, "Numbers of the runs")}
     assert numbers["lowest training loss"] == ["7", "7"]
     assert numbers["refused steps"] == ["1", "1"]
+    assert numbers["rechecks that named ranks"] == ["2", "2"]
     loss = page.root.all("figure", "chart")[0]
     assert [each["name"] for each in json.loads(loss.attributes["data-curves"])] == [
         *("one", "two", "one, validation", "two, validation"),

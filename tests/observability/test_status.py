@@ -12,7 +12,7 @@ import pytest
 from megatron.cli import status
 from megatron.observability.report.recorded import read_recorded
 from megatron.observability.status import LEAST_SILENCE_S, RunStatus, status_of
-from tests.observability.test_report import START_S, start, step, write_run
+from tests.observability.test_report import START_S, recheck, start, step, write_run
 
 NEWEST_S = START_S + 200
 """Time of the last row of a step."""
@@ -96,6 +96,21 @@ def test_the_ends_of_starts(tmp_path: Path) -> None:
     assert found.faults == ("ValueError: boom",)
     assert found.warnings == ("'boom'",)
     assert (found.starts, found.refused_steps) == (3, 1)
+
+
+def test_the_last_recheck_that_named_ranks_is_shown(tmp_path: Path) -> None:
+    run = write_open_run(tmp_path / "run")
+    assert seen(run, NEWEST_S).wrong_ranks == ""
+    with (run / "metrics.jsonl").open("a") as file:
+        for row in (
+            recheck(10, [3], "rank 3 on b (cuda:1): its loss differs", is_certain=True),
+            recheck(20, [1, 3], "ranks 1 and 3: their losses differ", is_certain=False),
+        ):
+            file.write(json.dumps(row) + "\n")
+    found = seen(run, NEWEST_S)
+    text = "ranks 1 and 3: their losses differ; it may be others that are wrong"
+    assert f"  wrong ranks   2 rechecks, the last after iteration 20: {text}" in list(found.lines())
+    assert found.is_well, "it goes on, by --recheck-action log"
 
 
 def test_the_newest_save_is_found_from_the_runs_own_folder(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def _sections(runs: Sequence[ReportedRun]) -> Iterator[Element]:
     yield from _of_each(runs, "Starts and their ends", _history)
     yield from _of_each(runs, "Evaluation", _evaluation)
     yield from _of_each(runs, "Steps that were refused", _bad_steps)
+    yield from _of_each(runs, "Ranks that computed wrongly", _rechecks)
     yield from _of_each(runs, "Warnings", _warnings)
     yield from _of_each(runs, "Samples of text", _answers)
     yield section("Options", *_options(runs))
@@ -92,6 +93,7 @@ NUMBERS: Mapping[str, Callable[[ReportedRun], tuple[str, float] | None]] = {
     "MFU": lambda run: _share(_median(run, "mfu")),
     "peak memory, GB": lambda run: _shown(_peak_memory(run)),
     "refused steps": lambda run: _count(len(run.of_kind("bad_step"))),
+    "rechecks that named ranks": lambda run: _count(len(run.of_kind("recheck"))),
     "starts": lambda run: _count(len(run.starts)),
 }
 """Numbers of a run, each as text and as what a table sorts by; None: it has none. Of steps the median."""
@@ -354,6 +356,19 @@ def _bad_steps(run: ReportedRun) -> Iterator[Element]:
         rows.append([place, *(element("td", text, class_="long") for text in (*texts, origin))])
     if rows:
         yield table("Steps that were refused", ["iteration", "reason", "action", "origin"], rows, is_sortable=True)
+
+
+def _rechecks(run: ReportedRun) -> Iterator[Element]:
+    rows = []
+    for row in run.of_kind("recheck"):
+        place = number_cell(f"{row['iteration']:,}", row["iteration"])
+        ranks = ", ".join(map(str, row.get("ranks") or []))
+        certain = "yes" if row.get("is_certain") else "no"
+        reason = element("td", str(row.get("reason", "")), class_="long")
+        rows.append([place, element("td", ranks), element("td", certain), reason])
+    if rows:
+        heads = ["after iteration", "ranks", "for certain", "what differed"]
+        yield table("Rechecks that named ranks", heads, rows, is_sortable=True)
 
 
 def _warnings(run: ReportedRun) -> Iterator[Element]:
