@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.plan.memory import Stage, memory_by_stage
 from megatron.plan.pipeline import schedule_bubble
 from megatron.plan.search.bounds import ModelSize, least_bytes
 from megatron.plan.search.space import Changes, Rules, changed
+from megatron.runtime.device_cpu import host_memory
 from megatron.runtime.devices import GIB, device_memory_bytes, known_chip, parse_memory_gib, planned_device
 from megatron.tasks.registry import load_task
 
@@ -92,7 +92,7 @@ def capacity(config: Config, ranks_per_node: int) -> Capacity | None:
             title = known[1].title
         return Capacity(title, int(given_gib * GIB))
     if device.is_host:  # whose memory the ranks of a node share
-        whole, title = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        whole, title = host_memory(), "this machine"
         if ranks_per_node > 1:
             title += f" / {ranks_per_node} ranks"
         return Capacity(title, whole // ranks_per_node)

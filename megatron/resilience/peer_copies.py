@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from megatron.checkpoint.copies import (
@@ -38,6 +37,7 @@ from megatron.resilience import job
 from megatron.resilience.copy_exchange import CopyExchange, Hosts, bring_missing
 from megatron.resilience.errors import OtherRankFailed, raise_on_all_ranks
 from megatron.runtime.commands import first_of
+from megatron.runtime.device_cpu import free_host_memory
 
 WHOLE, FAILED, WRITING = range(3)
 """State of a rank's last copy. The largest of all ranks is that of the copy."""
@@ -128,7 +128,7 @@ class PeerCopies:
 
         def check() -> None:
             memory = os.statvfs(self._folder)
-            free = min(memory.f_bavail * memory.f_frsize, psutil.virtual_memory().available)
+            free = min(memory.f_bavail * memory.f_frsize, free_host_memory())
             # a restart finds the memory of the attempt before it
             free += held_bytes(self._folder)
             if needed > free:
@@ -136,7 +136,8 @@ class PeerCopies:
                     f"peer_copy_interval: {COPIES} copies of each rank's state"
                     f"{', and in a restart one of those of other hosts,' if others else ''} take "
                     f"{needed / GIB:.2f} GiB of the memory of {socket.gethostname()}, of which {free / GIB:.2f} GiB "
-                    f"are free in {self._folder.parent}; give it more, or leave the option out"
+                    f"are free, in {self._folder.parent} and within the limit of a container; give it more, or leave "
+                    "the option out"
                 )
 
         raise_on_all_ranks(self._ctx, check)

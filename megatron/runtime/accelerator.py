@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.runtime.device import Device, DeviceError
-from megatron.runtime.device_cpu import WIDENED, missing_products, resident_bytes
+from megatron.runtime.device_cpu import WIDENED, free_host_memory, missing_products, resident_bytes
 from megatron.runtime.devices import CHOSEN, DEVICES, candidates, device_of_accelerator, find_device, rank_variables
 
 # names of Habana's Optimum, for every device; its "GB" are 2^30 bytes
@@ -223,11 +223,8 @@ def memory_stats() -> dict[str, float]:
 def free_memory_bytes() -> int:
     """Return what this process may still allocate: of its device, or on a CPU of the host, which its ranks share."""
     device = current()
-    # what the kernel would give, caches that it can drop included
     if device.is_host:
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+        return free_host_memory()
     use = device.memory()
     return use.total - use.allocated
 
@@ -237,11 +234,9 @@ def memory_details() -> dict[str, float]:
 
     The keys depend on the device only. Does not wait for the device.
     """
-    import psutil
-
     stats = memory_stats() | current().memory_counts()
     stats[HOST_RSS] = resident_bytes() / GB
-    stats[HOST_AVAILABLE] = psutil.virtual_memory().available / GB
+    stats[HOST_AVAILABLE] = free_host_memory() / GB
     return stats
 
 

@@ -1,12 +1,14 @@
-"""The CPU as a device, and what its processor computes by itself, read without torch."""
+"""The CPU as a device: what its processor computes by itself, memory and cores of the host. Without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ WITHOUT_PRODUCTS = {limit: {"bf16", "fp16"} for limit in LIMITS_WITHOUT_BF16} | 
 BLOCKWISE_LENGTHS = range(256, 1025)
 """Tokens that megatron/models/attention/blockwise.py is faster for. Measured at powers of two: at 128 in float32, and
 at 2,048, torch's kernel takes no more time."""
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Folder of the control groups, and those of this process."""
 
 
 def missing_products() -> frozenset[str]:
@@ -63,12 +67,12 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def memory_use() -> MemoryUse:
-    """Return the resident set of this process, and the memory of the host, which its ranks share."""
+    """Return the resident set of this process, and the memory of the host or container, which its ranks share."""
     allocated = resident_bytes()
     # in KiB on Linux, in bytes on macOS (getrusage(2)). The kernel's peak lags; the present may be above it
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return MemoryUse(allocated, max(peak, allocated), _host_memory())
+    return MemoryUse(allocated, max(peak, allocated), host_memory())
 
 
 def resident_bytes() -> int:
@@ -85,10 +89,74 @@ def _process(pid: int) -> Any:
 
 
 @functools.cache
-def _host_memory() -> int:
+def host_memory() -> int:
+    """Return the bytes that processes on this host, or in this container, may hold together."""
     import psutil
 
-    return int(psutil.virtual_memory().total)
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
+
+
+def free_host_memory() -> int:
+    """Return the bytes that this process may still take, before others of its host or container take them."""
+    import psutil
+
+    # what the kernel would give, caches that it can drop included
+    left = [limit - used for limit, used in _memory_limits()]
+    return max(0, min([int(psutil.virtual_memory().available), *left]))
+
+
+def host_cores() -> int:
+    """Return the cores that a process may use: those that it may be on, or what its control groups have the time of."""
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    is_first, folders = _control_groups("cpu")
+    for folder in folders:
+        # without a limit the quota is "max", or in version 1 -1
+        with contextlib.suppress(OSError, ValueError):
+            if is_first:
+                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            else:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            if quota > 0:
+                count = min(count, quota // period)
+    return max(1, count)
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the bytes that each control group of this process may hold, and holds; a container is one, or in one."""
+    is_first, folders = _control_groups("memory")
+    limit_name, use_name, prefix = "memory.max", "memory.current", ""
+    if is_first:
+        limit_name, use_name, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    for folder in folders:
+        try:
+            limit, used = (int((folder / name).read_text()) for name in (limit_name, use_name))
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no files at the root, "max" without a limit
+            continue
+        # files' caches, which the kernel drops where memory is short; those of a tmpfs are not among them
+        cached = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        yield limit, used - cached
+
+
+def _control_groups(controller: str) -> tuple[bool, list[Path]]:
+    """Return whether they are of version 1, and the folders of this process's control group and of those around it.
+
+    A container may see its own group as the root, and a path that is not there.
+    """
+    paths: dict[str, str] = {}
+    with contextlib.suppress(OSError):  # macOS has none
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            # version 2 has one line, without the names of controllers
+            paths |= dict.fromkeys(controllers.split(","), path)
+    is_first = controller in paths
+    root, path = CGROUPS, paths.get("", "/")
+    if is_first:
+        root, path = CGROUPS / controller, paths[controller]
+    inner = Path(path.lstrip("/"))
+    return is_first, [root / inner, *(root / outer for outer in inner.parents)]
 
 
 CPU = Device(

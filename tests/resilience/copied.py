@@ -15,6 +15,7 @@ from megatron.options.config import ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.resilience import job
 from megatron.resilience.peer_copies import PeerCopies, open_newest
+from megatron.runtime import device_cpu
 from tests import runs
 from tests.checkpoint.states import assert_holds, fragments_of
 
@@ -83,9 +84,10 @@ def reopen(folders: Sequence[str], saved: int) -> tuple[int | None, list[str]]:
     return step, lines
 
 
-def reserve(folders: Sequence[str], num_bytes: int) -> str:
-    """Return what each rank says of so many bytes."""
-    with agents(folders) as ctx:
+def reserve(folders: Sequence[str], num_bytes: int, cgroups: str = "") -> str:
+    """Return what each rank says of so many bytes. `cgroups`: a folder that stands for that of the control groups."""
+    places = patch.object(device_cpu, "CGROUPS", Path(cgroups)) if cgroups else contextlib.nullcontext()
+    with agents(folders) as ctx, places:
         try:
             PeerCopies(ctx, "token", None).reserve(num_bytes)
         except Exception as error:

@@ -152,6 +152,22 @@ def test_memory_that_does_not_suffice_is_refused_on_all_ranks(ranks: RankPools, 
     assert "CheckpointError: peer_copy_interval: 2 copies of each rank's state take 4194304.00 GiB" in said[0]
 
 
+def test_the_memory_of_a_container_does_not_suffice_where_the_hosts_does(ranks: RankPools, tmp_path: Path) -> None:
+    memory, groups = agents(tmp_path, 1), tmp_path / "cgroup"
+    for folder, limit, used in (
+        (groups, "memory.max", "memory.current"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        folder.mkdir()
+        # 8 MiB are left
+        for name, text in ((limit, 12 << 20), (used, 4 << 20), ("memory.stat", "inactive_file 0")):
+            (folder / name).write_text(f"{text}\n")
+    assert ranks(RANKS)(copied.reserve, memory, 2 << 20, str(groups)) == [""] * RANKS
+    said = ranks(RANKS)(copied.reserve, memory, (2 << 20) + 1, str(groups))
+    assert "take 0.01 GiB of the memory of" in said[0]
+    assert f"0.01 GiB are free, in {tmp_path} and within the limit of a container" in said[0]
+
+
 def test_the_remedy_is_restarts_or_memory_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(job.COPIES, raising=False)
     with pytest.raises(CheckpointError, match="start them by megatron-launch with --max-restarts"):

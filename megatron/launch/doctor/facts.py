@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -14,13 +13,13 @@ from megatron.launch.agents.nodes_rendezvous import code_digest
 from megatron.launch.doctor.replies import Facts
 from megatron.runtime.descriptors import raise_limit
 from megatron.runtime.device import Device
+from megatron.runtime.device_cpu import free_host_memory, host_cores, host_memory
 from megatron.runtime.devices import detect_device, find_device
 from megatron.runtime.network import interface_towards
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "pydantic", "habana-torch-plugin", "triton")
 """Those whose versions change what a run computes or writes; one that is not installed has no version."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 LONGEST = 300
 RESULT = b"\x1eresult "
 """Begins the line by which a program hands its result to the agent: libraries print to stdout too."""
@@ -37,24 +36,22 @@ def read_facts(device: str, folder: Path, towards: str) -> Facts:
 
     Raises OSError.
     """
-    import psutil
-
     name = detect_device() if device == "auto" else device
     record = find_device(name)
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder)
+    disk = shutil.disk_usage(folder)
     rows = record.query("name", "driver_version")
     return Facts(
         hostname=plain(socket.gethostname()),
         machine=_machine(),
         processor=plain(_processor()),
-        cores=_cores(),
+        cores=host_cores(),
         device=plain(name),
         devices=_count(record),
         chips=tuple(plain(chip) for chip, _ in rows[:256]),
         driver=plain(" and ".join(sorted({driver for _, driver in rows}))),
         packages=_packages(),
-        memory_bytes=memory.total,
-        memory_free=memory.available,
+        memory_bytes=host_memory(),
+        memory_free=free_host_memory(),
         disk_bytes=disk.total,
         disk_free=disk.free,
         open_files=raise_limit(),
@@ -76,18 +73,6 @@ def _processor() -> str:
         text = ""
     named = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     return named[1] if named else platform.machine()
-
-
-def _cores() -> int:
-    """Return the cores that a process may use: those that it may be on, or what its control group has the time of."""
-    count = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    try:
-        quota, period = CPU_MAX.read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
 
 
 def _count(record: Device) -> int | None:
