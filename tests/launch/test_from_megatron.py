@@ -199,6 +199,15 @@ def config_sections(config: Config) -> list[dict[str, Any]]:
     return [vars(getattr(config, field.name)) for field in dataclasses.fields(config)]
 
 
+@pytest.mark.parametrize("mode", ["disabled", "validate_results"])
+def test_reruns_of_what_looks_wrong_request_nothing(mode: str) -> None:
+    """The second is Megatron's default: a script that says so runs as one that does not, without rechecks."""
+    result = translate(started(f"{MODEL} {STEP} --rerun-mode {mode}"))
+    assert result.refused == []
+    assert result.flags == translate(started(f"{MODEL} {STEP}")).flags
+    assert "--rerun-mode" in [row.given.split()[0] for row in result.idle]
+
+
 @pytest.mark.parametrize(
     ("words", "given", "reason"),
     [
@@ -206,6 +215,8 @@ def config_sections(config: Config) -> list[dict[str, Any]]:
         ("--mtp-num-layers 1", "--mtp-num-layers 1", "there is none"),
         ("--no-position-embedding", "--no-position-embedding", "give the encoding"),
         ("--dataloader-type cyclic", "--dataloader-type cyclic", "like single"),
+        ("--rerun-mode report_stats", "--rerun-mode report_stats", "--recheck-interval N compares ranks"),
+        ("--error-injection-rate 1000", "--error-injection-rate 1000", "there is none"),
         ("--moe-token-drop-policy position", "--moe-token-drop-policy position", "probs"),
         ("--learning-rate 1", "--learning-rate 1", "no flag of Megatron's"),
         ("--num-layer 3", "--num-layer 3", "did you mean --num-layers?"),

@@ -364,6 +364,8 @@ TRANSLATED: tuple[Entry, ...] = (
     _chosen("--remote-device", "--offload-param", CPU),
     _switch("--check-for-spiky-loss", ("--spike-action", "log")),
     _switch("--check-for-large-grads", ("--spike-action", "log")),
+    # a step computed again where its loss looks wrong, or for a report of repeats: neither is a recheck every N steps
+    _only("--rerun-mode", "disabled", "validate_results"),
     sets("--check-weight-hash-across-dp-replicas-interval", "--check-replicas-interval", read=_count),
     # schedule, data, files
     _switch("--override-lr-scheduler", ("--override-opt-param-scheduler", ON)),
