@@ -282,6 +282,21 @@ class Schedule:
             muon_lr=options.muon_peak,
         )
 
+    @property
+    def rates(self) -> OptimizerConfig:
+        """The optimizer's options with the learning rates in effect, of which groups of parameters have multiples."""
+        if self.restored is None:
+            return self.optimizer
+        restored = self.restored
+        return dataclasses.replace(
+            self.optimizer,
+            lr=restored.lr,
+            min_lr=restored.min_lr,
+            decoupled_lr=restored.decoupled_lr,
+            decoupled_min_lr=restored.decoupled_min_lr,
+            muon_lr=restored.muon_lr,
+        )
+
     def _warmup(self, decay_samples: int) -> tuple[tuple[float, float], ...]:
         """Return the corners of the warm-up.
 

@@ -63,7 +63,9 @@ def train(config: Config, ctx: ParallelContext, shutdown: Shutdown, watchdog: Wa
     schedule = build_schedule(config, ctx, start, task, datasets[0])
     begin("building the model")
     memory = MemoryLog(config.logging, ctx)
-    engine = build_training_engine(config, ctx, start, task, memory)
+    # a checkpoint's rates may replace this command's
+    in_effect = dataclasses.replace(config, optimizer=schedule.rates)
+    engine = build_training_engine(in_effect, ctx, start, task, memory)
     if start.checkpoint is not None:
         begin("restoring")
         restore(engine, start)

@@ -196,7 +196,6 @@ def resumed_schedule(
         if here.get(name) != there.get(name)
     )
     if options.use_checkpoint_opt_param_scheduler:
-        _check_groups(schedule.params, theirs, where)
         return dataclasses.replace(schedule, restored=theirs), said and f"schedule of {where} applies: {said}"
     if said and not options.override_opt_param_scheduler:
         raise CheckpointError(
@@ -204,24 +203,6 @@ def resumed_schedule(
             "--override-opt-param-scheduler for the numbers here, --use-checkpoint-opt-param-scheduler for those there"
         )
     return schedule, said and f"override_opt_param_scheduler: {said}"
-
-
-def _check_groups(here: ParamSchedule, there: ParamSchedule, where: str) -> None:
-    """Raise CheckpointError where the groups of parameters, made by this command's options, lack rates of `there`."""
-    # the other way round the embedding's group follows lr, as there
-    if there.decoupled_lr is not None and here.decoupled_lr is None:
-        raise CheckpointError(
-            f"{where} was trained with decoupled_lr={there.decoupled_lr:g}, but this command sets no learning rate of "
-            f"word embedding and output layer apart; give --decoupled-lr {there.decoupled_lr:g} too"
-        )
-    # the group of Muon's matrices has a multiple of lr
-    ours, theirs = (1.0 if each.muon_lr is None else each.muon_lr / each.lr for each in (here, there))
-    if not math.isclose(ours, theirs, rel_tol=1e-9):
-        raise CheckpointError(
-            f"{where} was trained with muon_lr={_said(there.muon_lr)} and lr={there.lr:g}, here they are "
-            f"{_said(here.muon_lr)} and {here.lr:g}, and --use-checkpoint-opt-param-scheduler cannot change how often "
-            f"one is the other; give --lr {there.lr:g} --muon-lr {there.muon_lr or there.lr:g}"
-        )
 
 
 def _said(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from megatron.checkpoint.format import CheckpointError
 from megatron.options.config import OptimizerConfig, TrainingConfig
 from megatron.options.schedule import Schedule
 from megatron.training.start import resumed_schedule
+from tests import runs
+from tests.ranks import RankPools
 
 RUN: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "linear", "lr_warmup_samples": 10}
 TRAINING = TrainingConfig(global_batch_size=10, train_iters=20)
@@ -73,28 +76,52 @@ def test_another_schedule_is_refused_with_both_numbers_and_each_switch_decides(n
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_lr": 2e-2}
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "said"),
-    [
-        ({}, {"decoupled_lr": 4e-2}, "give --decoupled-lr 0.04 too"),
-        ({**MUON, "lr": 2e-3}, MUON, "give --lr 0.001 --muon-lr 0.02"),
-        ({"optimizer": "muon"}, MUON, "give --lr 0.001 --muon-lr 0.02"),
-        (MUON, {"optimizer": "muon"}, "give --lr 0.001 --muon-lr 0.001"),
-    ],
-)
-def test_rates_that_the_groups_of_parameters_lack_are_refused(here: Any, there: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        resume(schedule(**here, use_checkpoint_opt_param_scheduler=True), saved(**there))
-
-
 def test_another_rate_of_muon_is_another_schedule() -> None:
     with pytest.raises(CheckpointError, match=r"muon_lr=0\.03 here, 0\.02 there"):
         resume(schedule(**{**MUON, "muon_lr": 3e-2}), saved(**MUON))
-    # one multiple of lr, which is the checkpoint's
     kept, _ = resume(schedule(**MUON, min_lr=0.0, use_checkpoint_opt_param_scheduler=True), saved(**MUON))
     assert kept.params.muon_lr == 2e-2
     older = {name: value for name, value in saved().items() if name != "muon_lr"}
     assert resume(schedule(), older)[1] == ""
+
+
+PLUS = "--lora-rank 4 --lora-target-modules wte c_proj --loraplus-lr-ratio 4 --loraplus-lr-embedding 1e-2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "there", "here"),
+    [
+        (PLUS, "--lr 1e-3", "--lr 4e-3"),
+        ("--zero-stage 1", "--lr 1e-3 --decoupled-lr 1e-2", "--lr 4e-3"),
+        ("--zero-stage 1", "--lr 1e-3", "--lr 4e-3 --decoupled-lr 1e-2"),
+        ("--optimizer muon", "--lr 1e-3 --muon-lr 1e-2", "--lr 4e-3"),
+        ("--optimizer muon", "--lr 1e-3", "--lr 1e-3 --muon-lr 1e-2"),
+    ],
+)
+def test_every_parameter_goes_on_at_the_checkpoints_rate(
+    ranks: RankPools, tmp_path: Path, flags: str, there: str, here: str
+) -> None:
+    """The embedding's adapter, the tables of tokens and Muon's matrices have other rates than `lr`."""
+    data, base, saves = runs.write_dataset(tmp_path / "data"), tmp_path / "base", tmp_path / "saves"
+    common, begin = f"--data-path {data} --eval-iters 0", ""
+    if flags == PLUS:
+        assert ranks(1)(runs.train, f"{common} --train-iters 1 --save {base}") == [""]
+        begin = f"--load {base}"
+    common += f" --train-iters 4 --lr-warmup-iters 2 {flags}"
+    results = [tmp_path / name for name in ("whole", "stopped", "resumed")]
+    for folder, words in zip(
+        results,
+        (
+            f"{begin} {there}",
+            f"{begin} {there} --save {saves} --exit-interval 2",
+            f"--load {saves} {here} --use-checkpoint-opt-param-scheduler",
+        ),
+        strict=True,
+    ):
+        assert ranks(1)(runs.train, f"{common} --results-dir {folder} {words}") == [""]
+    whole, _, resumed = ([(row["lm_loss"], row["grad_norm"]) for row in runs.rows(folder)] for folder in results)
+    assert resumed == whole[2:]
+    assert len(resumed) == 2
 
 
 @pytest.mark.parametrize(
