@@ -30,6 +30,8 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,13 @@ TUNING_PEER_HELP = (
     "interpreter of an environment with TRL 1.16.0 and instructlab-training 0.16.2; benchmarks/alternating.py says how "
     "to make one"
 )
+
+
+POLL_S = 0.1
+
+
+class RankError(Exception):
+    """A rank of a benchmark ended without its result."""
 
 
 class PeerError(Exception):
@@ -59,17 +68,41 @@ def free_port() -> int:
 
 
 def on_ranks(rank: Callable[..., None], number: int, *arguments: Any) -> Any:
-    """Return what one of `number` processes puts into its queue: rank(index, port, *arguments, queue) on each."""
+    """Return what one of `number` processes puts into its queue: rank(index, port, *arguments, queue) on each.
+
+    Raises RankError at once where one ends by a fault, whose traceback is its own; the others are killed, since they
+    wait for it.
+    """
     port = free_port()
     spawn = multiprocessing.get_context("spawn")
     results: Any = spawn.SimpleQueue()
     processes = [spawn.Process(target=rank, args=(index, port, *arguments, results)) for index in range(number)]
     for process in processes:
         process.start()
-    found = results.get()
-    for process in processes:
-        process.join()
-    return found
+    try:
+        return _result_of(processes, results)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _result_of(processes: Sequence[BaseProcess], results: Any) -> Any:
+    found: list[Any] = []
+    while True:
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        # before the end of its rank, which waits until a long result is taken
+        while not results.empty():
+            found.append(results.get())
+        for index, process in enumerate(processes):
+            if process.exitcode:
+                raise RankError(f"rank {index} of {len(processes)} ended with exit status {process.exitcode}")
+        if not running:
+            break
+        connection.wait(running, timeout=POLL_S)
+    if not found:
+        raise RankError(f"none of {len(processes)} ranks gave a result")
+    return found[0]
 
 
 def alternate(sides: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:

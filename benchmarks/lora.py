@@ -25,14 +25,13 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.alternating import alternate, on_ranks, positive, quotients, spread
-from benchmarks.step import MeasuredSide, show_details, timed, workload
+from benchmarks.step import MeasuredSide, builder, show_details, timed, workload
 
 if TYPE_CHECKING:
     from benchmarks.step_sides import Side, Workload
@@ -76,15 +75,11 @@ def _builders(names: list[str], work: Workload) -> dict[str, Callable[[], Side]]
     """Return what builds each side, everything imported. The process group is theirs to share."""
     import torch
 
-    from benchmarks.step_sides import PEERS, Ours
     from megatron.parallel.context import ParallelContext
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     ctx = ParallelContext.build(work.config.parallel, work.config.parallel.device)
-    found: dict[str, Callable[[], Side]] = {"ours": partial(Ours, work, ctx)}
-    for name in set(names) & set(PEERS):
-        found[name] = partial(PEERS[name], work, ctx.device, is_compiled=False, is_autocast=False)
-    return {name: found[name] for name in names}
+    return {name: builder(name, work, ctx) for name in names}
 
 
 def _compare_rates(names: list[str], precision: str, flags: list[str], options: Any) -> bool:
@@ -127,8 +122,6 @@ def _compare_memory(names: list[str], precision: str, flags: list[str]) -> bool:
 def _peak_bytes(_index: int, _port: int, name: str, precision: str, flags: list[str], results: Any) -> None:
     """Put what a side adds to this process, which holds all imports before."""
     work = _workload(precision, flags)
-    import megatron.training.build  # noqa: F401
-
     (build,) = _builders([name], work).values()
     side = MeasuredSide(build, work, work.config.parallel.device == "cuda")
     results.put(side.peak_bytes)

@@ -184,7 +184,18 @@ def _compare(work: Workload, ctx: Any, peers: list[str], title: str, options: An
 
 
 def _builder(name: str, work: Workload, ctx: Any, options: Any) -> Callable[[], Side]:
-    """Import a side, and return what builds it."""
+    """Return what builds a side, all that it imports imported."""
+    if name == "ours":
+        return builder(name, work, ctx)
+    on_cuda = ctx.device.type == "cuda"
+    is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
+    return builder(name, work, ctx, is_compiled=is_compiled, is_autocast=options.peer_precision == "autocast")
+
+
+def builder(
+    name: str, work: Workload, ctx: Any, *, is_compiled: bool = False, is_autocast: bool = False
+) -> Callable[[], Side]:
+    """Import the modules of a side, which no measurement of its memory counts, and return what builds it."""
     from benchmarks.step_sides import PEERS, Ours
 
     side = Ours if name == "ours" else PEERS[name]
@@ -192,10 +203,7 @@ def _builder(name: str, work: Workload, ctx: Any, options: Any) -> Callable[[], 
         importlib.import_module(module)
     if name == "ours":
         return partial(Ours, work, ctx)
-    on_cuda = ctx.device.type == "cuda"
-    is_compiled = on_cuda if options.compile_peers is None else options.compile_peers
-    how = {"is_compiled": is_compiled, "is_autocast": options.peer_precision == "autocast"}
-    return partial(PEERS[name], work, ctx.device, **how)
+    return partial(PEERS[name], work, ctx.device, is_compiled=is_compiled, is_autocast=is_autocast)
 
 
 def _peak_alone(_index: int, _port: int, name: str, work: Workload, options: Any, results: Any) -> None:
