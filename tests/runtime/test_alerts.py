@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from megatron.runtime import alerts
 from megatron.runtime.alerts import ABORT, SAVE, SPIKE, Alert, Alerts, alert_faults, shortened, without_secrets
 from megatron.runtime.messages import SECRET
-from tests.ranks import free_port
+from tests.ranks import HANG_S, free_port
 
 KEYS = {"event", "run", "host", "rank", "iteration", "status", "message", "text", "time", "left_out"}
 AT_ONCE_S = 0.2
@@ -62,6 +63,9 @@ def hook() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alerts, "PAUSE_S", 0.01)
+    # those that test a limit set it: a busy machine takes seconds to start a process
+    monkeypatch.setattr(alerts, "TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(alerts, "LAST_WAIT_S", HANG_S)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -75,6 +79,20 @@ def recorder(tmp_path: Path) -> tuple[str, Path]:
         "open(sys.argv[1], 'a').write(json.dumps(row) + '\\n')\n"
     )
     return f"{sys.executable} -S {script} {file}", file
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 def rows(file: Path) -> list[Any]:
@@ -185,19 +203,28 @@ def test_a_webhook_that_works_again_is_named_again_when_it_fails(hook: Any) -> N
 def test_a_command_that_hangs_or_fails_is_named_and_killed_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alerts, "TIMEOUT_S", 0.5)
     pids = tmp_path / "pids"
+    pids.touch()
+    begun: list[int] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        """A command whose time begins once it has noted what it started: on a busy machine that may take long."""
+
+        def communicate(self, input: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+            begun.append(self.pid)
+            wait_for(lambda: len(pids.read_text().splitlines()) == len(begun))
+            return super().communicate(input, timeout)
+
     said: list[str] = []
-    sender = Alerts("run7", f"sh -c 'sleep 600 & echo $! >> {pids}; wait'", None, said.append)
-    sender.send(Alert(ABORT, "ended", status=1))
-    sender.close()
-    assert len(pids.read_text().split()) == alerts.TRIES
-    for pid in pids.read_text().split():
-        # killed, it may run for a moment more
-        deadline_s = time.monotonic() + 10
-        while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
-            assert time.monotonic() < deadline_s, "it still runs"
-            time.sleep(0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(alerts, "TIMEOUT_S", 0.5)
+        patched.setattr(subprocess, "Popen", Noted)
+        sender = Alerts("run7", f"sh -c 'sleep 600 & echo $! >> {pids}; wait'", None, said.append)
+        sender.send(Alert(ABORT, "ended", status=1))
+        sender.close()
+    assert len(begun) == alerts.TRIES
+    # killed, they may run for a moment more
+    wait_for(lambda: not any(map(runs, pids.read_text().split())))
     failing = Alerts("run7", "sh -c 'exit 3'", None, said.append)
     failing.send(Alert(ABORT, "ended", status=1))
     failing.close()
@@ -238,6 +265,7 @@ def test_a_command_that_hangs_keeps_no_webhook_from_the_end(hook: Any, monkeypat
     sender = Alerts("run7", "sleep 600", f"http://127.0.0.1:{hook.server_address[1]}/", said.append)
     sender.send(Alert(SPIKE, "loss 9.1"))
     sender.send(Alert(ABORT, "ended", status=1))
+    wait_for(lambda: len(hook.requests) == 2)
     began_s = time.monotonic()
     sender.close()
     assert time.monotonic() - began_s < 3.0, "one deadline"
