@@ -8,7 +8,7 @@ Source of the counts: Korthikanti et al. 2022 (arXiv:2205.05198), whose figures 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -53,21 +53,17 @@ def layer_memory(layer: LayerDeclaration, config: Config) -> LayerMemory:
     """Return what a layer of the declared list needs. In 16 bit with GELU, dropout and MHA a transformer layer keeps
     S B H (10 + 24/t) bytes on CUDA, for t tensor-parallel ranks, or S B H 34/t with sequence parallelism.
     """
-    sizes = MicrobatchSizes(config)
+    sizes, layout = MicrobatchSizes(config), Layout.of(config.parallel)
     if layer.number is None:
         memory = _other_layer(layer, sizes)
     else:
         memory = _TransformerLayer(layer, sizes).memory()
-    converted = max((_converted_weight(linear.weight, sizes) for linear in _linears(layer)), default=0)
-    layout = Layout.of(config.parallel)
-    converted += operand_bytes(layer, config, layout, sizes.tokens)
-    backward = memory.backward + converted
     # of the other trained parameters the largest has its gradient at the layer's peak, at worst
     with_own_moment = {moment.numbers for moment in memory.products}
     trained = [held_numel(shard, layout) for shard in held_shards(layer, layout) if shard.trained]
     others = [numbers for numbers in trained if numbers not in with_own_moment]
-    at_peak = GradientMoment(backward, max(others, default=0))
-    return replace(memory, backward=backward, products=(*memory.products, at_peak))
+    at_peak = GradientMoment(memory.backward, max(others, default=0))
+    return replace(memory, products=(*memory.products, at_peak))
 
 
 def deferred_bytes(layer: LayerDeclaration, config: Config) -> int:
@@ -215,7 +211,7 @@ class _TransformerLayer:
         if sizes.config.training.recompute_granularity == "full":
             # the input is kept, and everything else is back when the backward pass begins
             again = self.kept - _kept_input(self._layer, sizes)
-            backward = again + max(self._mlp_backward, self._attention_backward)
+            backward = again + max(self._mlp_backward, self._attention_backward, self._core_backward)
             return LayerMemory(sizes.stream_bytes, backward, tuple(self._weight_gradients(recomputed=again)))
         no_core = no_mlp = no_norms = 0
         if "core_attn" in recomputed:
@@ -227,7 +223,7 @@ class _TransformerLayer:
         if "layernorm" in recomputed:
             no_norms = self._normed
         # what is dropped is back during its own backward pass; the norms' outputs after its peak
-        backward = no_mlp + max(self._mlp_backward, no_core + self._attention_backward)
+        backward = no_mlp + max(self._mlp_backward, no_core + max(self._attention_backward, self._core_backward))
         moments = tuple(self._weight_gradients(recomputed=no_mlp))
         return LayerMemory(self.kept - no_core - no_mlp - no_norms, backward, moments)
 
@@ -289,28 +285,66 @@ class _TransformerLayer:
         widths = [sum(linear.outputs for linear in branch if linear.is_column) for branch in self._branches.values()]
         return self._sizes.cut_bytes(max(widths))
 
+    def _of_products(self, linears: Iterable[_Linear]) -> int:
+        """Work of the largest of some products: what it makes of its operands."""
+        return self._fp8_operands + max(
+            (_converted_weight(linear.weight, self._sizes) for linear in linears), default=0
+        )
+
+    @cached_property
+    def _fp8_operands(self) -> int:
+        config = self._sizes.config
+        return operand_bytes(self._layer, config, Layout.of(config.parallel), self._sizes.tokens)
+
     @cached_property
     def _mlp_backward(self) -> int:
         """Gradients of the MLP's inner activations and of the stream, while its own inputs are still kept."""
-        gradients = self._inner_gradients
+        stream, branch = self._sizes.stream_bytes, self._branches["mlp"]
+        if self._experts.exist:
+            return (
+                stream + max(self._inner_gradients, self._experts.backward) + self._of_products(_linears(self._layer))
+            )
+        # in their order: the output projection, the activation, and what projects the stream
+        down, up = ([linear for linear in branch if linear.is_column == is_column] for is_column in (False, True))
+        of_down = self._sizes.cut_bytes(sum(linear.inputs for linear in down)) + self._of_products(down)
+        of_activation = self._inner_gradients + self._fp8_operands
         if self._sizes.pointwise == "eager" and any(activation.is_gated for activation in self._activations):
-            gradients = gradients * 3 // 2  # SwiGLU's own backward pass holds a product of one half beside them
-        return self._sizes.stream_bytes + max(gradients, self._experts.backward)
+            of_activation += (
+                self._inner_gradients // 2
+            )  # SwiGLU's own backward pass holds a product of one half beside them
+        of_up = stream + self._inner_gradients + self._of_products(up) - self._freed
+        return stream + max(of_down, of_activation, of_up)
+
+    @cached_property
+    def _projected_gradients(self) -> int:
+        """Gradients of q, k and v: apart, and fused."""
+        projected = sum(linear.outputs for linear in self._branches["attention"] if linear.is_column)
+        return self._sizes.cut_bytes(2 * projected)
 
     @cached_property
     def _attention_backward(self) -> int:
-        """Gradients of q, k and v, once the MLP's activations are freed."""
+        """Gradients of q, k and v and the product that reads them, once the MLP's activations are freed."""
+        products = self._of_products(self._branches["attention"])
+        return self._projected_gradients + products - self._freed
+
+    @cached_property
+    def _core_backward(self) -> int:
+        """The cores' own work, in which no linear layer computes."""
         sizes = self._sizes
-        projected = sum(linear.outputs for linear in self._branches["attention"] if linear.is_column)
-        gradients = sizes.cut_bytes(2 * projected)  # apart, and fused
         # before and after the softmax, in float32
-        gradients += 2 * 4 * sum(core.scores for core in self._cores if core.stores_scores)
-        blockwise = sizes.stream_bytes + sum(core.backward_bytes for core in self._cores)
-        peak = max(gradients, blockwise)
-        if sizes.config.parallel.schedule == "zero-bubble":
-            # the MLP's inputs and the gradients of its outputs wait for the weights' deferred gradients
-            return peak
-        return peak - self._inside_mlp
+        scores = 2 * FLOAT32 * sum(core.scores for core in self._cores if core.stores_scores)
+        work = sizes.stream_bytes + sum(core.backward_bytes for core in self._cores)
+        if scores:
+            work = max(work, scores + self._projected_gradients)
+        return work - self._freed
+
+    @cached_property
+    def _freed(self) -> int:
+        """Bytes kept of the MLP, all of which are freed once its backward pass has ended."""
+        if self._sizes.config.parallel.schedule == "zero-bubble":
+            # its inputs and the gradients of its outputs wait for the weights' deferred gradients
+            return 0
+        return self._inside_mlp
 
     def _weight_gradients(self, recomputed: int) -> Iterator[GradientMoment]:
         """Yield the moment of each trained weight's gradient, with what is recomputed and still there."""
@@ -333,7 +367,7 @@ class _TransformerLayer:
             return 2 * stream + self._inner_gradients - self._inside_mlp
         if not linear.is_column:
             return 2 * stream - self._inside_mlp
-        return self._attention_backward
+        return self._projected_gradients - self._freed
 
 
 # Other layers, and norms

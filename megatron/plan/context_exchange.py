@@ -16,8 +16,19 @@ from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.attention_core import FLOAT32, AttentionCore
 from megatron.plan.microbatch import MicrobatchSizes
 
-HOST_SCORES = 256 * 512
-"""Scores that torch's kernel on a CPU holds at once."""
+HOST_KEYS = 512
+"""Keys of the scores that torch's kernel on a CPU holds at once."""
+HOST_QUERIES = ((768, 256), (192, 64), (0, 32))
+"""Queries of them, by the least number of queries that it is given."""
+
+
+class RingBlock(NamedTuple):
+    """A block of scores in a ring: numbers of its rows in each sample."""
+
+    queries: int
+    keys: int
+    is_own: bool
+    """The keys are this rank's own."""
 
 
 def attention_core(declared: Attention, sizes: MicrobatchSizes) -> AttentionCore:
@@ -60,35 +71,75 @@ class RingCore(AttentionCore):
             always += (3 * query + keys) * FLOAT32  # that gradient, the output, q, k and v
         # the keys and values that go and that come
         message = 2 * keys * number_bytes
-        own = message + self._of_kernel(query)
-        # those that came, and their gradients, for the half of the queries that sees all of them
-        theirs = keys * (number_bytes + FLOAT32) + self._of_kernel(query // 2)
-        if not self._has_products:
-            theirs += (query + keys) * number_bytes  # the gradients of the block before it
+        # those that came, and their gradients
+        came = keys * (number_bytes + FLOAT32)
         if self.sizes.widens_products:
-            theirs += keys * FLOAT32
+            came += keys * FLOAT32
         if self.sizes.context_size > 2:
-            theirs += message
-        return self.sizes.tokens * (always + max(own, theirs)) + self._tile_bytes
+            came += message
+        own, theirs = self._blocks
+        of_own, of_theirs = self._of_kernel(own), self._of_kernel(theirs)
+        # the gradients of the block before it are there until its own are
+        of_theirs += self._gradients(own)
+        if not self._joins_blocks:
+            of_own += self._gradients(own)
+        of_own += self.sizes.tokens * message
+        of_theirs += self.sizes.tokens * came
+        return self.sizes.tokens * always + max(of_own, of_theirs)
 
-    def _of_kernel(self, query: int) -> int:
-        """Return what a kernel of blocks takes for a token (block_kernels.py): gradients, and copies of what it reads.
+    @property
+    def _blocks(self) -> tuple[RingBlock, RingBlock]:
+        """The largest block of own keys, and of keys that came (models/attention/ring_plan.py)."""
+        rows = self.sizes.data.row_length // self.sizes.context_size
+        if self._joins_blocks:
+            # half of the queries see all that came
+            return RingBlock(rows, rows, is_own=True), RingBlock(rows // 2, rows, is_own=False)
+        return RingBlock(rows // 2, rows // 2, is_own=True), RingBlock(rows // 2, rows // 2, is_own=False)
 
-        `query`: channels of q times the share of the queries.
-        """
-        keys, number_bytes = 2 * self.key_channels, self.sizes.number_bytes
-        if self.sizes.widens_products:
-            number_bytes = FLOAT32
-        if not self._has_products:
-            gradients = (query + keys) * number_bytes
-            if self.sizes.device.is_host:
-                # torch's kernel copies the output's gradient, which by token is contiguous for one sample alone
-                copies = query if self.sizes.config.training.micro_batch_size > 1 else 0
-                return gradients + copies * number_bytes
+    @property
+    def _joins_blocks(self) -> bool:
+        """No score depends on places, by which a rank's rows are two chunks."""
+        has_slopes = self.sizes.config.model.position_embedding_type == "alibi"
+        return not has_slopes and not self.sizes.data.packs_documents and self.declared.window is None
+
+    @property
+    def _kernel_number_bytes(self) -> int:
+        """Bytes of a number that a kernel of blocks reads, and of most that it returns."""
+        return FLOAT32 if self.sizes.widens_products else self.sizes.number_bytes
+
+    def _numbers(self, block: RingBlock) -> tuple[int, int]:
+        """Return the numbers of a block's queries, and of its keys and values."""
+        samples = self.sizes.config.training.micro_batch_size
+        return samples * block.queries * self.query_channels, samples * block.keys * 2 * self.key_channels
+
+    def _gradients(self, block: RingBlock) -> int:
+        """Return the bytes of what a kernel of blocks returns: the gradients of q, k and v."""
+        query, keys = self._numbers(block)
+        key_bytes = FLOAT32 if self._has_products else self._kernel_number_bytes
+        return query * self._kernel_number_bytes + keys * key_bytes
+
+    def _of_kernel(self, block: RingBlock) -> int:
+        """Return what a kernel of blocks takes (block_kernels.py): gradients, copies of what it reads, some scores."""
+        query, keys = self._numbers(block)
+        samples, number_bytes = self.sizes.config.training.micro_batch_size, self._kernel_number_bytes
+        rounds = self.sizes.is_16_bit and not self.sizes.widens_products
+        copied = 0
+        if self._has_products:
+            copied += keys // 2 * FLOAT32  # a product, before it is added to a gradient
+            if rounds:
+                copied += keys * FLOAT32  # transposed
+            if block.is_own and samples > 1 and not self.sizes.widens_products:
+                copied += keys * number_bytes  # views of the fused projection, whose samples lie apart
+        elif self.sizes.device.is_host and samples > 1:
+            # torch's kernel copies the output's gradient, which by token is contiguous for one sample alone
+            copied += query * number_bytes
+        elif not self.sizes.device.is_host:
             # contiguous gradient and output, and key/value gradients of all heads before those of a group are added
-            return gradients + 2 * query * number_bytes + (2 * query * number_bytes if keys < 2 * query else 0)
-        copied = keys * (number_bytes + FLOAT32)
-        return copied + query * number_bytes + keys * FLOAT32 + self.key_channels * FLOAT32
+            copied += 2 * query * number_bytes
+            if self.key_channels < self.query_channels:
+                copied += 2 * query * number_bytes
+        score_bytes = FLOAT32 + (self.sizes.number_bytes if rounds else 0)
+        return self._gradients(block) + copied + 2 * score_bytes * self._scores_at_once(block)
 
     @property
     def _has_products(self) -> bool:
@@ -99,20 +150,19 @@ class RingCore(AttentionCore):
             return True
         return not (sizes.device.is_host or (sizes.device.has_flash_attention and sizes.is_16_bit))
 
-    @property
-    def _tile_bytes(self) -> int:
-        """Scores of a tile, their gradient, and both rounded."""
-        own_scores = self.scores // self.sizes.context_size
+    def _scores_at_once(self, block: RingBlock) -> int:
+        """Return the number of scores of a tile; beside them is their gradient, and both are rounded."""
+        sizes = self.sizes
         if not self._has_products:
-            tile = HOST_SCORES if self.sizes.device.is_host else 0
-        elif self.sizes.device.is_host:
-            tile = self.sizes.tokens * self.heads * ATTENTION_QUERIES
-        else:
-            tile = max(self.sizes.tokens * self.heads * ATTENTION_QUERIES, DEVICE_SCORES)
-        number_bytes = FLOAT32
-        if self.sizes.is_16_bit:
-            number_bytes += self.sizes.number_bytes
-        return 2 * number_bytes * min(tile, own_scores)
+            if not sizes.device.is_host:
+                return 0
+            queries = next(queries for least, queries in HOST_QUERIES if block.queries >= least)
+            return min(queries, block.queries) * min(HOST_KEYS, block.keys)
+        of_query = sizes.config.training.micro_batch_size * self.heads * block.keys
+        tile = of_query * ATTENTION_QUERIES
+        if not sizes.device.is_host:
+            tile = max(tile, DEVICE_SCORES)
+        return min(tile, of_query * block.queries)
 
 
 class HeadsCore(AttentionCore):
