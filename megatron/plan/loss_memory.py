@@ -109,9 +109,13 @@ class _Loss:
         return self._is_trained and not self.scales_weight and adds_to_optimizers_sum(self.sizes.config)
 
     @property
+    def _gives_weight_gradient(self) -> bool:
+        return self.scales_weight or self._is_trained
+
+    @property
     def _gradient_numbers(self) -> int:
         """Numbers of the weight's gradient that the loss holds itself; 0: it is frozen, or added in place."""
-        if self.scales_weight or (self._is_trained and not self._adds_in_place):
+        if self._gives_weight_gradient and not self._adds_in_place:
             return self.weight_numbers
         return 0
 
@@ -182,20 +186,28 @@ class _Loss:
     @property
     def gradient_work(self) -> int:
         """Tensors of a chunk's products that give the gradients: the weight's reads a copy of the inputs."""
+        if not self._gives_weight_gradient:
+            return self._hidden_block
         chunk_numbers, number_bytes = self.chunk * self.hidden_size, self.sizes.number_bytes
         # inputs times the weights of tokens, in float32 and rounded
         weighted = chunk_numbers * FLOAT32
         if self.sizes.is_16_bit:
             weighted += chunk_numbers * number_bytes
-        return max(weighted, chunk_numbers * number_bytes + self._product_block)
+        return max(weighted, self._hidden_block, chunk_numbers * number_bytes + self._weight_block)
 
     @property
-    def _product_block(self) -> int:
+    def _hidden_block(self) -> int:
+        """A float32 block of the gradient of the hidden states, on CPUs that widen products."""
+        if not self.sizes.widens_products:
+            return 0
+        return block_bytes(self.chunk, self.rows, self.hidden_size)
+
+    @property
+    def _weight_block(self) -> int:
         """A block of the weight's gradient, which the CPU makes apart from the sum that it is added to."""
         C, H, V = self.chunk, self.hidden_size, self.rows
         if self.sizes.widens_products:
-            adds = self.sum_number_bytes == FLOAT32
-            return max(block_bytes(C, V, H), block_bytes(V, C, H, adds=adds))
+            return block_bytes(V, C, H, adds=self.sum_number_bytes == FLOAT32)
         if not self.sizes.device.is_host or self.sum_number_bytes == self.sizes.number_bytes:
             return 0
         # the product, and its copy in the dtype of the sum
