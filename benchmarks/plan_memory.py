@@ -67,6 +67,8 @@ EXPERTS = f"{TINY} {LLAMA} --num-query-groups 2 --ffn-hidden-size 192 --num-expe
 NF4 = "--quantize-base nf4 --freeze *qkv.weight *dense.weight *mlp* *word* output.weight"
 DORA = "--lora-rank 4 --use-dora --lora-target-modules all-linear lm_head embed_tokens"
 LORA = "--lora-rank 4"
+FEW_TOKENS = "--seq-length 32 --hidden-size 256 --vocab-size 4000"
+"""The loss is the peak, and a product for the gradient of its weight would be the largest there."""
 CP = "--context-parallel-size 2 --context-parallel-exchange"
 RING, HEADS = f"{CP} ring", f"{CP} all-to-all"
 ATTENTION = (
@@ -91,6 +93,9 @@ CPU_CASES = [
     Case("Llama, bf16", f"{TINY_LLAMA} --bf16"),
     Case("Llama GQA, fp32, LoRA of q and v", f"{TINY_GQA} {LORA} --lora-target-modules q_proj v_proj"),
     Case("Llama GQA, fp32, LoRA, dropout", f"{TINY_GQA} {LORA} --lora-dropout 0.1"),
+    Case(
+        "Llama GQA, bf16, LoRA, few tokens", f"{TINY_GQA} --bf16 {FEW_TOKENS} {LORA} --lora-target-modules all-linear"
+    ),
     Case("Llama GQA, fp32, frozen layers", f"{TINY_GQA} --freeze layers.*"),
     Case("weights in nf4, bf16, LoRA", f"{WEIGHTS} --bf16 --quantize-base nf4 {LORA}"),
     Case("Llama, bf16, loss in chunks", f"{TINY_LLAMA} --bf16 --num-layers 1 --seq-length 1024 --vocab-size 8000"),
@@ -135,6 +140,7 @@ CPU_CASES = [
     Case("Bloom, bf16, CP 2, ring, full", f"{TINY_BLOOM} --bf16 --recompute-granularity full {RING}", 2),
     Case("Llama GQA, bf16, CP 2, all-to-all", f"{TINY_GQA} --bf16 {HEADS} --seq-length 1024 --global-batch-size 4", 2),
     Case("Bloom, fp32, CP 2, all-to-all", f"{TINY_BLOOM} {HEADS}", 2),
+    Case("attention, bf16, full", f"{ATTENTION} --bf16"),
     Case("attention, bf16, full, CP 2, ring", f"{ATTENTION} --bf16 {RING}", 2),
     Case("attention, fp32, full, CP 2, all-to-all", f"{ATTENTION} {HEADS}", 2),
     Case("experts, fp32", EXPERTS),

@@ -170,10 +170,10 @@ class AttentionCore:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that its backward pass takes besides what it is given: the sums of models/attention/blockwise.py."""
+        """Bytes that its backward pass takes besides what it is given: what models/attention/blockwise.py makes."""
         sizes = self.sizes
         if not self.is_blockwise:
-            return 0
+            return self._widened_bytes
         key_bytes = 2 * FLOAT32  # sums of the gradients of k and v
         score_bytes = 3 * FLOAT32  # of a block: probabilities, and their gradient before and after the softmax
         if sizes.is_16_bit:
@@ -181,6 +181,24 @@ class AttentionCore:
             score_bytes += sizes.number_bytes  # the gradient rounded
         token_bytes = self.query_channels * sizes.number_bytes + self.key_channels * key_bytes
         return sizes.tokens * (token_bytes + self.heads * ATTENTION_QUERIES * score_bytes)
+
+    @property
+    def _widened_bytes(self) -> int:
+        """Bytes of the gradient that it is given, and of all that torch's kernel reads and returns, in float32."""
+        sizes, training = self.sizes, self.sizes.config.training
+        if not sizes.widens_products or self.stores_scores or training.torch_compile:
+            return 0
+        query, keys = self.query_channels, 2 * self.key_channels
+        if _repeats_heads(sizes.config):
+            keys = 2 * query
+        # the gradient, the output, q, k and v; the gradients of these
+        numbers = 3 * query + keys + query + keys
+        samples = training.micro_batch_size
+        if sizes.data.packs_documents:  # one after the other
+            return sizes.tokens // samples * (query * sizes.number_bytes + numbers * FLOAT32)
+        if samples > 1:
+            numbers += query  # it copies the gradient, which by token is contiguous for one sample alone
+        return sizes.tokens * (query * sizes.number_bytes + numbers * FLOAT32)
 
 
 def attention_mask_bytes(sizes: MicrobatchSizes) -> int:

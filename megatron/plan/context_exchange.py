@@ -85,7 +85,18 @@ class RingCore(AttentionCore):
             of_own += self._gradients(own)
         of_own += self.sizes.tokens * message
         of_theirs += self.sizes.tokens * came
-        return self.sizes.tokens * always + max(of_own, of_theirs)
+        of_answer = self._gradients(theirs) + self.sizes.tokens * (came + self._answer_bytes)
+        return self.sizes.tokens * always + max(of_own, of_theirs, of_answer)
+
+    @property
+    def _answer_bytes(self) -> int:
+        """Bytes a token of the gradients that go back, rounded; the check that they are finite copies them on a CPU."""
+        keys = 2 * self.key_channels
+        if not self.sizes.is_16_bit:
+            return 0
+        if not self.sizes.device.is_host:
+            return keys * self.sizes.number_bytes
+        return keys * (self.sizes.number_bytes + FLOAT32)
 
     @property
     def _blocks(self) -> tuple[RingBlock, RingBlock]:
