@@ -82,8 +82,9 @@ SMALL = (
 )
 SMALL_LLAMA = f"{SMALL} {LLAMA} --ffn-hidden-size 5632 --num-query-groups 4"
 PARTS = "--recompute-granularity selective --recompute-modules"
-INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+PP = "--pipeline-model-parallel-size 2"
+INTERLEAVED = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+ZERO_BUBBLE = f"{PP} --pipeline-schedule zero-bubble"
 EXPERTS_OVER_TENSOR_RANKS = (
     "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
 )
@@ -131,7 +132,8 @@ CPU_CASES = [
     Case("weights, fp32, Muon, ZeRO 1, DP 2", f"{WEIGHTS} --optimizer muon --zero-stage 1", 2),
     Case("Llama GQA, fp32, Muon, TP 2", f"{TINY_GQA} --optimizer muon --tensor-model-parallel-size 2", 2),
     Case("experts, bf16, Muon, EP 2", f"{EXPERTS} --bf16 --optimizer muon --expert-model-parallel-size 2", 2),
-    Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 --pipeline-model-parallel-size 2", 2),
+    Case("Bloom, bf16, PP 2", f"{TINY_BLOOM} --bf16 {PP}", 2),
+    Case("Llama GQA, fp32, PP 2, one microbatch", f"{TINY_GQA} --global-batch-size 2 {PP}", 2),
     Case("Llama GQA, bf16, interleaved", f"{TINY_GQA} --bf16 --num-layers 4 --global-batch-size 12 {INTERLEAVED}", 2),
     Case("Bloom, bf16, zero-bubble", f"{TINY_BLOOM} --bf16 {ZERO_BUBBLE}", 2),
     Case("Llama GQA, bf16, TP 2", f"{TINY_GQA} --bf16 --tensor-model-parallel-size 2", 2),

@@ -199,8 +199,8 @@ class _Step:
             num_tensors += max(2, self.in_flight)  # received, beside the copy that the first layer is given
         if not self.is_last_stage:
             num_tensors += self.in_flight + 1  # sent, and the gradient received for it
-        elif self.config.uses_pipeline and self.schedule.num_microbatches > 1:
-            num_tensors += 1  # the previous microbatch's output
+        elif self.config.uses_pipeline:
+            num_tensors += 1  # the previous microbatch's output, be it of the step before
             if self.stage > 0:
                 num_tensors += 2  # what was received for it, and its gradient: the engine holds its loss and graph
         return num_tensors
