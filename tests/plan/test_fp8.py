@@ -60,13 +60,14 @@ def test_the_plan_of_a_run_counts_them_and_the_faster_products() -> None:
     assert with_fp8.memory.weights - without.memory.weights == 2 * 973_078_528
     rates = load_rates("h100")
     cluster = Cluster.of(1, 1)
-    slow, fast, by_row, some = (
+    slow, fast, by_row, some, without_wgrad = (
         step_time(each, cluster, rates).seconds
         for each in (
             plain,
             fp8,
             of_llama("--fp8-format e4m3 --fp8-recipe rowwise"),
             of_llama("--fp8-format hybrid --fp8-first-last-layers-bf16 4"),
+            of_llama("--fp8-format hybrid --fp8-wgrad false"),
         )
     )
     assert 1.05 < slow / fast < 1.6
@@ -74,3 +75,5 @@ def test_the_plan_of_a_run_counts_them_and_the_faster_products() -> None:
     assert 1.01 < by_row / fast < slow / fast
     # eight of sixteen layers
     assert some == pytest.approx((slow + fast) / 2, rel=1e-3)
+    # one product of three in 16 bits; the others gain less, since they convert the inputs and the outputs' gradients
+    assert 1 / 3 < (without_wgrad - fast) / (slow - fast) < 2 / 3

@@ -109,7 +109,8 @@ class LinearWork:
             self._enter(linear, forward, tokens, inputs)
         forward.add(LinearProduct(precision, "forward", tokens, outputs, inputs), count)
         of_input = LinearProduct(precision, "input", tokens, outputs, inputs)
-        of_weight = LinearProduct(precision, "weight", tokens, outputs, inputs)
+        by_weight = precision if self._sizes.config.fp8.fp8_wgrad else self._precision
+        of_weight = LinearProduct(by_weight, "weight", tokens, outputs, inputs)
         passes.input.add(of_input, count)
         if linear.weight.trained:
             passes.weight.add(of_weight, count)
