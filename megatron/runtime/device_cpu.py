@@ -91,9 +91,9 @@ def _process(pid: int) -> Any:
 @functools.cache
 def host_memory() -> int:
     """Return the bytes that processes on this host, or in this container, may hold together."""
-    import psutil
-
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
+    # without psutil, which a plan has no other use for
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *(limit for limit, _ in _memory_limits())])
 
 
 def free_host_memory() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,20 +14,23 @@ from megatron.runtime import device_cpu
 from megatron.runtime.device_cpu import free_host_memory, host_cores, host_memory
 
 GIB = 2**30
-HOST = SimpleNamespace(total=64 * GIB, available=40 * GIB)
+HOST = SimpleNamespace(available=40 * GIB)
+PAGES = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}
 UNLIMITED = 9_223_372_036_854_771_712
 """Limit of a group of version 1 that has none."""
 
 
 @pytest.fixture(autouse=True)
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: HOST)
+    monkeypatch.setattr(os, "sysconf", PAGES.__getitem__)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(48))
     monkeypatch.setattr(device_cpu, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(device_cpu, "OWN_CGROUPS", tmp_path / "own")
     host_memory.cache_clear()
-    return tmp_path
+    yield tmp_path
+    host_memory.cache_clear()
 
 
 def write(folder: Path, own: str, files: Mapping[str, object]) -> None:
