@@ -125,6 +125,11 @@ CPU_CASES = [
     Case("weights, bf16, sums in bf16, DP 2", f"{WEIGHTS} --bf16 --grad-reduce-dtype bf16", 2),
     Case("weights, bf16, ZeRO 2, DP 2", f"{WEIGHTS} --bf16 --zero-stage 2", 2),
     Case("weights, bf16, ZeRO 3, DP 2", f"{WEIGHTS} --bf16 --zero-stage 3", 2),
+    Case(
+        "weights, bf16, LoRA, ZeRO 3, DP 2",
+        f"{WEIGHTS} --bf16 --zero-stage 3 {LORA} --lora-target-modules all-linear",
+        2,
+    ),
     Case("weights, fp32, average, DP 2", f"{WEIGHTS} --ema-decay 0.99", 2),
     Case("weights, bf16, average", f"{WEIGHTS} --bf16 --ema-decay 0.99"),
     Case("weights, fp32, Muon", f"{WEIGHTS} --optimizer muon"),

@@ -280,6 +280,8 @@ class _BackwardPass:
             last = step.layers[-1]
             yield "loss, forward", self._at(last, loss.forward)
             yield "loss, backward", self._at(last, loss.backward)
+        if state.prefetched:
+            yield "end of the forward pass", self._at(step.layers[-1], state.prefetched)
         self._gradients += state.microbatch_gradients
         if self._is_first:
             self._gradients += state.step_gradients

@@ -31,6 +31,8 @@ ALLGATHER_BUCKET = 500_000_000
 """DeepSpeed's `allgather_bucket_size`: updated weights that ranks gather at once."""
 REUSE_DISTANCE = 1_000_000_000
 """DeepSpeed's `stage3_max_reuse_distance`: gathered parameters stay until they are used again, if within so many."""
+PREFETCH_BUCKET = 50_000_000
+"""DeepSpeed's `stage3_prefetch_bucket_size`: numbers that it gathers ahead of their use, into one flat buffer."""
 PERSISTENT_PARAMETER = 100_000
 """DeepSpeed's `stage3_param_persistence_threshold`: smaller parameters are never cut."""
 BUCKETS = 8
@@ -114,6 +116,9 @@ class SharedState:
     """Allocated for a moment when the optimizer updates, instead of `microbatch_gradients`."""
     gathered: int = 0
     """Weights gathered, from other ranks or the host, at the end of the forward pass (ZeRO-3)."""
+    prefetched: int = 0
+    """The flat buffer that ranks gathered weights into: it lives, beside the weights copied from it, until the forward
+    pass has come to the last of them."""
     host: int = 0
     """Offloaded to the host's memory."""
 
@@ -414,21 +419,27 @@ def _zero_2(rank: ZeroRank) -> SharedState:
 
 def _zero_3(rank: ZeroRank) -> SharedState:
     """DeepSpeedZeroOptimizer_Stage3: weights are cut too, and gathered for use; gradients are one flat partition."""
-    weights = -(-rank.parameters // rank.shard_size)
+    weights, whole = -(-rank.parameters // rank.shard_size), 0
     if rank.shard_size > 1:
         # beside its share every rank holds small parameters whole
-        weights += sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
+        whole = sum(size for size in rank.parameter_sizes if size <= PERSISTENT_PARAMETER)
+        weights += whole
     # those of the first and the last layer are still gathered at the reduction
     ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.layout)
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
-    at_reduction, gathered = full_bucket, 0
+    at_reduction, gathered, prefetched = full_bucket, 0, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
         at_reduction += full_bucket
     if gathers:
         at_reduction += ends * rank.number_bytes
-        gathered = min(rank.parameters, REUSE_DISTANCE // 2) * rank.number_bytes
+        cut = rank.parameters if rank.config.optimizer.offload_param else rank.parameters - whole
+        gathered = min(cut, REUSE_DISTANCE // 2) * rank.number_bytes
+        if rank.shard_size > 1:  # DeepSpeed gathers all that the bucket takes before the first layer
+            prefetched = min(cut, rank.user.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET)) * rank.number_bytes
+            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice, as runs show
+                gathered += _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
     return replace(
         rank.without_gradients(),
         weights=weights * rank.number_bytes,
@@ -437,6 +448,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         keeps_gradients=False,
         at_reduction=at_reduction,
         gathered=gathered,
+        prefetched=prefetched,
     )
 
 
