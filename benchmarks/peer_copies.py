@@ -70,12 +70,9 @@ def rank(number: int, port: int, options: argparse.Namespace, flags: list[str], 
     training = config.training
     shape = (training.micro_batch_size, training.seq_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int64)
-    batch = [task.data.collate(tokens)] * (training.global_batch_size // training.micro_batch_size)
-    batch = batch[: len(batch) // ctx.num_batch_ranks]
-    # once: the first step makes the moments
-    engine.train_step(
-        batch if engine.reads_data else [], num_microbatches=len(batch), consumed_samples=0, lr=config.optimizer.lr
-    )
+    # once, of one microbatch on any layout: the first step makes the moments
+    batch = [task.data.collate(tokens)] if engine.reads_data else []
+    engine.train_step(batch, num_microbatches=1, consumed_samples=0, lr=config.optimizer.lr)
     copies = PeerCopies(ctx, "benchmark", None)
     found: dict[str, list[float]] = {"wall": [], "processor": [], "copied": [], "background": []}
     complete = copies._own.complete
