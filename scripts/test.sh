@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh test
-# images often set it; then each of a thousand processes compiles what it imports: 3 s of the package, 15 s of the rest
+# images often set it; then each of a thousand processes compiles what it imports: 2 s of the package, 15 s of the rest
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if (( $# == 0 )); then
