@@ -38,7 +38,7 @@ LONG_FIRST = (
     "data/tokenizers/test_acceleration launch/test_stops_over_hosts models/test_families_training test_api_runs "
     "models/test_families training/test_guard training/test_adapter_state training/test_context launch/test_launch "
     "training/test_experts training/test_checkpoints test_train cli/test_gaudi_acceptance models/test_expert_families "
-    "test_wheel test_notebooks test_site runtime/test_devices training/test_fp8_runs resilience/test_shutdown "
+    "test_wheel test_site runtime/test_devices training/test_fp8_runs resilience/test_shutdown "
     "checkpoint/test_saver "
     "training/test_chaos evaluation/test_harness cli/test_resume_rows cli/test_preprocess_faults test_house "
     "tasks/test_objective_faults launch/test_run_sft launch/test_endings training/test_quantized "

@@ -287,9 +287,8 @@ class _TransformerLayer:
 
     def _of_products(self, linears: Iterable[_Linear]) -> int:
         """Work of the largest of some products: what it makes of its operands."""
-        return self._fp8_operands + max(
-            (_converted_weight(linear.weight, self._sizes) for linear in linears), default=0
-        )
+        converted = max((_converted_weight(linear.weight, self._sizes) for linear in linears), default=0)
+        return self._fp8_operands + converted
 
     @cached_property
     def _fp8_operands(self) -> int:
@@ -301,17 +300,15 @@ class _TransformerLayer:
         """Gradients of the MLP's inner activations and of the stream, while its own inputs are still kept."""
         stream, branch = self._sizes.stream_bytes, self._branches["mlp"]
         if self._experts.exist:
-            return (
-                stream + max(self._inner_gradients, self._experts.backward) + self._of_products(_linears(self._layer))
-            )
+            gradients = max(self._inner_gradients, self._experts.backward)
+            return stream + gradients + self._of_products(_linears(self._layer))
         # in their order: the output projection, the activation, and what projects the stream
         down, up = ([linear for linear in branch if linear.is_column == is_column] for is_column in (False, True))
         of_down = self._sizes.cut_bytes(sum(linear.inputs for linear in down)) + self._of_products(down)
         of_activation = self._inner_gradients + self._fp8_operands
         if self._sizes.pointwise == "eager" and any(activation.is_gated for activation in self._activations):
-            of_activation += (
-                self._inner_gradients // 2
-            )  # SwiGLU's own backward pass holds a product of one half beside them
+            # SwiGLU's own backward pass holds a product of one half beside them
+            of_activation += self._inner_gradients // 2
         of_up = stream + self._inner_gradients + self._of_products(up) - self._freed
         return stream + max(of_down, of_activation, of_up)
 

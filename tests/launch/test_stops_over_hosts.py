@@ -33,7 +33,8 @@ MOMENTS: dict[str, Callable[[Hosts, Run], bool]] = {
     "the end": lambda hosts, run: "run ended: " in run.said,
 }
 BY_DEFAULT = {("SIGTERM", "a step")}
-"""tests/launch/test_endings.py has the other moments on one host; -m slow: here too."""
+"""tests/launch/test_endings.py has the other moments on one host, tests/launch/test_launch.py the death of a stand-in
+for pdsh; -m slow: here too."""
 
 
 @pytest.fixture(scope="module")
