@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.attention.blockwise import attend_blockwise, attend_widened, is_faster
+from megatron.models.attention.flex_dropout import attend_dropped, draw_seeds
 from megatron.models.positions import Packing, own_slopes
 from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
@@ -244,31 +245,33 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: 
 
 
 class FlexAttention:
-    """torch's flex_attention, for CUDA: ALiBi, windows and documents without a mask in memory. No dropout."""
+    """torch's flex_attention, for CUDA: ALiBi, windows, documents and their dropout without a mask in memory."""
 
     def __init__(self, scores: Scores = PLAIN, *, compiled: bool = True) -> None:
         from torch.nn.attention import flex_attention
 
         self._scores, self._slopes = scores, scores.slopes
         self._create_block_mask = flex_attention.create_block_mask
-        kernel: Callable[..., Any] = flex_attention.flex_attention
-        self._kernel: Callable[..., Tensor] = torch.compile(kernel, dynamic=False) if compiled else kernel
+        self._kernel: Callable[..., Any] = flex_attention.flex_attention
+        self._dropping_kernel: Callable[..., Tensor] = attend_dropped
+        if compiled:
+            self._kernel = torch.compile(self._kernel, dynamic=False)
+            self._dropping_kernel = torch.compile(attend_dropped, dynamic=False)
         self._key: Any = None
         self._block_mask: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
         before = k.shape[2] - q.shape[2]
-        block_mask = self._mask(packing, q.shape[0], q.shape[2], before, q.device)
-        grouped = q.shape[1] != k.shape[1]
-        return self._kernel(
-            q,
-            k,
-            v,
-            score_mod=self._score(before, q.device),
-            block_mask=block_mask,
-            scale=self._scores.scale,
-            enable_gqa=grouped,
-        )
+        score_mod = self._score(before, q.device)
+        options = {
+            "block_mask": self._mask(packing, q.shape[0], q.shape[2], before, q.device),
+            "scale": self._scores.scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
+        if dropout:
+            # drawn outside what is compiled, which has a generator of its own
+            return self._dropping_kernel(q, k, v, draw_seeds(q), dropout, score_mod, **options)
+        return self._kernel(q, k, v, score_mod=score_mod, **options)  # type: ignore[no-any-return]
 
     def _score(self, before: int, device: torch.device) -> Callable[..., Tensor] | None:
         cap = self._scores.cap
@@ -336,13 +339,6 @@ def scores_of(model: ModelConfig, ctx: ParallelContext, window: int | None = Non
 
 def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *, is_masked: bool) -> str:
     backend, device = model.attention_backend, device_of(ctx.device.type)
-    if backend == "flex" and model.attention_dropout > 0:
-        raise ConfigError(
-            [
-                f"attention_backend=flex has no dropout, but attention_dropout={model.attention_dropout}; "
-                "set it to 0, or use sdpa"
-            ]
-        )
     if backend != "auto":
         return backend
     if model.kernels == "plain":
@@ -350,12 +346,6 @@ def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *,
     if model.uses_fused_sdpa(device):
         return "fused_hpu"
     wants_flex = "flex" in device.attention and (is_masked or scores.cap is not None)
-    if wants_flex and model.attention_dropout > 0 and ctx.rank == 0:
-        log.warning(
-            "attention_dropout=%g takes SDPA with a mask in memory, since flex_attention, the faster kernel for "
-            "ALiBi, windows and documents, has no dropout; set attention_dropout=0 for that",
-            model.attention_dropout,
-        )
     return "flex" if wants_flex and model.suits_flex else "sdpa"
 
 
