@@ -306,8 +306,8 @@ class ModelConfig:
 
     @property
     def suits_flex(self) -> bool:
-        """flex_attention has no dropout, and no kernel for heads of fewer than 16 channels."""
-        return self.attention_dropout == 0 and self.head_size >= MIN_FLEX_HEAD_SIZE
+        """flex_attention has no kernel for heads of fewer than 16 channels."""
+        return self.head_size >= MIN_FLEX_HEAD_SIZE
 
     def window_of(self, layer: int | None) -> int | None:
         """Return the attention window of the transformer layer of this number; None: it has none."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.models.attention.exchange_choice import exchange_of
 from megatron.options.config import Config
+from megatron.options.model import MIN_FLEX_HEAD_SIZE
 from megatron.parallel.costs import Attention
 from megatron.parallel.operators.block_sizes import ATTENTION_QUERIES
 from megatron.plan.microbatch import BYTES, MicrobatchSizes
@@ -60,11 +61,16 @@ class AttentionCore:
         return is_blockwise(self.sizes.config, self.declared)
 
     @property
+    def drops_in_flex(self) -> bool:
+        """megatron/models/attention/flex_dropout.py computes it, which attends twice."""
+        config = self.sizes.config
+        return config.model.attention_dropout > 0 and attends_in_flex(config, self.declared)
+
+    @property
     def stores_scores(self) -> bool:
         """All its scores are kept: see `stores_attention_scores`; or plain operators attend, which alone have a cap."""
-        model, device = self.sizes.config.model, self.sizes.device
-        has_flex = "flex" in device.attention and model.suits_flex and model.attention_backend in ("auto", "flex")
-        is_plain = self.declared.is_capped and not has_flex and not self.is_blockwise
+        is_in_flex = attends_in_flex(self.sizes.config, self.declared)
+        is_plain = self.declared.is_capped and not is_in_flex and not self.is_blockwise
         return stores_attention_scores(self.sizes.config) or is_plain
 
     @property
@@ -90,6 +96,10 @@ class AttentionCore:
             # megatron/models/attention/blockwise.py keeps neither statistics nor its output
             return kept + (self.output_bytes if is_read else 0)
         kept += self.output_bytes + self.statistics_bytes
+        if self.drops_in_flex:
+            # of all keys the sums, and the output for few values; and what it divides by the sums is not what is read
+            few = sizes.tokens * self.heads * MIN_FLEX_HEAD_SIZE * sizes.number_bytes
+            kept += self.statistics_bytes + few + (self.output_bytes if is_read else 0)
         if sizes.data.packs_documents and device.is_host:
             kept += self.output_bytes  # documents are attended one by one, and their outputs concatenated
         batch = sizes.config.training.micro_batch_size
@@ -255,6 +265,18 @@ def stores_attention_scores(config: Config) -> bool:
     return False
 
 
+def attends_in_flex(config: Config, core: Attention) -> bool:
+    """Return True if torch's flex_attention computes the attention: see models/attention/kernels.py."""
+    model, device = config.model, planned_device(config.parallel.device)
+    if model.attention_backend != "auto" or model.kernels == "plain":
+        return model.attention_backend == "flex"
+    if "flex" not in device.attention or not model.suits_flex:
+        return False
+    data = load_task(config).data
+    is_cut = core.window is not None and core.window < data.row_length
+    return model.position_embedding_type == "alibi" or data.packs_documents or is_cut or core.is_capped
+
+
 def is_blockwise(config: Config, core: Attention) -> bool:
     """Return True if megatron/models/attention/blockwise.py computes the attention."""
     model, training = config.model, config.training
@@ -291,7 +313,7 @@ def _repeats_heads(config: Config) -> bool:
     data, window = load_task(config).data, model.attention_window
     is_cut = window is not None and window < data.row_length
     is_masked = model.position_embedding_type == "alibi" or data.packs_documents or is_cut
-    in_sdpa = model.attention_backend == "sdpa" or model.attention_dropout > 0
+    in_sdpa = model.attention_backend == "sdpa" or not model.suits_flex
     if is_masked:
         return in_sdpa
     return config.training.precision == "fp32"

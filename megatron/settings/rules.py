@@ -126,11 +126,6 @@ def check_attention(config: Config) -> list[str]:
             "which then takes torch's plain operators",
         ),
         (
-            uses_flex and model.attention_dropout > 0,
-            f"attention_backend=flex does not support dropout, but attention_dropout={model.attention_dropout}; "
-            "set it to 0, or use sdpa",
-        ),
-        (
             # torch would refuse it too, but in the first forward pass
             uses_flex and model.head_size < MIN_FLEX_HEAD_SIZE,
             f"attention_backend=flex takes heads of {MIN_FLEX_HEAD_SIZE} channels or more, but these have "

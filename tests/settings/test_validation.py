@@ -177,12 +177,6 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "weights that freeze=layers.0.* freezes",
         "leave one",
     ),
-    "flex dropout": (
-        "--attention-backend flex --attention-dropout 0.1",
-        1,
-        "attention_backend=flex does not support dropout",
-        "set it to 0, or use sdpa",
-    ),
     "flex heads": (
         "--attention-backend flex --attention-dropout 0 --kv-channels 8 --device cuda",
         1,

@@ -42,7 +42,9 @@ def is_kept(seeds: Tensor, rate: float, sample: Tensor, head: Tensor, query: Ten
 
 def _hashed(x: Tensor) -> Tensor:
     """Mix 32 bits, without a loss: each bit of x changes each of the result in about half of all cases."""
-    # integers wrap; shifts copy the sign. The numbers are of C. Wellons' search for such functions ("lowbias32")
+    # The numbers are of C. Wellons' search for such functions ("lowbias32"). Products wrap; shifts copy the sign
+    # places have 32 bits in the kernel and in what is traced; uncompiled, what was traced may be given 64
+    x = x.to(torch.int64).to(torch.int32)
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)

@@ -6,7 +6,6 @@ rank, d head size. All are causal; `Scores` says what else is done with the scor
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from torch import Tensor
 from megatron.models.attention.blockwise import attend_blockwise, attend_widened, is_faster
 from megatron.models.attention.flex_dropout import attend_dropped, draw_seeds
 from megatron.models.positions import Packing, own_slopes
-from megatron.options.config import ConfigError, ModelConfig
+from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import products
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
 from megatron.runtime.devices import device_of
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,7 +355,7 @@ def build_kernel(
     length: int | None = None,
     scores: Scores | None = None,
 ) -> Callable[..., Tensor]:
-    """Return the attention kernel for whole rows on the device. Raises ConfigError.
+    """Return the attention kernel for whole rows on the device.
 
     `packed`: rows hold several documents. `length`: tokens of a row; None: more than a window. `scores`: of the heads
     that it is for; None: this rank's.

@@ -29,6 +29,9 @@ from megatron.plan.timing.operations import (
 
 TIMED = (Norm, MatrixProduct, Router, Table, Projection)
 """The kinds of declared costs that are timed here."""
+SECOND_PASS: dict[Direction, float] = {"forward": 1 / 2, "backward": 3 / 5}
+"""Share of an attention's products that dropout in flex_attention takes once more, without values: see flex_dropout.py.
+"""
 
 
 def layer_passes(
@@ -95,7 +98,7 @@ class _TransformerLayer:
         exchanged = exchange_of(sizes.config, sizes.device, declared.window) if sizes.context_size > 1 else None
         heads, kv_heads = float(core.heads), float(core.key_channels // declared.head_size)
         rows = float(sizes.config.training.micro_batch_size)
-        kind, share = core_kind(declared, sizes)
+        kind, share = core_kind(core)
         if exchanged == "ring":
             # of the pairs of whole rows each rank has an equal share
             share /= sizes.context_size
@@ -106,7 +109,7 @@ class _TransformerLayer:
         directions: list[tuple[Direction, Work]] = [("forward", forward), ("backward", self.passes.input)]
         for direction, work in directions:
             attended = CoreAttention(self._precision, direction, rows, length, heads, kv_heads, size, kind, share)
-            work.add(attended)
+            work.add(attended, 1 + SECOND_PASS[direction] if core.drops_in_flex else 1)
             if declared.is_capped and sizes.device.is_host:
                 # passes over the scores that a CPU's kernels have not; elsewhere they are within the kernel
                 scores = rows * heads * length * (length + 1) / 2 * share
@@ -239,11 +242,12 @@ def _without_end(mlp: Work, last: LinearLayer | None) -> Work:
     return Work([*items[:place], *ends])
 
 
-def core_kind(declared: Attention, sizes: MicrobatchSizes) -> tuple[str, float]:
+def core_kind(core: AttentionCore) -> tuple[str, float]:
     """Return the kind of kernel that attends, and the share of the scores of the causal half that tokens see."""
+    declared, sizes = core.declared, core.sizes
     model, length = sizes.config.model, sizes.data.row_length
     seen = 2 * declared.seen(length) / (length * (length + 1))
-    if model.attention_dropout > 0:
+    if model.attention_dropout > 0 and not core.drops_in_flex:
         return "dropout", seen
     if declared.window is not None and declared.window < length:
         return "window", seen
