@@ -5,11 +5,12 @@
     python benchmarks/cuda_step.py --device cpu        # tiny, emulated: whether the script runs
 
 Llama 3.2 1B, sequence 4,096, in microbatches of 2, as `step.py` has it. First the rates: tokens/s and MFU of each side,
-one after the other; then the losses of bf16 and fp8 over 300 steps on the same text (the bytes of this repository's
-own pages and sources, so that no data need be there). Aims: fp8 with scales by tensors or by rows 1.25 times the
-tokens/s of bf16, bf16 1.1 times those of compiled transformers at an MFU of 57 %, and mean losses of the last 30 steps
-within 1 %. `plan`: steps of other sizes and models within 5 % of what the chip's published rates predict. Exit status 1
-if an aim is missed, on CUDA alone. Further flags are options of a run.
+one after the other; then the losses of bf16 and fp8 over 300 steps on the same text (the bytes of this repository's own
+pages and sources, so that no data need be there), from the weights that as many steps in bf16 gave: before these the
+loss falls so steeply that bf16's own differ by 15 % between seeds. Aims: fp8 with scales by tensors or by rows 1.25
+times the tokens/s of bf16, bf16 1.1 times those of compiled transformers at an MFU of 57 %, and mean losses of the last
+30 steps within 1 %. `plan`: steps of other sizes and models within 5 % of what the chip's published rates predict. Exit
+status 1 if an aim is missed, on CUDA alone. Further flags are options of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,6 +30,8 @@ from benchmarks.alternating import positive, spread
 from benchmarks.step import MeasuredSide, device_peak, timed, workload
 
 if TYPE_CHECKING:
+    import torch
+
     from benchmarks.step_sides import Workload
 
 FP8 = {"tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise", "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise"}
@@ -160,20 +163,38 @@ def _missed_rates(rates: dict[str, float], mfu_of_rate: float) -> Iterator[str]:
 
 
 def _losses(options: Any, ctx: Any, flags: list[str]) -> list[str]:
-    """Print the losses in bf16 and fp8 on the same text; return the aim if it is missed."""
+    """Print the losses in bf16 and fp8 on the same text, from the same weights; return the aim if it is missed."""
+    works = {
+        name: _workload(ctx.device.type, fp8, [*flags, "--global-batch-size", "4"])
+        for name, fp8 in (("bf16", ""), (options.loss_recipe, FP8[options.loss_recipe]))
+    }
+    beginning = _trained(options.steps, ctx, works["bf16"])
+    _print_losses("before", beginning.losses)
     means = {}
-    for name, fp8 in (("bf16", ""), (options.loss_recipe, FP8[options.loss_recipe])):
-        losses = _trained(options.steps, ctx, _workload(ctx.device.type, fp8, [*flags, "--global-batch-size", "4"]))
-        means[name] = statistics.mean(losses[-LAST:])
-        shown = " ".join(f"{loss:.3f}" for loss in losses[:: max(1, len(losses) // 10)])
-        print(f"{name}: losses {shown}; mean of the last {min(LAST, len(losses))}: {means[name]:.4f}", flush=True)
+    for name, work in works.items():
+        means[name] = _print_losses(name, _trained(options.steps, ctx, work, beginning).losses)
     apart = means[options.loss_recipe] / means["bf16"] - 1
     print(f"fp8 {options.loss_recipe}: mean loss {apart:+.2%} beside that of bf16")
     return [f"fp8's loss within {AIMS['loss']:.0%}"] if abs(apart) > AIMS["loss"] else []
 
 
-def _trained(steps: int, ctx: Any, work: Workload) -> list[float]:
-    """Train that many steps on the text of this repository; return their losses."""
+def _print_losses(name: str, losses: list[float]) -> float:
+    """Print ten of them; return the mean of the last."""
+    mean = statistics.mean(losses[-LAST:])
+    shown = " ".join(f"{loss:.3f}" for loss in losses[:: max(1, len(losses) // 10)])
+    print(f"{name}: losses {shown}; mean of the last {min(LAST, len(losses))}: {mean:.4f}", flush=True)
+    return mean
+
+
+class Trained(NamedTuple):
+    """Losses of steps, and the float32 weights after them, on the host."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def _trained(steps: int, ctx: Any, work: Workload, beginning: Trained | None = None) -> Trained:
+    """Train that many steps on the text of this repository, on other samples than the beginning's, if there is one."""
     import gc
 
     import torch
@@ -184,18 +205,21 @@ def _trained(steps: int, ctx: Any, work: Workload) -> list[float]:
     training, text = work.config.training, _text()
     task = PretrainTask(work.config)
     engine: Any = build_engine(work.config, ctx, task)
-    generator, losses = torch.Generator().manual_seed(1), []
+    if beginning is not None:
+        engine.state.set_weights({name: weight.to(ctx.device) for name, weight in beginning.weights.items()})
+    generator, losses = torch.Generator().manual_seed(1 if beginning is None else 2), []
     for step in range(steps):
         starts = torch.randint(len(text) - training.seq_length - 1, (training.global_batch_size,), generator=generator)
         tokens = torch.stack([text[start : start + training.seq_length + 1] for start in starts])
         batch = [task.data.collate(part.numpy()) for part in tokens.split(training.micro_batch_size)]
         rate = LR * min(1.0, (step + 1) / WARM_UP)
         losses.append(engine.train_step(batch, consumed_samples=step * len(tokens), lr=rate).loss)
+    weights = {name: owned.weight.cpu().clone() for name, owned in engine.state.trained_slices().items()}
     del engine, task
     gc.collect()
     if ctx.device.type == "cuda":
         torch.cuda.empty_cache()
-    return losses
+    return Trained(losses, weights)
 
 
 def _plan(options: Any, ctx: Any, flags: list[str]) -> list[str]:

@@ -230,7 +230,9 @@ def test_tensor_parallel_ranks_and_layers_drop_apart(monkeypatch: pytest.MonkeyP
     for rank in (0, 1, 0):
         ctx = ParallelContext(tensor_size=2, rank=rank)
         ctx.state.streams.seed_step(1, 0, ctx)
-        layer: Any = SimpleNamespace(ctx=ctx, rotary=None, kernel=kernel, dropout=0.1, training=True)
+        layer: Any = SimpleNamespace(
+            ctx=ctx, rotary=None, kernel=kernel, dropout=0.1, training=True, records_above=None
+        )
         x = torch.zeros(S, B, HEADS, HEAD_SIZE)
         SelfAttention._core(layer, x, x, x, None)
         SelfAttention._core(layer, x, x, x, None)  # the next layer

@@ -66,8 +66,9 @@ def attend_dropped(
 
     returned = AuxRequest(lse=True)
     context, of_kept = flex_attention(q, k, v, score_mod=kept, return_aux=returned, **options)
-    few_values = k.detach()[..., :MIN_FLEX_HEAD_SIZE]  # nobody reads what comes of them
-    _, of_all = flex_attention(q, k, few_values, score_mod=score_mod, return_aux=returned, **options)
+    few_values = k.detach()[..., :MIN_FLEX_HEAD_SIZE]
+    unread, of_all = flex_attention(q, k, few_values, score_mod=score_mod, return_aux=returned, **options)
     # 0 where all keys are dropped, as the context then is: each query sees its own key, so `of_all` is finite
     share = (of_kept.lse - of_all.lse).exp() / (1 - rate)
-    return (context * share.unsqueeze(-1)).to(q.dtype)
+    # torch 2.11's compiled backward pass needs a gradient of each output that it is given, a zero too
+    return (context * share.unsqueeze(-1) + 0 * unread[..., :1]).to(q.dtype)
