@@ -236,7 +236,9 @@ def liger_operators(cos: Tensor, sin: Tensor) -> dict[str, Callable[..., Any]]:
 def attention(bench: Bench) -> None:
     import torch
 
-    from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention
+    from megatron.models.attention.flex import FlexAttention
+    from megatron.models.attention.kernels import SDPAttention
+    from megatron.models.attention.scores import Scores
     from megatron.models.positions import Packing, alibi_slopes
 
     S, B, cuda = bench.seq_length, bench.batch, bench.device.type == "cuda"

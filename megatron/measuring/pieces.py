@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron.measuring.options import Sizes
 from megatron.measuring.stopwatch import Case, Pool, Run
-from megatron.models.attention.kernels import PLAIN, Scores, build_kernel
+from megatron.models.attention.kernels import build_kernel
+from megatron.models.attention.scores import PLAIN, Scores
 from megatron.models.positions import rotary_embedding
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext

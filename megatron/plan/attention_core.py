@@ -62,7 +62,7 @@ class AttentionCore:
 
     @property
     def drops_in_flex(self) -> bool:
-        """megatron/models/attention/flex_dropout.py computes it, which attends twice."""
+        """megatron/models/attention/flex.py computes it, which attends twice."""
         config = self.sizes.config
         return config.model.attention_dropout > 0 and attends_in_flex(config, self.declared)
 

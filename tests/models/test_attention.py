@@ -15,15 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.models.attention import blockwise, kernels
-from megatron.models.attention.kernels import (
-    AttentionMask,
-    FlexAttention,
-    Scores,
-    SDPAttention,
-    build_kernel,
-    repeat_heads,
-)
+from megatron.models.attention.flex import FlexAttention
+from megatron.models.attention.kernels import AttentionMask, SDPAttention, build_kernel, repeat_heads
 from megatron.models.attention.layer import SelfAttention, Shared
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing, RotaryEmbedding, alibi_slopes, rotary_frequencies
 from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.models.attention.kernels import FusedHPUAttention, Scores, SDPAttention, build_kernel
+from megatron.models.attention.kernels import FusedHPUAttention, SDPAttention, build_kernel
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing, alibi_slopes
 from megatron.models.sequential import SequentialModel, build_layers
 from megatron.options.config import ModelConfig

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
-from megatron.models.attention.kernels import Scores, SDPAttention
+from megatron.models.attention.kernels import SDPAttention
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing, alibi_slopes
 from megatron.parallel.operators import block_sizes, products
 from megatron.runtime import accelerator, device_cpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.models.attention.block_kernels import record_largest_logits
-from megatron.models.attention.kernels import Scores
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layout import Layout

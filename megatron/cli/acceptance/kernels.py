@@ -65,7 +65,8 @@ def attention(
 ) -> float:
     import torch
 
-    from megatron.models.attention.kernels import FusedHPUAttention, Scores, SDPAttention
+    from megatron.models.attention.kernels import FusedHPUAttention, SDPAttention
+    from megatron.models.attention.scores import Scores
     from megatron.models.positions import Packing, alibi_slopes
 
     inputs = [numbers(B, heads, S, HEAD_SIZE, seed=n) for n, heads in enumerate((HEADS, groups, groups))]

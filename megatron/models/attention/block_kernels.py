@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.models.attention.blockwise import scaled_product, transposed
-from megatron.models.attention.kernels import Scores, repeat_heads
+from megatron.models.attention.kernels import repeat_heads
 from megatron.models.attention.ring_plan import ALL, Form, ScoreBlock
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.mappings import all_places

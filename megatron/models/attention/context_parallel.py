@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron.models.attention.exchange_choice import exchange_of
 from megatron.models.attention.head_exchange import HeadExchange
-from megatron.models.attention.kernels import build_kernel, scores_of
+from megatron.models.attention.kernels import build_kernel
 from megatron.models.attention.ring import RingAttention
+from megatron.models.attention.scores import scores_of
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.runtime.devices import device_of

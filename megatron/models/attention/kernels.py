@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,35 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.attention.blockwise import attend_blockwise, attend_widened, is_faster
-from megatron.models.attention.flex_dropout import attend_dropped, draw_seeds
-from megatron.models.positions import Packing, own_slopes
+from megatron.models.attention.flex import FlexAttention
+from megatron.models.attention.scores import PLAIN, Scores, scores_of
+from megatron.models.positions import Packing
 from megatron.options.config import ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import products
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
 from megatron.runtime.devices import device_of
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Operations on the scores of an attention before its softmax, beside the causal mask."""
-
-    slopes: Tensor | None = None
-    """ALiBi's slope of each of this rank's heads, [n] float32."""
-    window: int | None = None
-    """Latest keys that a query sees, its own token's included; None: all."""
-    scale: float | None = None
-    """Factor of q k; None: d ** -0.5."""
-    cap: float | None = None
-    """Scores s become cap * tanh(s / cap), so that none is larger."""
-
-    def is_cut(self, num_keys: int) -> bool:
-        """Return True if the window hides any of so many keys."""
-        return self.window is not None and self.window < num_keys
-
-
-PLAIN = Scores()
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Masks
@@ -241,66 +219,6 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: 
     return torch.matmul(probabilities.to(v.dtype), repeat_heads(v, q.shape[1]))
 
 
-class FlexAttention:
-    """torch's flex_attention, for CUDA: ALiBi, windows, documents and their dropout without a mask in memory."""
-
-    def __init__(self, scores: Scores = PLAIN, *, compiled: bool = True) -> None:
-        from torch.nn.attention import flex_attention
-
-        self._scores, self._slopes = scores, scores.slopes
-        self._create_block_mask = flex_attention.create_block_mask
-        self._kernel: Callable[..., Any] = flex_attention.flex_attention
-        self._dropping_kernel: Callable[..., Tensor] = attend_dropped
-        if compiled:
-            self._kernel = torch.compile(self._kernel, dynamic=False)
-            self._dropping_kernel = torch.compile(attend_dropped, dynamic=False)
-        self._key: Any = None
-        self._block_mask: Any = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, dropout: float) -> Tensor:
-        before = k.shape[2] - q.shape[2]
-        score_mod = self._score(before, q.device)
-        options = {
-            "block_mask": self._mask(packing, q.shape[0], q.shape[2], before, q.device),
-            "scale": self._scores.scale,
-            "enable_gqa": q.shape[1] != k.shape[1],
-        }
-        if dropout:
-            # drawn outside what is compiled, which has a generator of its own
-            return self._dropping_kernel(q, k, v, draw_seeds(q), dropout, score_mod, **options)
-        return self._kernel(q, k, v, score_mod=score_mod, **options)  # type: ignore[no-any-return]
-
-    def _score(self, before: int, device: torch.device) -> Callable[..., Tensor] | None:
-        cap = self._scores.cap
-        if self._slopes is None:
-            return None if cap is None else lambda score, *_: cap * torch.tanh(score / cap)
-        slopes = self._slopes = self._slopes.to(device)
-
-        def biased(score: Tensor, _batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            score = score if cap is None else cap * torch.tanh(score / cap)
-            return score + slopes[head] * (key - query - before)
-
-        return biased
-
-    def _mask(self, packing: Packing | None, batch: int, length: int, before: int, device: torch.device) -> Any:
-        """Return the block mask of `length` queries that follow `before` keys."""
-        starts = None if packing is None else packing.starts_BS
-        version = None if starts is None else starts._version  # it counts changes in place
-        if self._key is None or self._key[0] is not starts or self._key[1:] != (version, batch, length, before):
-            window = self._scores.window
-
-            def seen(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                is_seen = key <= query + before
-                if window is not None:
-                    is_seen = is_seen & (key > query + before - window)
-                return is_seen if starts is None else is_seen & (key >= starts[sample, query])
-
-            rows = None if starts is None else batch
-            self._block_mask = self._create_block_mask(seen, rows, None, length, before + length, device=device)
-            self._key = (starts, version, batch, length, before)
-        return self._block_mask
-
-
 # The recomputing kernel takes the softmax over slices of the keys, in which a row of -inf alone is NaN: the vendor's
 # own tests (test_hpu_sdpa.py of its bridge) hide keys by a large number. This one is finite in float16 too.
 HIDDEN_ON_HPU = -6e4
@@ -327,11 +245,6 @@ class FusedHPUAttention:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, HIDDEN_ON_HPU)
         causal = _is_causal(q, k, mask)
         return self._kernel.apply(q, k, v, mask, dropout, causal, self._scale, self._softmax_mode, self._recompute)
-
-
-def scores_of(model: ModelConfig, ctx: ParallelContext, window: int | None = None) -> Scores:
-    """Return the operations on the scores of this rank's heads in layers with this window."""
-    return Scores(own_slopes(model, ctx), window, model.score_factor, model.attention_softcap)
 
 
 def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *, is_masked: bool) -> str:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from megatron.models.attention.block_kernels import record_largest_logits
 from megatron.models.attention.context_parallel import build_context_kernel
-from megatron.models.attention.kernels import FlexAttention, Scores, SDPAttention, build_kernel, scores_of
+from megatron.models.attention.flex import FlexAttention
+from megatron.models.attention.kernels import SDPAttention, build_kernel
 from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.attention.scores import Scores, scores_of
 from megatron.models.offload import Offload
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
 from megatron.options.config import Config

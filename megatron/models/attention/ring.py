@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.models.attention.block_kernels import BlockKernels, Inputs, Results
-from megatron.models.attention.kernels import Scores
 from megatron.models.attention.ring_plan import RingPlan, ScoreBlock, Visibility, plan_ring
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import COMPUTED

@@ -32,7 +32,7 @@ TIMED = (Norm, MatrixProduct, Router, Table, Projection)
 DROPOUT_IN_FLEX: dict[Direction, float] = {"forward": 0.92, "backward": 1.06}
 """Time that dropout adds to flex_attention, as a share of that without: a hash of each score, and a second pass.
 
-Measured on an H200 in a step of Bloom 1.7B: 4,096 tokens, heads of 128 channels. See flex_dropout.py.
+Measured on an H200 in a step of Bloom 1.7B: 4,096 tokens, heads of 128 channels. See attention/flex.py.
 """
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megatron.models.attention import flex_dropout, kernels
-from megatron.models.attention.flex_dropout import attend_dropped, draw_seeds, is_kept
-from megatron.models.attention.kernels import FlexAttention, Scores
+from megatron.models.attention import flex
+from megatron.models.attention.flex import FlexAttention, attend_dropped, draw_seeds, is_kept
 from megatron.models.attention.layer import SelfAttention
+from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing, alibi_slopes
 from megatron.parallel.context import ParallelContext
 
@@ -225,7 +225,7 @@ def test_tensor_parallel_ranks_and_layers_drop_apart(monkeypatch: pytest.MonkeyP
         drawn.append(seeds)
         return q
 
-    monkeypatch.setattr(kernels, "attend_dropped", note)
+    monkeypatch.setattr(flex, "attend_dropped", note)
     kernel = FlexAttention(compiled=False)
     for rank in (0, 1, 0):
         ctx = ParallelContext(tensor_size=2, rank=rank)
@@ -285,7 +285,7 @@ def standardised(seeds: Tensor, rate: float) -> Tensor:
 def test_the_hash_is_the_published_one() -> None:
     """And wraps as unsigned numbers do, at the ends of 32 bits too."""
     numbers = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1, *range(12345, 2**32, 2**25 + 1)], dtype=np.uint32)
-    found = flex_dropout._hashed(torch.from_numpy(numbers.view(np.int32)))
+    found = flex._hashed(torch.from_numpy(numbers.view(np.int32)))
     assert np.array_equal(found.numpy().view(np.uint32), hashed(numbers))
 
 
