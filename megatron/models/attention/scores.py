@@ -1,4 +1,4 @@
-"""What an attention does with its scores before the softmax."""
+"""Operations on the scores of an attention before its softmax."""
 
 from __future__ import annotations
 
