@@ -5,9 +5,9 @@
 Each rank is a process of this machine, over gloo. The check travels with the norm of the gradient, so it is compared
 with the norm alone: each rank's share of it, and an all-reduce of one number. "Free" steps find the norm so, and answer
 the optimizer at once. Prints how much longer a step takes, in which the ranks' waiting for each other is most of the
-noise; the time of norm, check and decision on a stop, that of the norm, and their difference as a share of a step of
-50 ms; how many collectives and bytes a step has, and torch's operators for the three; and the time of a check of all
-copies.
+noise; the processor time of norm, check and decision on a stop, that of the norm, and their difference as a share of a
+step of 50 ms; how many collectives and bytes a step has, and torch's operators for the three; and the time of a check
+of all copies.
 
 Attribution is each rank's checks of what it computes (parallel/finite_checks.py), and the clock of --log-straggler.
 Shown is the processor time of the rank's main thread within their calls, which other processes of a busy machine
@@ -85,7 +85,10 @@ def norm_alone(engine: Any) -> Any:
 
 
 def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
-    """Seconds of norm, check and decision on a stop, and of the norm alone, by round: the median call."""
+    """Processor time of this process in norm, check and decision on a stop, and in the norm alone, by round.
+
+    In seconds, of the median call; gloo's threads count too.
+    """
     from megatron.options.progress import Progress
     from megatron.resilience.shutdown import Shutdown
 
@@ -102,9 +105,9 @@ def alone(engine: Any, rounds: int) -> dict[str, list[float]]:
         shutdown.decide(progress, is_reason_seen=gate.observation.is_stop_seen)
 
     def timed(call: Callable[[], Any]) -> float:
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         call()
-        return time.perf_counter() - began_s
+        return time.process_time() - began_s
 
     found: dict[str, list[float]] = {"check": [], "norm": []}
     for _ in range(rounds):

@@ -1,7 +1,7 @@
 """Checks of what a rank computes itself in a step, before it is summed over ranks or sent: which was not finite first?
 
-Once summed, a value that is not finite is so on every rank. Each check is one sum that stays on the device and is only
-read after a bad step.
+Once summed, a value that is not finite is so on every rank. Each check is one sum, of a single number none, that stays
+on the device and is only read after a bad step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FiniteChecks:
             return
         # one channel: a matrix product spreads what is not finite over the whole row
         if x.dim() > 1:
-            x = x[..., 0]
+            x = x.select(-1, 0)
         self._add(x, COMPUTED, self.place)
 
     def gathered(self, x: Tensor) -> None:
@@ -77,17 +77,28 @@ class FiniteChecks:
         if self._is_on and x is not None and x.is_floating_point():
             self._add(x, kind, place or self.place)
 
+    def number(self, x: Tensor, kind: str, place: PassPlace | None = None) -> None:
+        """Check a scalar that nothing changes in place later: it is its own sum."""
+        if self._is_on:
+            self._sums.append(x.detach() if x.requires_grad else x)
+            self._kinds.append((kind, place or self.place))
+
     def _add(self, x: Tensor, kind: str, place: PassPlace) -> None:
+        # within autograd's own functions, as most checks are, there is nothing to detach from
+        if x.requires_grad and torch.is_grad_enabled():
+            x = x.detach()
         # in float32 at least: the sum of finite 16-bit numbers may leave their range
         dtype = x.dtype if x.dtype in WIDE else torch.float32
-        self._sums.append(torch.sum(x.detach(), dtype=dtype))
+        self._sums.append(torch.sum(x, dtype=dtype))
         self._kinds.append((kind, place))
 
     def first_bad(self) -> FirstBad | None:
         """Return the first check of the last step that found a value not finite. Waits for the device."""
         if not self._sums:
             return None
-        bad = (~torch.stack([each.to(torch.float32) for each in self._sums]).isfinite()).nonzero()
+        # a task of another's may return its loss in one dimension
+        sums = torch.stack([each.to(torch.float32).view(()) for each in self._sums])
+        bad = (~sums.isfinite()).nonzero()
         if not len(bad):
             return None
         order = int(bad[0])

@@ -180,7 +180,7 @@ class UserLoss(Objective):
             losses.register_hook(self._enter_backward)
         # where: what is left out may be NaN, and 0 times NaN is NaN
         total = torch.where(left_out, 0.0, losses * factors).sum()
-        ctx.state.checks.whole(total, LOSS_FUNCTION)
+        ctx.state.checks.number(total, LOSS_FUNCTION)
         return LossResult(total, {**nll, **self._metrics(metrics, values.kept, left_out)})
 
     def _call(self, values: loss_function.LossArguments, ctx: ParallelContext) -> Any:

@@ -160,7 +160,7 @@ class StepLosses:
     def keep(self, total: Tensor) -> None:
         """Keep the loss of a microbatch."""
         self.values.append(total.detach())
-        self._ctx.state.checks.whole(total, LOSS)
+        self._ctx.state.checks.number(self.values[-1], LOSS)
 
     def compute(self, outputs: tuple[Tensor, Tensor], targets: Any) -> Tensor:
         """Return the loss of one microbatch, without keeping it."""

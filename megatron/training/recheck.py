@@ -87,6 +87,9 @@ class PassTrace(FiniteChecks):
     def gathered(self, x: Tensor) -> None:
         self._add(x, COMPUTED, self.place)
 
+    def number(self, x: Tensor, kind: str, place: PassPlace | None = None) -> None:
+        self._add(x, kind, place or self.place)
+
     def numbers(self) -> tuple[Number, ...]:
         """Return a number for each of `traced`. Waits for the device."""
         return tuple(number.item() for number in self._numbers)

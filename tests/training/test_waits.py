@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from typing import Any
@@ -38,8 +39,12 @@ def test_a_step_waits_for_the_device_once(ranks: RankPools, flags: str) -> None:
 
 SHARES = {"reduce": 4, "_allgather_base": 2}
 """Two shares of the sums to each rank, and the updated weights back: one a parameter group."""
-GATE_BYTES, GATE_OPERATORS = 16, 18
-"""Norm, check and decision of a step: what a rank sends, and torch's operators on its host, those of the norm too."""
+GATE_BYTES, GATE_OPERATORS = 16, 11
+"""Norm, check and decision of a step: what a rank sends, and torch's operators on its host, those of the norm too.
+
+The norm alone takes six: norms of the tensors, joined, squared, summed, over all ranks, and its root. Of the other five
+two join the losses of four microbatches, one divides them by the ranks, one joins the numbers, one selects the norm.
+"""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,40 @@ def test_norm_loss_check_and_stop_share_a_collective(ranks: RankPools, flags: st
     assert Counter(collectives) == Counter(gradients) + Counter(allreduce=1)
     # all else is of gradients and weights; four numbers, each of float32
     assert sorted(sent_bytes)[0] == GATE_BYTES < sorted(sent_bytes)[1]
-    assert operators <= GATE_OPERATORS
+    assert operators == GATE_OPERATORS
+
+
+@pytest.mark.parametrize(
+    ("flags", "operators"),
+    [
+        # a sum for each of the two buckets of gradients, none for the losses
+        ("", 2),
+        # 4 microbatches, each of 19 checks; in all but one of them, of numbers in a row, a channel is selected first
+        ("--tensor-model-parallel-size 2", 4 * (18 * 2 + 1)),
+    ],
+)
+def test_a_finite_check_is_one_sum_and_of_a_number_none(ranks: RankPools, flags: str, operators: int) -> None:
+    for counted in ranks(2)(check_operators, flags):
+        assert counted == operators
+
+
+def check_operators(flags: str) -> int:
+    """Operators of a step's finite checks: more than in a step whose checks are off."""
+    from benchmarks.step_counts import AllOperators
+
+    engine, task = layouts.build(f"{layouts.MODELS['llama_gqa']} {flags}")
+    checks = engine.ctx.state.checks
+
+    def count() -> int:
+        with AllOperators() as operators:
+            engine.train_step(layouts.step_batches(engine, task, 0), consumed_samples=0, lr=1e-3)
+        return operators.number
+
+    for _ in range(2):
+        count()
+    on = count()
+    checks.step = contextlib.nullcontext  # type: ignore[method-assign]
+    return on - count()
 
 
 def step_counts(flags: str) -> tuple[dict[str, int], dict[str, int], list[int], int]:
