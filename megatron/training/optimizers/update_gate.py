@@ -130,21 +130,9 @@ class UpdateGate:
         # in one all-reduce: at hundreds of ranks each further one would cost as much as this
         ctx, losses = self._ctx, self._losses
         # the host's time between backward and update, in which every operator counts: few, and one that joins them
-        loss = of_layers = self._zero
         # what is in no other sum: its value says nothing, but a sum keeps what is not finite, of whichever rank
         beside: list[Tensor] = []
-        if losses.values:
-            mean = _mean(losses.values)
-            # stages without the loss add nothing, so that the sum over all ranks is the mean over data-parallel ones
-            if ctx.tensor_rank == 0:  # the others have the same loss
-                loss = mean if ctx.grad_size == 1 else mean / ctx.grad_size
-            else:
-                beside.append(mean)
-        if (terms := losses.layer_loss()) is not None:
-            if ctx.tensor_rank == 0 or ctx.sequence_parallel:
-                of_layers = terms.float()
-            else:
-                beside.append(terms.float())
+        loss, of_layers = self._own_losses(beside)
         if uncounted:
             # of magnitudes, since no square can overflow; on a CPU the largest of them took twice as long
             total = torch.stack(torch._foreach_norm(uncounted, 1.0, dtype=torch.float32)).sum()
@@ -165,6 +153,24 @@ class UpdateGate:
             with ctx.state.clock.phase(WAIT):
                 dist.all_reduce(sums)
         return _Facts(sums)
+
+    def _own_losses(self, beside: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return this rank's parts of the mean loss and of the layers' terms; what other ranks count goes `beside`."""
+        ctx, losses = self._ctx, self._losses
+        loss = of_layers = self._zero
+        if losses.values:
+            mean = _mean(losses.values)
+            # stages without the loss add nothing, so that the sum over all ranks is the mean over data-parallel ones
+            if ctx.tensor_rank == 0:  # the others have the same loss
+                loss = mean if ctx.grad_size == 1 else mean / ctx.grad_size
+            else:
+                beside.append(mean)
+        if (terms := losses.layer_loss()) is not None:
+            if ctx.tensor_rank == 0 or ctx.sequence_parallel:
+                of_layers = terms.float()
+            else:
+                beside.append(terms.float())
+        return loss, of_layers
 
 
 def _mean(losses: list[Tensor]) -> Tensor:
