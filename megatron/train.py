@@ -134,8 +134,10 @@ def start(signals: Signals) -> int:
 
 
 def preload() -> None:
-    """Import what the ranks of a run on a CPU need, before they are forked."""
-    import numpy.ma  # noqa: F401  # numpy imports it late
+    """Import and build what the ranks of a run on a CPU need, before they are forked."""
+    import encodings.idna  # noqa: F401  # as the two below, which Python, numpy and DeepSpeed import late
+
+    import numpy.ma  # noqa: F401
 
     import megatron.data.tokenizers.build
     import megatron.models.families.bloom
@@ -143,6 +145,11 @@ def preload() -> None:
     import megatron.models.transformer
     import megatron.tasks.pretrain
     import megatron.training.run  # noqa: F401
+    from megatron.settings.parser import build_parser
+    from megatron.training.deepspeed.releases import import_late_modules
+
+    import_late_modules()
+    build_parser()  # it is kept, for the command line that each rank reads
 
 
 def process() -> NoReturn:

@@ -25,6 +25,8 @@ with importing():
     # by which the backward pass of all stages but the last imports sympy
     if os.environ.get("MEGATRON_PIPELINE") == "1":
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    if os.environ.get("MEGATRON_TENSORBOARD") == "1":
+        importlib.import_module("torch.utils.tensorboard")
     device = launched_device()
     if device is not None and device.survives_fork:  # importing deepspeed elsewhere selects a device
         importlib.import_module(os.environ.get("MEGATRON_MAIN", "megatron.train")).preload()

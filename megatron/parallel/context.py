@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron.options.config import ParallelConfig
     from megatron.runtime.device import Device
 
+SIZE_BYTES, SHORT_BYTES = 8, 248
+"""Parts of a message of `gather_objects`: the size of the object, and what of its content goes with the size."""
 LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends with 0, on the CPU in the same group
 
 
@@ -322,15 +324,25 @@ class ParallelContext(Layout):
         """Return every rank's object, in order of rank. Collective. Raises TypeError unless it is plain data."""
         if self.world_size == 1:
             return [mine]
+        content = plain_data.encode(mine)
+        # most are short, and go with their sizes
+        message = len(content).to_bytes(SIZE_BYTES, "little") + content[:SHORT_BYTES]
+        messages = self._gather_bytes(message, SIZE_BYTES + SHORT_BYTES)
+        longest = max(int.from_bytes(each[:SIZE_BYTES], "little") for each in messages)
+        if longest <= SHORT_BYTES:
+            contents = [each[SIZE_BYTES:] for each in messages]
+        else:
+            contents = self._gather_bytes(content, longest)
+        return [plain_data.decode(each) for each in contents]
+
+    def _gather_bytes(self, mine: bytes, length: int) -> list[bytes]:
+        """Return every rank's bytes, padded with blanks to a length, in order of rank. Collective."""
         import torch.distributed as dist
 
-        content = plain_data.encode(mine)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather(list(sizes.split(1)), torch.tensor([len(content)]), group=self.control_group)
-        padded = torch.frombuffer(bytearray(content.ljust(int(sizes.max()))), dtype=torch.uint8)
-        gathered = torch.empty(self.world_size, len(padded), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
+        gathered = torch.empty(self.world_size, length, dtype=torch.uint8)
         dist.all_gather(list(gathered), padded, group=self.control_group)
-        return [plain_data.decode(bytes(row.numpy())) for row in gathered]
+        return [row.tobytes() for row in gathered.numpy()]
 
     def broadcast_object(self, mine: Any) -> Any:
         """Return rank 0's object, on every rank. Collective. Raises TypeError unless it is plain data."""

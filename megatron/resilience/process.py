@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
-from megatron.runtime.network import adopt_mpi_variables, break_connections, rank_connections
+from megatron.runtime.network import Ends, adopt_mpi_variables, break_connections, rank_connections
 
 INTERRUPTED = 130
 THREADS_S = 2.0
@@ -92,7 +92,7 @@ class ProcessState:
     """Threads and connections of the process before a round."""
 
     threads: Collection[threading.Thread]
-    connections: Collection[Hashable]
+    connections: Collection[Ends]
 
     @classmethod
     def now(cls) -> ProcessState:

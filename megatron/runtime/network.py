@@ -6,13 +6,16 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from megatron.options.config import ConfigError
 
+Ends = tuple[str, str]
+"""Addresses and ports of a connection, here and there, as the kernel writes them."""
 LOOPBACK = "127.0.0.1"
 STORE_SOCKET = "MEGATRON_STORE_SOCKET"
-"""Descriptor of the socket, bound to MASTER_PORT by the agent, on which rank 0 serves the store."""
+"""Descriptor of the socket on which the agent listens at MASTER_PORT, and rank 0 serves the store."""
 
 
 def is_loopback(address: str) -> bool:
@@ -89,12 +92,12 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 
 def store_socket(host: str, port: int) -> socket.socket:
-    """Return the listening socket of rank 0: the one that the agent bound, if there is one. Raises OSError."""
-    # the agent bound it before the ranks started, so that no other process can take the port meanwhile
+    """Return the listening socket of rank 0: that of the agent, if there is one. Raises OSError."""
+    # it listened before the ranks started: no other program could take the port, and no connection is refused
     inherited = os.environ.pop(STORE_SOCKET, None)
     if inherited is None:
         return listening_socket(listen_address(host), port)
-    return _listening(socket.socket(fileno=int(inherited)))
+    return socket.socket(fileno=int(inherited))
 
 
 def _listening(holder: socket.socket) -> socket.socket:
@@ -111,19 +114,48 @@ def _cannot_listen(error: OSError, address: str, port: int) -> OSError:
     return OSError(error.errno, f"cannot listen on {address}, port {port}: {error.strerror}")
 
 
-def rank_connections() -> dict[Hashable, int]:
+def rank_connections() -> dict[Ends, int]:
     """Return the TCP connections between this process and the other ranks that its agent has started.
 
     The descriptor of each is by both ends. Those with other programs, such as a tracker's server, are not among them.
     """
+    ends_of = _ends_by_inode()
+    own = _connections_of(os.getpid(), ends_of)
+    if not own:  # before a round, which is half of the calls
+        return {}
     import psutil
 
-    process, of_ranks = psutil.Process(), set[Hashable]()
-    for rank in psutil.Process(process.ppid()).children():  # this one too, which may have both ends
-        with contextlib.suppress(psutil.Error):  # it has ended
-            of_ranks |= {(each.raddr, each.laddr) for each in rank.net_connections("tcp") if each.raddr}
-    own = {(each.laddr, each.raddr): each.fd for each in process.net_connections("tcp")}
-    return {ends: number for ends, number in own.items() if ends in of_ranks}
+    of_ranks = set[Ends]()
+    for rank in psutil.Process(os.getppid()).children():  # this one too, which may have both ends
+        of_ranks |= _connections_of(rank.pid, ends_of).keys()
+    return {ends: number for ends, number in own.items() if ends[::-1] in of_ranks}
+
+
+def _ends_by_inode() -> dict[str, Ends]:
+    """Return the ends of all TCP connections in this process's network by the number of the socket, which links have.
+
+    Read once for all ranks: psutil would read it, and make an address of each number, for each of them.
+    """
+    ends_of = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # there is no IPv6
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                words = line.split()
+                if int(words[2].partition(":")[2], 16):  # one that listens has no port at its other end
+                    ends_of[words[9]] = (words[1], words[2])
+    return ends_of
+
+
+def _connections_of(pid: int, ends_of: Mapping[str, Ends]) -> dict[Ends, int]:
+    """Return the connections of a process; none of one that has ended."""
+    own = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it has been closed since
+                inode = os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]")
+                if inode in ends_of:
+                    own[ends_of[inode]] = int(name)
+    return own
 
 
 def break_connections(descriptors: Iterable[int]) -> None:

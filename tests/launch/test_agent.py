@@ -418,12 +418,16 @@ def test_ranks_know_their_place(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 def test_rank_zero_inherits_the_socket_that_holds_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(flags: Any) -> None:
         if os.environ["RANK"] != "0":
-            os._exit(network.STORE_SOCKET in os.environ)
+            # it listens before rank 0 does
+            with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
+                os._exit(network.STORE_SOCKET in os.environ)
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with socket.socket() as other, contextlib.suppress(OSError):
             other.bind(place)
             os._exit(FAILED)
-        os._exit(network.store_socket(*place).getsockname() != place)
+        with network.store_socket(*place) as store:
+            store.accept()
+            os._exit(store.getsockname() != place)
 
     assert run(monkeypatch, train) == 0
 
@@ -542,7 +546,21 @@ def test_a_pipeline_is_found_in_the_flags(flags: str, expected: bool) -> None:
     assert agent.has_pipeline(flags.split()) is expected
 
 
-def test_one_node_needs_neither_torch_nor_a_listener() -> None:
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--config tiny_bloom", False),
+        ("--config tiny_bloom --results-dir results", True),
+        ("--tensorboard-dir=events", True),
+        ("--data-path results-dir", False),
+    ],
+)
+def test_the_events_of_tensorboard_are_found_in_the_flags(flags: str, expected: bool) -> None:
+    assert agent.writes_events(flags.split()) is expected
+
+
+def test_one_node_needs_no_torch_and_its_agent_listens_nowhere() -> None:
+    # rank 0 alone has a listener: that of the store, which no other machine reaches
     code = (
         "import os, sys, psutil\n"
         "from megatron.launch.agents import agent, node_ranks as rank\n"
@@ -551,7 +569,10 @@ def test_one_node_needs_neither_torch_nor_a_listener() -> None:
         "watch = agent.Agent._watch\n"
         "def note(self):\n"
         "    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
-        "        listening.extend(c for c in process.net_connections('inet') if c.status == 'LISTEN')\n"
+        "        found = [c.laddr for c in process.net_connections('inet') if c.status == 'LISTEN']\n"
+        "        is_agent = process.pid == os.getpid()\n"
+        "        store = ('127.0.0.1', self._membership.master_port)\n"
+        "        listening.extend(each for each in found if is_agent or each != store)\n"
         "    return watch(self)\n"
         "agent.Agent._watch = note\n"
         "assert agent.run_agent(agent.AgentOptions(ranks_per_node=2, max_restarts=3), [], 'fork') == 0\n"

@@ -7,9 +7,12 @@ import socket
 import psutil
 import pytest
 
-from megatron.parallel.context import ParallelContext
+from megatron.options.config import ParallelConfig
+from megatron.parallel import plain_data
+from megatron.parallel.context import SHORT_BYTES, ParallelContext
 from megatron.parallel.layout import LayoutError
 from megatron.runtime.network import interface_towards
+from tests.ranks import RankPools
 
 
 def test_interface_is_the_one_an_address_is_reached_from() -> None:
@@ -33,3 +36,21 @@ def test_single_context_needs_no_process_group() -> None:
 def test_uneven_slice_is_refused() -> None:
     with pytest.raises(LayoutError, match="10 cannot be split evenly over 4"):
         ParallelContext(tensor_size=4).slice_size(10)
+
+
+def text_of(size: int) -> str:
+    """Return a text that takes so many bytes as plain data."""
+    return "é" + "x" * (size - len(plain_data.encode("é")))
+
+
+def gathered(sizes: list[list[int]]) -> list[list[str]]:
+    """Gather a text of each rank, one after the other; `sizes`: those of the ranks, in bytes."""
+    ctx = ParallelContext.build(ParallelConfig(), "cpu")
+    return [ctx.gather_objects(text_of(each[ctx.rank])) for each in sizes]
+
+
+def test_objects_of_any_size_are_gathered_in_order_of_rank(ranks: RankPools) -> None:
+    # as long as goes with the sizes, a byte more on one rank alone, and long ones
+    sizes = [[9, SHORT_BYTES], [9, SHORT_BYTES + 1], [SHORT_BYTES + 1, 9], [70_000, 300], [9, 9]]
+    expected = [[text_of(size) for size in each] for each in sizes]
+    assert ranks(2)(gathered, sizes) == [expected, expected]

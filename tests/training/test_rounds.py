@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.resilience.errors import OtherRankFailed, has_lost_another
 from megatron.resilience.process import ProcessState
 from megatron.resilience.shutdown import Signals
+from megatron.runtime.network import rank_connections
 from megatron.training.deepspeed.releases import leave_groups
 from tests.ranks import RankPools
 from tests.settings.faults import VALID
@@ -81,6 +83,29 @@ def leave_with_a_thread_at_work() -> bool:
     done.set()
     at_work.join()
     return stays
+
+
+def connections_by_psutil(port: int) -> tuple[bool, int]:
+    """Return whether those of this rank with the others are what psutil says, and how many there are."""
+    ParallelContext.build(ParallelConfig(), "cpu")
+    dist.barrier()
+    with socket.create_connection(("127.0.0.1", port)):  # with another program
+        found = set(rank_connections().values())
+        ends = set[Any]()
+        for rank in psutil.Process(os.getppid()).children():
+            ends |= {(each.raddr, each.laddr) for each in rank.net_connections("tcp") if each.raddr}
+        own = psutil.Process().net_connections("tcp")
+        expected = {each.fd for each in own if each.raddr and (each.laddr, each.raddr) in ends}
+        dist.barrier()
+    dist.destroy_process_group()
+    return found == expected, len(found)
+
+
+def test_the_connections_with_other_ranks_are_those_of_psutil(ranks: RankPools) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for equal, count in ranks(3)(connections_by_psutil, server.getsockname()[1]):
+            assert equal
+            assert count >= 2
 
 
 def test_ranks_that_wait_for_each_other_in_a_chain_leave_with_the_first(ranks: RankPools) -> None:

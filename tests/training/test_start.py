@@ -30,7 +30,8 @@ from megatron import train
 preloaded = set(sys.modules)
 with train.Signals() as signals:
     status = train.start(signals)
-late = sorted(name for name in sys.modules if name.startswith(("megatron.", "numpy.")) and name not in preloaded)
+roots = ("megatron.", "numpy.", "deepspeed.", "encodings.")
+late = sorted(name for name in sys.modules if name.startswith(roots) and name not in preloaded)
 print("after the fork:", *late)
 print("imported:", *(name for name in sys.argv[0].split(",") if name in sys.modules))
 train.leave(status)
@@ -65,6 +66,28 @@ def test_the_backward_pass_of_a_stage_imports_nothing_after_the_fork() -> None:
     result = subprocess.run(
         [sys.executable, "-c", STAGE],
         env=os.environ | {"PYTHONPATH": str(ROOT), "MEGATRON_PIPELINE": "1", "DS_ACCELERATOR": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "after the fork:\n", result.stdout + result.stderr
+
+
+EVENTS = """
+import os, sys, threading
+import megatron.launch.preload
+assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a fork would lose threads"
+preloaded = set(sys.modules)
+from megatron.observability.metric_writers import TensorBoardLog
+log = TensorBoardLog(sys.argv[1])
+log.write({"loss": 1.0}, 1)
+print("after the fork:", *sorted(set(sys.modules) - preloaded)[:3])
+"""
+
+
+def test_the_log_of_a_run_with_results_imports_nothing_after_the_fork(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", EVENTS, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MEGATRON_TENSORBOARD": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
     )

@@ -333,13 +333,15 @@ def run_agent(options: AgentOptions, train_flags: Sequence[str], start_method: s
     """Run this node's part of a run to its end, and return the exit status."""
     options = with_ranks_that_stay(options)
     os.environ["MEGATRON_MAIN"] = options.main  # for launch/preload.py
-    # the backward pass of a pipeline imports sympy, which the fork server then does once for all ranks
+    # the backward pass of a pipeline imports sympy, which the fork server does once for all ranks and restarts
     os.environ["MEGATRON_PIPELINE"] = str(int(has_pipeline(train_flags)))
+    # the log of rank 0, for which the others wait, imports TensorBoard
+    os.environ["MEGATRON_TENSORBOARD"] = str(int(writes_events(train_flags)))
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a killed rank printed is not lost
     # before any process starts: a limit is inherited
     raise_limit()
     with noted_signals(SIGNALS) as received:
-        helpers = HelperProcesses(start_method or start_method_of(options))
+        helpers = HelperProcesses(start_method or start_method_of(options), NodeRanks.__module__)
         alerts = RunAlerts(options)
         try:
             if options.ends_with_connection:  # the launcher has not checked this machine
@@ -423,6 +425,12 @@ def has_pipeline(train_flags: Sequence[str]) -> bool:
     # `--flag=VALUE` is two words here too; the last one counts, as for argparse
     values = [value for name, value in pairwise(words) if name == "--pipeline-model-parallel-size"]
     return values[-1:] not in ([], ["1"])
+
+
+def writes_events(train_flags: Sequence[str]) -> bool:
+    """Return whether the flags set a folder for TensorBoard's events. As in `has_pipeline`, no file is read."""
+    names = {word.partition("=")[0] for word in train_flags}
+    return not names.isdisjoint(("--results-dir", "--tensorboard-dir"))
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

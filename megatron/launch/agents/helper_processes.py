@@ -32,8 +32,11 @@ LOOK_S = 0.01
 class HelperProcesses:
     """Those that a start method of multiprocessing needs, as members of the run that may fail."""
 
-    def __init__(self, start_method: str) -> None:
-        """Start them. The fork server imports while the agent goes on, and ignores signals."""
+    def __init__(self, start_method: str, module: str) -> None:
+        """Start them. The fork server imports while the agent goes on, and ignores signals.
+
+        `module`: that of the function with which the ranks start, which each of them would import.
+        """
         self.start_method = start_method
         self._has_server = start_method == "forkserver"
         self._tracker: int | None = None
@@ -43,7 +46,8 @@ class HelperProcesses:
         self._start_tracker()
         if self._has_server:
             os.environ["PYTHONPATH"] = python_path()  # by which alone it finds modules
-            forkserver.set_forkserver_preload(["megatron.launch.preload"])
+            # the last freezes what was imported before it
+            forkserver.set_forkserver_preload([module, "megatron.launch.preload"])
             self._start_server()
 
     @property

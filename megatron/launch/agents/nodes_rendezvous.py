@@ -27,7 +27,7 @@ from megatron.launch.child_processes import report
 from megatron.runtime import network
 from megatron.runtime.files import IMPORT_ROOT
 from megatron.runtime.messages import SECRET, Connection, run_secret
-from megatron.runtime.network import bound_socket, is_loopback, listen_address, listening_socket, resolve
+from megatron.runtime.network import is_loopback, listen_address, listening_socket, resolve
 
 KINDS = (".py", ".yaml", ".cpp", ".h")
 """Files of the project that make a version of it."""
@@ -84,7 +84,7 @@ class NodesRendezvous(rendezvous.Rendezvous):
             # sorted by the server: False, the first node, leads, since it serves the rendezvous and cannot be replaced
             order = [not is_first, number, self._address, os.getpid()]
             failed = [failure.to_json() for failure in failures[:MOST_FAILURES]]
-            return self._place(bound_socket(own, 0), order=order, failures=failed, saved=saved)
+            return self._place(listening_socket(own, 0), order=order, failures=failed, saved=saved)
         except OSError as error:
             raise rendezvous.RendezvousFailedError(f"no rendezvous at {self._options.rendezvous}: {error}") from None
         except rendezvous.RunEndedError as ended:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.launch.addresses import split_endpoint
 from megatron.launch.agents.restart_policy import Failure, RestartPolicy
 from megatron.launch.child_processes import report
-from megatron.runtime.network import LOOPBACK, bound_socket
+from megatron.runtime.network import LOOPBACK, listening_socket
 
 SLICE_S = 0.5
 """Longest sleep: a signal that comes just before one is handled at its end."""
@@ -69,7 +69,7 @@ class Membership:
     master_addr: str
     master_port: int
     store_socket: socket.socket | None = None
-    """On the first node: what holds `master_port` until rank 0, which takes it over, listens."""
+    """On the first node: what listens on `master_port`. Rank 0 takes it over, and accepts those that have connected."""
     restarts: int = 0
     """Those of the run so far."""
 
@@ -106,8 +106,8 @@ class Rendezvous:
         if endpoint:
             _, port = split_endpoint(endpoint)
         try:
-            # held until rank 0 listens on it, so that no other program takes the port in between
-            held = bound_socket(LOOPBACK, port)
+            # it listens already: a rank whose connection is refused waits for up to a second before it tries again
+            held = listening_socket(LOOPBACK, port)
         except OSError as error:
             raise RendezvousFailedError(f"{error.strerror}; give another port, or none") from None
         return Membership(0, 1, LOOPBACK, held.getsockname()[1], held, self._policy.restarts)

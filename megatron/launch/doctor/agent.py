@@ -29,7 +29,7 @@ from megatron.measuring.disk import disk_rate, sync_seconds
 from megatron.resilience.shutdown import SIGNALS
 from megatron.runtime.commands import counted
 from megatron.runtime.devices import find_device, rank_variables
-from megatron.runtime.network import STORE_SOCKET, bound_socket, listen_address, listening_socket
+from megatron.runtime.network import STORE_SOCKET, listen_address, listening_socket
 
 PROGRAM = "megatron.launch.doctor.device_program"
 LOOK_S = 0.05
@@ -89,7 +89,7 @@ class HostCommands:
     def store(self, host: str) -> Port:
         """Hold the port at which the first rank of all is to serve the store."""
         address = listen_address(host)
-        self._store = bound_socket(address, 0)
+        self._store = listening_socket(address, 0)
         return Port(address, self._store.getsockname()[1])
 
     def groups(

@@ -6,6 +6,7 @@ between them is here. Where a comment in training/ says what DeepSpeed does, it 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -117,6 +118,15 @@ def sum_norms_as_it_can(device: Device) -> None:
     if not device.has_64_bits:
         # on the accelerator's object, which each sum of norms queries
         get_accelerator().is_fp64_supported = lambda: False
+
+
+def import_late_modules() -> None:
+    """Import, once for all ranks, what DeepSpeed imports where it joins them and builds an engine."""
+    import_muon_uncompiled()
+    late = "comm.mori", "module_inject.auto_ep_layer", "runtime.zero.muon.muon_optimizer"
+    for name in (f"deepspeed.{module}" for module in late):
+        with contextlib.suppress(ModuleNotFoundError):  # some releases lack it
+            importlib.import_module(name)
 
 
 def import_muon_uncompiled() -> None:
