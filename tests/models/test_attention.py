@@ -20,7 +20,7 @@ from megatron.models.attention.kernels import AttentionMask, SDPAttention, build
 from megatron.models.attention.layer import SelfAttention, Shared
 from megatron.models.attention.scores import Scores
 from megatron.models.positions import Packing, RotaryEmbedding, alibi_slopes, rotary_frequencies
-from megatron.options.config import ModelConfig
+from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.fused import EAGER
 from megatron.runtime import device_cpu
@@ -481,6 +481,25 @@ def test_kernel_is_chosen_by_device_and_need(
     model = ModelConfig(position_embedding_type=position, attention_dropout=dropout)
     ctx = ParallelContext(device=torch.device(device))
     assert type(build_kernel(model, ctx, packed=packed)).__name__ == kernel
+
+
+def test_dropout_takes_sdpa_where_torch_is_too_old_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.delattr(flex_attention, "AuxRequest")
+    ctx = ParallelContext(device=torch.device("cuda"))
+    dropping, plain = (ModelConfig(position_embedding_type="alibi", attention_dropout=rate) for rate in (0.1, 0.0))
+    assert isinstance(build_kernel(plain, ctx, packed=False), FlexAttention)
+    assert caplog.text == ""
+    assert isinstance(build_kernel(dropping, ctx, packed=False), SDPAttention)
+    assert "has no dropout in torch" in caplog.text
+    wanted = ModelConfig(attention_backend="flex", attention_dropout=0.1)
+    with pytest.raises(
+        ConfigError, match=r"attention_dropout=0\.1, but flex_attention has no dropout in torch .*; install torch 2\.9"
+    ):
+        build_kernel(wanted, ctx, packed=False)
 
 
 def test_heads_too_small_for_flex_take_sdpa() -> None:

@@ -89,6 +89,13 @@ class FlexAttention:
 # Dropout
 
 
+def has_dropout() -> bool:
+    """Return False where torch's flex_attention does not give the sums of what it drops, as before torch 2.9."""
+    from torch.nn.attention import flex_attention
+
+    return hasattr(flex_attention, "AuxRequest")
+
+
 def draw_seeds(q: Tensor) -> Tensor:
     """Draw three words for each head of q [B, n, Q, d] from the generator of its device: [B, 3 n] int32."""
     return torch.randint(-(2**31), 2**31, (q.shape[0], 3 * q.shape[1]), dtype=torch.int32, device=q.device)

@@ -6,6 +6,7 @@ rank, d head size. All are causal; `Scores` says what else is done with the scor
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.attention.blockwise import attend_blockwise, attend_widened, is_faster
-from megatron.models.attention.flex import FlexAttention
+from megatron.models.attention.flex import FlexAttention, has_dropout
 from megatron.models.attention.scores import PLAIN, Scores, scores_of
 from megatron.models.positions import Packing
-from megatron.options.config import ModelConfig
+from megatron.options.config import ConfigError, ModelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import products
 from megatron.runtime.device_cpu import BLOCKWISE_LENGTHS
 from megatron.runtime.devices import device_of
+
+log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Masks
@@ -259,6 +262,22 @@ def _choose_backend(model: ModelConfig, ctx: ParallelContext, scores: Scores, *,
     return "flex" if wants_flex and model.suits_flex else "sdpa"
 
 
+def _in_place_of_flex(model: ModelConfig, ctx: ParallelContext) -> str:
+    """Return the backend to take where flex_attention has no dropout in this torch. Raises ConfigError."""
+    lacks = f"flex_attention has no dropout in torch {torch.__version__}"
+    remedy = "install torch 2.9 or newer, or set attention_dropout=0"
+    if model.attention_backend == "flex":
+        raise ConfigError([f"attention_dropout={model.attention_dropout}, but {lacks}; {remedy}, or use sdpa"])
+    if ctx.rank == 0:
+        log.warning(
+            "attention_dropout=%g takes SDPA with a mask in memory, slower and larger than planned: %s; %s",
+            model.attention_dropout,
+            lacks,
+            remedy,
+        )
+    return "sdpa"
+
+
 def build_kernel(
     model: ModelConfig,
     ctx: ParallelContext,
@@ -268,7 +287,7 @@ def build_kernel(
     length: int | None = None,
     scores: Scores | None = None,
 ) -> Callable[..., Tensor]:
-    """Return the attention kernel for whole rows on the device.
+    """Return the attention kernel for whole rows on the device. Raises ConfigError.
 
     `packed`: rows hold several documents. `length`: tokens of a row; None: more than a window. `scores`: of the heads
     that it is for; None: this rank's.
@@ -276,6 +295,8 @@ def build_kernel(
     scores, device = scores or scores_of(model, ctx, window), device_of(ctx.device.type)
     is_cut = window is not None and (length is None or window < length)
     backend = _choose_backend(model, ctx, scores, is_masked=packed or is_cut or scores.slopes is not None)
+    if backend == "flex" and model.attention_dropout > 0 and not has_dropout():
+        backend = _in_place_of_flex(model, ctx)
     if backend == "fused_hpu":
         return FusedHPUAttention(scores, fast_softmax=model.use_fast_softmax, recompute=model.fused_sdpa_recompute)
     if backend == "flex":

@@ -129,8 +129,8 @@ class UpdateGate:
         """
         # in one all-reduce: at hundreds of ranks each further one would cost as much as this
         ctx, losses = self._ctx, self._losses
-        # the host's time between backward and update, in which every operator counts: few, and one that joins them
-        # what is in no other sum: its value says nothing, but a sum keeps what is not finite, of whichever rank
+        # the host's time between backward and update: every operator counts, so few of them, and one that joins.
+        # Here is what no other sum has: its value says nothing, but a sum keeps what is not finite, of whichever rank
         beside: list[Tensor] = []
         loss, of_layers = self._own_losses(beside)
         if uncounted:
