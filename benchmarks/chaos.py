@@ -87,11 +87,14 @@ class Outcome:
 
 
 def session_leaders(pid: int) -> list[int]:
-    """The live processes below this one that lead a session, as ranks do, but its own child, the agent."""
+    """Live processes below this one that lead a session, as ranks do, but its own child, the agent; oldest first."""
     try:
         launcher = psutil.Process(pid)
         below = set(launcher.children(recursive=True)) - set(launcher.children())
-        return sorted(child.pid for child in below if os.getsid(child.pid) == child.pid and child.status() != "zombie")
+        leaders = [child for child in below if os.getsid(child.pid) == child.pid and child.status() != "zombie"]
+        # not by the ids alone, which begin at the lowest again after the largest
+        leaders.sort(key=lambda leader: (leader.create_time(), leader.pid))
+        return [leader.pid for leader in leaders]
     except (psutil.NoSuchProcess, ProcessLookupError):
         return []
 
