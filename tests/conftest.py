@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from tests.habana import skip_with_cuda
 from tests.ranks import RankPools
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
+# imports and tests make a million objects, and a third of the time to collect the tests would be spent on garbage
+gc.disable()
 # before torch is imported: ranks of one machine share its cores
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/hub_server.py is a stand-in for it
@@ -55,6 +58,12 @@ LONG_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # no later collection looks through them
 
 
 @pytest.fixture(scope="session")
