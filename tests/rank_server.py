@@ -17,15 +17,18 @@ from multiprocessing.connection import Connection
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 del os.environ["LD_PRELOAD"]  # it counts in ranks, not in the programs that they start
 
-import deepspeed
-import torch
-import torch._dynamo  # the first recomputed layer does; one second
-from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.zero import parameter_offload
+from megatron.runtime.first_steps import importing
 
-import megatron.train
-import megatron.training.build
-import megatron.training.loop  # noqa: F401
+with importing():
+    import deepspeed
+    import torch
+    import torch._dynamo  # the first recomputed layer does; one second
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.zero import parameter_offload
+
+    import megatron.train
+
+    megatron.train.preload()
 
 LINEAR = torch.nn.functional.linear
 LRU_CACHE = type(functools.cache(len))

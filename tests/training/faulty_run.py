@@ -1,6 +1,6 @@
 """Runs of megatron.train under tools/hosts.py in which one rank meets a fault at a given step.
 
-`Zygote` starts this file once; it imports torch and deepspeed, and forks the launcher and the ranks of each run from
+`Zygote` starts this file once; it imports what ranks need, and forks the launcher and the ranks of each run from
 itself, which spares every rank the seconds of the imports. Only how a process comes to be differs from a real launch.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.runtime.first_steps import importing
 from tests.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,11 +242,16 @@ def copy_to(reading: int, path: Path) -> None:
 
 def serve() -> None:
     """Fork a launcher for each line of stdin, and say on stdout how each ended."""
-    import deepspeed  # noqa: F401
-    import torch
-    import torch.utils.tensorboard.writer
+    with importing():
+        import deepspeed  # noqa: F401
+        import torch
+        import torch.utils.tensorboard.writer
 
-    import megatron.launch.agents.agent  # noqa: F401
+        import megatron.launch.agents.agent
+        import megatron.train
+
+        megatron.train.preload()
+    gc.freeze()  # no collection of a fork writes to all of these objects
 
     torch.set_num_threads(1)
 
