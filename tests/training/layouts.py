@@ -87,9 +87,11 @@ def evaluate_loaded(arguments: str, load: str) -> float:
     return _evaluate(engine, task)
 
 
-def train(arguments: str, steps: int, build: Callable[[str], tuple[Engine, PretrainTask]] = build) -> dict[str, Any]:
-    """Losses and gradient norms of `steps` steps, then the validation loss."""
-    engine, task = build(arguments)
+def train(
+    arguments: str, steps: int, build: Callable[[str], tuple[Engine, PretrainTask]] = build, *, first: str = ""
+) -> dict[str, Any]:
+    """Losses and gradient norms of `steps` steps, then the validation loss. The state after one is saved in `first`."""
+    engine, task = build(f"{arguments} --save {first}" if first else arguments)
     training = engine.config.training
     schedule = Schedule(training, engine.config.optimizer)
     losses, norms, scales = [], [], []
@@ -105,6 +107,8 @@ def train(arguments: str, steps: int, build: Callable[[str], tuple[Engine, Pretr
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         scales.append(engine.loss_scale)
+        if first and step == 0:
+            save(engine, 1)
     return {
         "losses": losses,
         "norms": norms,

@@ -29,7 +29,7 @@ from tests.training.test_layouts import (
     reference_of,
 )
 
-STEPS = 3
+STEPS = 2
 """Each compares the gradients and the update; of one process twenty show that it learns."""
 CHEAP = {(0, "221s"), (1, "122s"), (0, "112")}
 """Model and layout of the cases that are not slow."""

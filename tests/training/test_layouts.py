@@ -17,8 +17,9 @@ from tests.ranks import RankPools
 from tests.training import layouts
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-STEPS = 3
-"""Each compares the gradients and the update; most of their time is that of collectives."""
+STEPS = 2
+"""Each compares the gradients and the update, the last of which the validation sees; most of their time is that of
+collectives."""
 LEARNED = 8
 LAYOUTS = ["111", "211", "121", "112", "221", "212", "122", "411", "141"]
 """Pipeline, tensor and data-parallel sizes; with an `s`, sequence parallelism too."""
@@ -151,8 +152,8 @@ def test_packed_documents_with_masked_loss_are_layout_independent(ranks: RankPoo
         "--no-pipeline-parallel",
         "--optimizer adam",
         pytest.param("--no-decoupled-weight-decay --zero-stage 1", marks=pytest.mark.slow),
-        "--train-iters 4 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 1",
-        "--train-iters 4 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 3",
+        "--train-iters 2 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 1",
+        "--train-iters 2 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 50 --zero-stage 3",
         "--pipeline-partition-method uniform --pipeline-model-parallel-size 2",
         pytest.param(
             "--pipeline-partition-method type:TransformerLayer --pipeline-model-parallel-size 2", marks=pytest.mark.slow
@@ -191,6 +192,7 @@ def test_bf16_stays_near_float32(ranks: RankPools, reference: Any, model: str, l
     assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=2e-4)
     assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-3)
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+    assert result["validation"] == pytest.approx(expected["validation"], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,7 @@ def test_a_loss_that_adds_to_the_optimizers_gradients_stays_near_float32(
     assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=2e-4)
     assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-3)
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+    assert result["validation"] == pytest.approx(expected["validation"], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +230,7 @@ def test_fp16_stays_near_float32(ranks: RankPools, reference: Any, layout: str) 
     flags = f"{layouts.MODELS['bloom_learned']} {flags} --initial-loss-scale 1024"
     result = ranks(world_size)(layouts.train_fp16, flags, STEPS)[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    assert result["validation"] == pytest.approx(expected["validation"], rel=1e-3)
     assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3)
     assert result["skipped"] == 0
 
