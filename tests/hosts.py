@@ -195,6 +195,12 @@ class Host:
         _call(*self._entered("--mount"), "mount", "--bind", str(own), str(path))
         return own
 
+    def own_file(self, path: Path, text: str) -> None:
+        """Give the host another text at `path`, a file. Only processes started from now on are sure to see it."""
+        own = self._folder / f"file.{self.name}.{path.name}"
+        own.write_text(text)
+        _call(*self._entered("--mount"), "mount", "--bind", str(own), str(path))
+
     def full_disk(self, path: Path) -> None:
         """Give the host a disk at `path`, a folder, that takes a few kB more."""
         _call(*self._entered("--mount"), "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(path))
@@ -215,6 +221,17 @@ class Host:
         """Lose this part of what is sent to it, data and acknowledgements, at random. Needs nft."""
         chain = f"type filter hook ingress device eth0 priority 0; numgen random mod 100 < {percent} drop;"
         _call(*self._entered("--net"), "nft", f"table netdev loss {{ chain arriving {{ {chain} }}; }}")
+
+    def slow_link_to(self, other: Host, bits_a_second: int) -> None:
+        """Send to one other host at this rate, to the rest as before. Needs tc, and HTB and u32 in the kernel."""
+        rules = [
+            "qdisc replace dev eth0 root handle 1: htb default 1",
+            "class add dev eth0 parent 1: classid 1:1 htb rate 100gbit",
+            f"class add dev eth0 parent 1: classid 1:2 htb rate {bits_a_second}bit",
+            f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {other.address}/32 flowid 1:2",
+        ]
+        for rule in rules:
+            _call(*self._entered("--net"), "tc", *rule.split())
 
     def namespace(self, kind: str) -> str:
         """The file by which a process enters a namespace of it: net, uts."""

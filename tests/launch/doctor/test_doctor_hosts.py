@@ -1,8 +1,9 @@
-"""megatron-doctor over two hosts with sshd, their own disks and addresses."""
+"""megatron-doctor over hosts with sshd, their own disks and addresses."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -12,8 +13,35 @@ import pytest
 
 from tests.host_runs import ROOT, python_processes
 from tests.hosts import Host, Hosts, send_signal, why_not
+from tests.training import link_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+
+PRODUCTS = ROOT / "megatron" / "parallel" / "operators" / "products.py"
+WRONG = """
+right = mm
+
+
+def mm(a, b, out=None):
+    product = right(a, b, out)
+    product[3, 5] += 1
+    return product
+"""
+"""At the end of the file of products: one number is wrong, always by as much."""
+SLOW = """
+import os
+
+right = mm
+
+
+def mm(a, b, out=None):
+    if os.sched_getaffinity(0) == {max(range(os.cpu_count()))}:
+        for _ in range(3):
+            right(a, b, out)
+    return right(a, b, out)
+"""
+"""One core takes four times as long."""
 
 
 def command(file: Path, folder: Path) -> list[str]:
@@ -73,3 +101,35 @@ def test_a_host_that_is_cut_off_is_named_and_a_kill_leaves_nothing(tmp_path: Pat
         while any(python_processes(host) for host in every):
             assert time.monotonic() < deadline_s, [host.run("pgrep", "-af", "python").stdout for host in every]
             time.sleep(0.1)
+
+
+def test_a_slow_link_a_slow_core_a_full_disk_and_a_wrong_multiplier_are_four_names(tmp_path: Path) -> None:
+    if reason := link_runs.why_not():
+        pytest.skip(reason)
+    with Hosts(4, tmp_path / "hosts") as hosts:
+        (tmp_path / "disk").mkdir()
+        full, wrong, slow, far = hosts
+        full.full_disk(tmp_path / "disk")
+        wrong.own_file(PRODUCTS, PRODUCTS.read_text() + WRONG)
+        slow.own_file(PRODUCTS, PRODUCTS.read_text() + SLOW)
+        slow.slow_link_to(far, 125_000_000)
+        far.slow_link_to(slow, 125_000_000)
+        words = command(listed(list(hosts), tmp_path), tmp_path / "disk")
+        run = hosts.login.run(*words, "--device", "cpu", "--json", folder=ROOT, timeout_s=600)
+        assert run.returncode == 1, run.stdout + run.stderr
+        found = json.loads(run.stdout)["suspicions"]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for each in found:
+        reasons.setdefault((each["host"], each["kind"]), []).append(each["reason"])
+    assert any("its folder cannot be written" in reason for reason in reasons.pop((full.address, "disk")))
+    assert any("computes wrongly" in reason for reason in reasons.pop((wrong.address, "device")))
+    core = max(range(os.cpu_count() or 1))
+    assert any(reason.startswith(f"core {core} multiplies at") for reason in reasons.pop((slow.address, "device")))
+    pairs = {frozenset((each["host"], each["peer"])) for each in found if each["kind"] == "link"}
+    assert pairs == {frozenset((slow.address, far.address))}
+    # and what else is true: a disk without room, and two hosts whose package is not that of the others
+    of_facts = {host: said for (host, kind), said in reasons.items() if kind == "facts"}
+    assert set(reasons) - {(host, "facts") for host in of_facts} <= {(slow.address, "link"), (far.address, "link")}
+    assert all("GB free" in reason for reason in of_facts.pop(full.address))
+    assert set(of_facts) <= {wrong.address, slow.address}
+    assert all("its megatron is" in reason for said in of_facts.values() for reason in said), of_facts
