@@ -217,9 +217,8 @@ class _Step:
     def moments(self) -> Iterator[Moment]:
         """Yield each moment at which the total may be largest."""
         state = self.state
-        # an evaluation keeps nothing for a backward pass: a layer's activations are freed by the next one's
         if self.config.training.skip_train:
-            yield "forward", self.at(0, 0, max(layer.memory.kept for layer in self.layers))
+            yield from self._moments_of_evaluation()
             return
         yield from _BackwardPass(self, is_first=True).moments()
         # what autograd makes for a later microbatch is added to the gradients that are there
@@ -231,6 +230,17 @@ class _Step:
         if not state.bucket:  # or each bucket is reduced when it is full, within the backward pass
             yield "reduction", self.at(gradients, 0, state.at_reduction)
         yield "update", self.at(gradients, 0, state.at_update)
+
+    def _moments_of_evaluation(self) -> Iterator[Moment]:
+        """Yield those of a pass that keeps nothing for another: a layer's activations are freed by the next one's."""
+        gathered = self.state.gathered
+        yield "forward", self.at(0, max(layer.memory.kept for layer in self.layers), gathered)
+        yield "end of the forward pass", self.at(0, 0, gathered + self.state.prefetched)
+        if self.is_last_stage:
+            last = self.layers[-1]
+            loss = loss_memory(last.declaration, self.config)
+            entered = MicrobatchSizes(self.config).stream_bytes
+            yield "loss", self.at(0, entered + last.memory.kept, gathered + loss.forward)
 
     def at(self, gradients: int, activations: int, temporary: int) -> StageMemory:
         state = self.state

@@ -326,10 +326,10 @@ def _with_average(rank: ZeroRank, state: SharedState) -> SharedState:
 
 
 def _of_evaluation(rank: ZeroRank) -> SharedState:
-    weights = rank.parameters * rank.number_bytes
     if rank.config.effective_zero_stage < 3:
-        return SharedState(weights)
-    return SharedState(-(-weights // rank.shard_size))
+        return SharedState(rank.parameters * rank.number_bytes)
+    state = _zero_3(rank)
+    return SharedState(state.weights, gathered=state.gathered, prefetched=state.prefetched)
 
 
 def _of_training(rank: ZeroRank) -> SharedState:

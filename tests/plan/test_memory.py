@@ -119,6 +119,22 @@ def test_a_whole_run_with_its_data_and_watchdog_is_within_5_percent_too(ranks: R
         assert stage.memory.total == pytest.approx(measured, rel=LIMIT)
 
 
+@pytest.mark.parametrize("more", ["", "--seq-length 128 --zero-stage 3"])
+def test_an_evaluation_is_within_5_percent_too(ranks: RankPools, tmp_path: Path, more: str) -> None:
+    write_dataset(tmp_path / "data", 400, 4000)
+    arguments = (
+        f"{COMMON} {LLAMA} --data-path {tmp_path}/data --split 50,50,0 --train-iters 1 --num-layers 3 "
+        "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 704 --vocab-size 4000 --seq-length 512 "
+    )
+    saved = f"{arguments} --eval-iters 0 --save {tmp_path}/saved"
+    assert ranks(1)(train, saved) == [""]
+    evaluation = f"{arguments} {more} --eval-iters 2 --skip-train --load {tmp_path}/saved"
+    run = parse_arguments([*TINY.split(), *evaluation.split()])[0]
+    (stage,) = memory_by_stage(run, copies(run, 2))
+    for measured in ranks(2)(peak_of_a_whole_run, evaluation):
+        assert stage.memory.total == pytest.approx(measured, rel=LIMIT)
+
+
 @pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(case=cases())
