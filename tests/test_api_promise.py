@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,33 @@ def test_the_newest_export_is_that_after_most_samples(tmp_path: Path) -> None:
     for name in ("samples_600", "samples_1200", "samples_1200.unfinished", "best"):
         (tmp_path / "hf_format" / name).mkdir(parents=True)
     assert run.export == tmp_path / "hf_format" / "samples_1200"
+    (tmp_path / "hf_format" / "last_epoch").mkdir()
+    assert run.export == tmp_path / "hf_format" / "last_epoch"
+
+
+def test_folders_that_options_name_elsewhere_are_found(tmp_path: Path) -> None:
+    run = api.TrainedRun(tmp_path / "run")
+    assert run.checkpoints == tmp_path / "run" / "checkpoints"
+    (tmp_path / "models" / "samples_8").mkdir(parents=True)
+    run.folder.mkdir()
+    folders = f"save: {tmp_path / 'saves'}, save_hf: {tmp_path / 'models'}"
+    (run.folder / "config.yaml").write_text(f"checkpoint: {{{folders}}}\n")
+    assert (run.checkpoints, run.export) == (tmp_path / "saves", tmp_path / "models" / "samples_8")
+    (run.folder / "checkpoints").mkdir()
+    assert run.checkpoints == run.folder / "checkpoints", "the results may have been moved"
+
+
+def test_no_row_of_an_evaluation_is_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"kind": "valid_set", "iteration": 0, "set": "a", "lm_loss": 2.0},
+        {"kind": "valid_set", "iteration": 0, "set": "b", "lm_loss": 3.0},
+        {"kind": "valid", "iteration": 0, "lm_loss": 2.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = api.TrainedRun(tmp_path)
+    assert run.rows("valid_set") == rows[:2]
+    assert run.rows("valid") == rows[2:]
+    assert run.rows() == [], "it has trained no step"
 
 
 def test_options_become_flags_of_a_command() -> None:

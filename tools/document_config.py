@@ -28,7 +28,7 @@ In a [preset](families.md), a YAML file, options are grouped by the sections bel
   one overrides an earlier one, option by option: `--config llama32_1b --config sft_llama`.
 - Dashes and underscores are equivalent. A boolean flag alone means true, `--no-FLAG` false. `none` unsets an option.
 - `--print-config` prints the resolved config; a run saves it as `config.yaml`. All errors are reported together.
-- The data-parallel size is the number of ranks / (tensor x pipeline).
+- The data-parallel size is the number of ranks / (tensor x context x pipeline).
 """
 
 BOUNDS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}

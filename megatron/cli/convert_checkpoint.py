@@ -168,13 +168,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_push_flag(parser)
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of an hf weights file (default: 5GB)"
+        "--max-shard-size", metavar="SIZE", help=f"largest size of an hf weights file (default: {SHARD_SIZE})"
     )
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="compare tensors and logits of result and source (default: if transformers is installed)",
+        help="compare the tensors of result and source, and the logits if transformers is installed (--verify demands "
+        "that; default: on)",
     )
     parser.add_argument(
         "--verify-limit",
@@ -195,7 +196,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+SHARD_SIZE = "5GB"
 ONLY_FOR = {
+    "max_shard_size": (("hf",), "has files of its own"),
     "dtype": (("hf", "peft"), "holds float32 weights"),
     "tokenizer": (("hf", "peft"), "holds float32 weights"),
     "push_to_hub": (("hf", "peft"), "is a format that the hub does not know"),
@@ -206,7 +209,7 @@ ONLY_FOR = {
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Read the largest size of a file, and exit with a message for flags that contradict each other."""
-    size = re.fullmatch(r"([0-9]+) *([KMG]I?B)?", arguments.max_shard_size.upper())
+    size = re.fullmatch(r"([0-9]+) *([KMG]I?B)?", (arguments.max_shard_size or SHARD_SIZE).upper())
     if not size or not int(size[1]):
         parser.error(
             f"--max-shard-size {arguments.max_shard_size} must be a positive number with KB, MB, GB, KiB, MiB or GiB"
@@ -331,10 +334,7 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
         checked = source.source.verify() if workers is None else workers.verify()
         print(f"checked: {checked}", flush=True)
         write(source, work, arguments, workers)
-        wanted = arguments.verify
-        if wanted is None:
-            wanted = importlib.util.find_spec("transformers") is not None
-        if not wanted:
+        if arguments.verify is False:
             return
         # DeepSpeed's folder names no model: it is opened by what the source was opened by
         preset, architecture = None, None

@@ -38,11 +38,12 @@ DESCRIPTION = "Print the plan of a run on a number of devices: layout, parameter
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    options, flags = plan_parser().parse_known_args(arguments)
+    parser = plan_parser()
+    options, flags = parser.parse_known_args(arguments)
     try:
+        check_measure_flags(options, parser.parse_args([]))
         if options.measure is not None:
             return measure(options, flags)
-        check_measure_flags(options)
         check_search(options)
         if options.search:
             sys.stdout.write(search_text(options, with_chip(flags)))

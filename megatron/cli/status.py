@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     paths = [Path(path) for path in options.runs]
     try:
-        found = [status_of(read_recorded(path, str(path))) for path in paths]
+        found = [status_of(read_recorded(path, str(path), needs_steps=False)) for path in paths]
     except ReportError as error:
         print(f"status: {error}", file=sys.stderr)
         return REFUSED

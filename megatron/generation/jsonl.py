@@ -24,8 +24,11 @@ ID_KEYS = ("ids", "prompt_ids")
 INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
 """Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
 SURROGATE = re.compile("[\ud800-\udfff]")
-OF_MODEL = ("load", "lora_base", "merge_adapter", "precision", "quantize_base")
-"""Options of the model that change its answers. A run may continue on another layout."""
+OF_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "device", "distributed_timeout_minutes", "load_fallback",
+)  # fmt: skip
+"""Options of the model that change none of its answers: a file may be continued with others."""
 OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens", "token_ids")
 
 
@@ -162,7 +165,7 @@ class ResultFile:
             raise DataError(f"another process is writing to --output {path}; wait until it ends, or choose another")
         self._state_path = path.with_name(f".{path.name}.options.json")
         options = {
-            **{name: getattr(command.load, name) for name in OF_MODEL},
+            **{name: value for name, value in dataclasses.asdict(command.load).items() if name not in OF_LAYOUT},
             **{name: getattr(command.prompts, name) for name in OF_PROMPTS},
             **dataclasses.asdict(command.generation),
             # the newest checkpoint of a run that goes on is another one at the next start

@@ -437,6 +437,9 @@ def _faults_of_both(prompts: PromptOptions, generation: GenerationOptions) -> It
     """Describe the options of the choice of tokens that do not fit those of the prompts."""
     if (prompts.chat or prompts.benchmark) and generation.num_samples > 1:
         yield f"--num-samples {generation.num_samples} is for --prompt and --input; leave it out"
+    has_lines = prompts.output is not None or prompts.input is not None or prompts.benchmark
+    if generation.logprobs is not None and not has_lines:
+        yield f"--logprobs {generation.logprobs} is for JSON lines; give --output FILE or --input FILE, or leave it out"
     # which text wins is known at its end alone
     if prompts.chat and generation.num_beams > 1:
         yield "--num-beams is not for --chat, which prints a text while it grows; leave it out"

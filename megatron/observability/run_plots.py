@@ -26,10 +26,10 @@ Points = tuple[list[int], list[float]]
 """Iterations and values. NaN leaves a gap."""
 
 
-def read_run(path: Path) -> list[Row]:
+def read_run(path: Path, *, needs_steps: bool = True) -> list[Row]:
     """Return the rows of a run's metrics.jsonl, without a last line that is still being written.
 
-    Raises PlotError if the file is missing, broken, or holds no training row.
+    Raises PlotError if the file is missing, broken, or holds no training row although it needs one.
     """
     file = path / METRICS_FILE if path.is_dir() else path
     if not file.is_file():
@@ -44,7 +44,7 @@ def read_run(path: Path) -> list[Row]:
             if not line.endswith("\n"):  # the run is still writing it
                 break
             raise PlotError(f"{file}, line {number}: {error}") from None
-    if not any(row.get("kind") == "train" for row in rows):
+    if needs_steps and not any(row.get("kind") == "train" for row in rows):
         raise PlotError(f"{file} has no training row; a run writes one every log_interval steps")
     return rows
 

@@ -22,6 +22,8 @@ RECENT = 16
 SILENT_ROWS, LEAST_SILENCE_S = 10, 120.0
 """Times of a row, and seconds at least, without a new row after which a run without an end is called silent: saves and
 validations take their time too."""
+FIRST_SILENCE_S = 1800.0
+"""The same before the first row of a step: compiling may take as long as collectives wait, by default."""
 SHOWN_WARNINGS = SHOWN_FAULTS = 3
 """Newest ones that are shown."""
 SHOWN_HOSTS = 4
@@ -37,7 +39,7 @@ class RunStatus:
     state: str
     """running, silent, done, stopped or failed."""
     reason: str
-    """The reason of its end, or the time for which it has been silent."""
+    """The reason of its end, the time for which it has been silent, or that no step is logged yet."""
     iteration: int
     last_iteration: int | None
     loss: float | None
@@ -105,16 +107,18 @@ def _rate(tokens_per_second: float | None, step_s: float | None) -> str:
 def status_of(run: ReportedRun, now_s: float | None = None) -> RunStatus:
     """Return the status of a run at a Unix time, by default now."""
     now_s = time.time() if now_s is None else now_s
+    start = run.starts[-1].row if run.starts else {}
     steps = run.of_kind("train")
-    newest, recent = steps[-1], steps[-RECENT:]
-    age_s = max(0.0, now_s - max(float(row.get("time") or 0) for row in run.rows))
+    # a run may end, or hang, before its first log line
+    newest = steps[-1] if steps else {"iteration": _number(str(start.get("resumed_iteration"))) or 0}
+    recent = steps[-RECENT:]
+    age_s = max(0.0, now_s - _newest_s(run))
     step_s, rate = _median(recent, "iteration_time_s"), _median(recent, "tokens_per_second")
     state, reason = _state(run, age_s, step_s, recent)
     last = _number(run.options.get("train_iters"))
     left_s = None
     if state in ("running", "silent"):
         left_s = _left(run, newest, last, step_s, _median(recent, "samples_per_second"))
-    start = run.starts[-1].row if run.starts else {}
     hosts = start.get("hosts")
     return RunStatus(
         name=str(run.folder),
@@ -143,11 +147,21 @@ def _state(run: ReportedRun, age_s: float, step_s: float | None, recent: list[Ro
     if run.starts and run.starts[-1].kind != "open":
         kind, cause = run.starts[-1].kind, run.starts[-1].cause
         return kind, "" if kind == "done" else cause
-    steps = statistics.median(row.get("steps") or 1 for row in recent)
-    limit_s = max(LEAST_SILENCE_S, SILENT_ROWS * steps * (step_s or 0.0))
+    reason = ""
+    if recent:
+        steps = statistics.median(row.get("steps") or 1 for row in recent)
+        limit_s = max(LEAST_SILENCE_S, SILENT_ROWS * steps * (step_s or 0.0))
+    else:
+        reason, limit_s = "no step is logged yet", FIRST_SILENCE_S
     if age_s > limit_s:
         return "silent", f"no row for {duration(age_s)}: it was killed, or hangs, or saves"
-    return "running", ""
+    return "running", reason
+
+
+def _newest_s(run: ReportedRun) -> float:
+    """Return the Unix time of the newest row, or of the last start, if that is later or there is no row."""
+    times = [float(row.get("time") or 0) for row in run.rows]
+    return max([*times, *(start.began_s for start in run.starts[-1:])], default=0.0)
 
 
 def _left(

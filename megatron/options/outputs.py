@@ -186,7 +186,8 @@ class LoggingConfig:
     memory, restarts and the newest save at each log line, from rank 0. Unset: none."""
     alert_command: str | None = None
     """Command, run without a shell, that gets a JSON object on stdin when the run ends by an error or hangs, at a bad
-    step, at a slow link and when saves fail. The launcher's agent starts it. Unset: none."""
+    step, at a slow link, at a rank that computes wrongly and when saves fail. The launcher's agent starts it. Unset:
+    none."""
     alert_webhook: str | None = None
     """http(s) address that the same is posted to, or a file that holds the address, so that no secret in it is stored.
     Unset: none."""
@@ -217,7 +218,7 @@ class LoggingConfig:
     """Measure the time that each rank spends on its own work in forward, backward, update and data, and log the spread
     and the rank that holds up the others."""
     link_probe_interval: NonNegative | None = None
-    """Steps between two probes of the links between ranks, in multiples of 10, beside those where steps take longer
+    """Steps between two probes of the links between ranks, rounded up to tens, beside those where steps take longer
     than before; a link that two of them find slow is named. Unset: the latter alone, and over several hosts of CPUs
     alone. 0: none."""
     log_max_attention_logit: bool = False

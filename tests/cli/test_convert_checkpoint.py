@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -226,6 +227,23 @@ def test_a_wrong_tensor_is_found_above_the_limit(
     assert names(tmp_path) == ["hf"]
 
 
+def test_tensors_are_compared_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("llama_gqa", tmp_path / "hf")
+    find = importlib.util.find_spec
+
+    def found(name: str) -> Any:
+        return None if name == "transformers" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    convert_to("native", tmp_path / "hf", tmp_path / "native")
+    assert re.search(r"verified: \d+ tensors equal; logits not compared: transformers is not", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        convert("--load", tmp_path / "hf", "--save", tmp_path / "other", "--to", "native", "--verify")
+    assert "--verify needs transformers" in capsys.readouterr().err
+
+
 def test_no_verify_reads_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +372,7 @@ def test_a_source_whose_tensors_do_not_fit_is_refused_before_anything_is_written
         ["--to", "universal", "--tokenizer", "x"],
         ["--to", "hf", "--max-shard-size", "much"],
         ["--to", "hf", "--max-shard-size", "0"],
+        ["--to", "native", "--max-shard-size", "1GB"],
         ["--to", "onnx"],
     ],
 )

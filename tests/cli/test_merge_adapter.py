@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli.merging import merge_adapter, merge_peft_adapter
+from megatron.cli.merging.merge_adapter import newest_export
 from megatron.runtime.files import IMPORT_ROOT, locked_output
 from megatron.weights.peft import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
@@ -138,6 +139,13 @@ def test_the_newest_export_of_a_run_is_merged(tmp_path: Path, capsys: pytest.Cap
     assert f"warning: 2 adapters are exports of one run, {exports[0].parent}" in capsys.readouterr().out
     assert merge(tmp_path / "base", tmp_path / "mean", *(f"{folder}=0.5" for folder in exports)) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_the_only_export_of_a_run_is_its_newest(tmp_path: Path) -> None:
+    last = tmp_path / "run" / "hf_format" / "last_epoch"
+    for folder in (last, last.parent / "samples_90", last.parent / "best"):
+        folder.mkdir(parents=True)
+    assert newest_export(tmp_path / "run") == newest_export(last.parent) == last
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])

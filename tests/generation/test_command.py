@@ -50,6 +50,8 @@ def test_stop_strings_may_be_escaped(folder: str) -> None:
         ("--load . --input none.jsonl", "--input none.jsonl is not a file"),
         ("--load . --prompt a --output none/out.jsonl", "the folder does not exist"),
         ("--load . --chat --output out.jsonl", "--output out.jsonl is for --prompt and --input"),
+        ("--load . --prompt a --logprobs 2", "--logprobs 2 is for JSON lines; give --output FILE or --input FILE"),
+        ("--load . --chat --logprobs 2", "--logprobs 2 is for JSON lines"),
         ("--load . --prompt a --overwrite", "--overwrite has no effect without --output"),
         ("--load . --prompt a --system be", "add --as-chat"),
         ("--load . --chat --num-beams 2", "--num-beams is not for --chat"),

@@ -163,6 +163,10 @@ def test_all_nodes_of_a_hostsfile_are_launched(tmp_path: Path) -> None:
         (("--measure", "r.yaml", "--num-devices", "0"), "--num-devices 0 must be at least 1"),
         (("--measure", "r.yaml", "--device", "tpu"), "--device 'tpu' must be auto, hpu, cuda, cpu"),
         (("--measure", "r.yaml", "--config", "bloom_13b"), "not --config bloom_13b; leave it out"),
+        (("--measure", "r.yaml", "--search"), "--measure FILE does not read --search; leave one of them out"),
+        (("--measure", "r.yaml", "--output", "p.html"), "does not read --output"),
+        (("--measure", "r.yaml", "--devices-per-node", "4"), "does not read --devices-per-node"),
+        (("--measure", "r.yaml", "--device-hour-price", "2"), "does not read --device-hour-price"),
         (("--measure", "r.yaml", "--measure-folder", "none"), "--measure-folder none is not a folder"),
         (("--measure", "r.yaml", "--hostsfile", "none"), "hostsfile none does not exist"),
         (

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.cli import status
 from megatron.observability.report.recorded import read_recorded
-from megatron.observability.status import LEAST_SILENCE_S, RunStatus, status_of
-from tests.observability.test_report import START_S, recheck, start, step, write_run
+from megatron.observability.status import FIRST_SILENCE_S, LEAST_SILENCE_S, RunStatus, status_of
+from tests.observability.test_report import START_S, end, recheck, start, step, write_run
 
 NEWEST_S = START_S + 200
 """Time of the last row of a step."""
@@ -88,6 +88,28 @@ def test_a_run_without_new_rows_is_silent(tmp_path: Path, step_s: float, limit_s
     late = seen(run, NEWEST_S + limit_s + 1)
     assert late.state == "silent"
     assert not late.is_well
+
+
+def test_a_run_that_ends_or_hangs_before_its_first_log_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its exit status is that of a run which has failed or is silent, not that of a wrong folder."""
+    run = write_open_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": "memory", "iteration": 0, "time": START_S + 5}) + "\n")
+
+    def found(now_s: float) -> RunStatus:
+        return status_of(read_recorded(run, "run", needs_steps=False), now_s)
+
+    begun = found(START_S + 65)
+    assert (begun.state, begun.reason, begun.iteration, begun.row_age_s) == ("running", "no step is logged yet", 0, 60)
+    assert (begun.loss, begun.step_s, begun.left_s, begun.is_well) == (None, None, None, True)
+    assert found(START_S + 6 + FIRST_SILENCE_S).state == "silent"
+    assert status.main([str(run)]) == status.UNWELL
+    (run / "run.json").write_text(json.dumps({"starts": [start(0, 0, 0, end(9, "DataError: x", "failed", 0))]}))
+    assert status.main([str(run)]) == status.UNWELL
+    assert "  state         failed: DataError: x\n" in capsys.readouterr().out
+    (run / "run.json").unlink()
+    (run / "metrics.jsonl").write_text("")
+    assert status.main([str(run)]) == 2
+    assert "no start in run.json" in capsys.readouterr().err
 
 
 def test_the_ends_of_starts(tmp_path: Path) -> None:

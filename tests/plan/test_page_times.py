@@ -275,6 +275,10 @@ def test_a_run_is_planned_by_its_own_config(tmp_path: Path, capsys: pytest.Captu
     write_run(folder, predicted(2, 4))
     (folder / "config.yaml").write_text(to_yaml(run(2, 4)))
     words = ["--compare", str(folder), "--train-iters", "9"]
+    (folder / "config.yaml").rename(folder / "other.yaml")
+    assert main([*words, "--device", "gaudi2", "--num-devices", "4"]) == 2, "beside the default model"
+    assert "config.yaml is not there; give the run's --config" in capsys.readouterr().err
+    (folder / "other.yaml").rename(folder / "config.yaml")
     assert main(words) == 2
     assert "run.json cannot be read" in capsys.readouterr().err
     (folder / "run.json").write_text('{"starts": [{"world_size": 4, "hosts": {"a": [0, 1], "b": [2, 3]}}]}')

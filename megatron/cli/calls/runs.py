@@ -13,6 +13,7 @@ from typing import Any
 from megatron.checkpoint.folders import CheckpointError
 from megatron.cli.calls.commands import call_command, listed
 from megatron.cli.launch import launch_words, parse_command_line
+from megatron.cli.merging.merge_adapter import newest_export
 from megatron.cli.plan import PlannedRun, plan_parser, plan_run, with_chip
 from megatron.launch.options import ChatOptions, LaunchOptions
 from megatron.launch.plan import LaunchRequest, RefusedError
@@ -21,14 +22,15 @@ from megatron.observability.run_plots import read_run
 from megatron.options.config import ConfigError
 from megatron.options.dialect import flag_words
 from megatron.options.flags import flag
+from megatron.options.stored import read_preset
 from megatron.parallel.layout import Layout
 from megatron.plan.fit import Capacity, capacity, for_device, needed_bytes
 from megatron.plan.flops import count_parameters
 from megatron.plan.memory import memory_by_stage
+from megatron.runtime.result_files import CONFIG_FILE
 from megatron.weights.huggingface_config import preset_of
 from megatron.weights.model_folder import find_model
 
-SAMPLES = "samples_"
 OF_LAUNCHER = frozenset(field.name for cls in (LaunchOptions, ChatOptions) for field in dataclasses.fields(cls))
 
 
@@ -109,7 +111,7 @@ class TrainedRun:
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints: for load(), convert(), or a further train()."""
-        return self.folder / "checkpoints"
+        return self._place("checkpoints", "save")
 
     @property
     def export(self) -> Path:
@@ -117,19 +119,26 @@ class TrainedRun:
 
         Raises CheckpointError where there is none.
         """
-        folder = self.folder / "hf_format"
-        # others are `best`, and what a killed run left
-        numbers = [path.name.removeprefix(SAMPLES) for path in folder.glob(f"{SAMPLES}*")]
-        finished = [int(number) for number in numbers if number.isdigit()]
-        if not finished:
+        folder = self._place("hf_format", "save_hf")
+        newest = newest_export(folder)
+        if newest == folder:
             raise CheckpointError(f"{folder} holds no export; a fine-tuning writes one after each epoch")
-        return folder / f"{SAMPLES}{max(finished)}"
+        return newest
+
+    def _place(self, name: str, option: str) -> Path:
+        """Return a folder in the results; where it is not there, the one that the option has named instead."""
+        usual, config = self.folder / name, self.folder / CONFIG_FILE
+        # first: results may have been moved, with what they hold
+        if usual.is_dir() or not config.is_file():
+            return usual
+        given = read_preset(str(config))["checkpoint"][option]
+        return usual if given is None else Path(given)
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl of a kind, such as train or valid, in the order of their iterations."""
-        # a resumed run has repeated steps since its checkpoint: the later row counts
-        by_iteration = {row["iteration"]: row for row in read_run(self.folder) if row["kind"] == kind}
-        return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+        # an iteration may have several of a kind, such as valid_set; one that only evaluates trains no step
+        rows = [row for row in read_run(self.folder, needs_steps=False) if row["kind"] == kind]
+        return sorted(rows, key=lambda row: int(row["iteration"]))
 
 
 def train(

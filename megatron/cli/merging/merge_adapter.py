@@ -25,8 +25,8 @@ from megatron.cli.command import command, run_command
 from megatron.cli.convert_checkpoint import add_push_flag
 from megatron.runtime.commands import command_name
 
-EXPORT = re.compile(r"samples_\d+")
-"""Name of a run's export: training/exports.py."""
+EXPORT = re.compile(r"samples_\d+|last_epoch")
+"""Name of a run's export: training/exports.py. `last_epoch` is the only one of a run, and the newest."""
 
 
 def weighted(text: str) -> tuple[str, float]:
@@ -42,7 +42,7 @@ def weighted(text: str) -> tuple[str, float]:
 
 
 def newest_export(folder: Path) -> Path:
-    """Return the newest export of a run's folder, or of hf_format in it: samples_4096; any other folder itself."""
+    """Return the newest export of a run's folder, or of hf_format in it; any other folder itself."""
     # adapters themselves, or what Merge refuses by name
     if not folder.is_dir() or os.path.lexists(folder / "adapter_config.json"):
         return folder
@@ -50,7 +50,13 @@ def newest_export(folder: Path) -> Path:
     places = [place for place in (folder, folder / "hf_format") if place.is_dir()]
     exports = [path for place in places for path in place.iterdir() if EXPORT.fullmatch(path.name)]
     # by number: as text samples_900 would come after samples_4096
-    return max(exports, key=lambda path: int(path.name.removeprefix("samples_")), default=folder)
+    return max(exports, key=lambda path: samples_of(path.name), default=folder)
+
+
+def samples_of(export: str) -> float:
+    """Return the samples after which an export of this name was made; last_epoch stands for all."""
+    number = export.removeprefix("samples_")
+    return int(number) if number.isdigit() else math.inf
 
 
 def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, float]]) -> list[str]:

@@ -13,6 +13,7 @@ from megatron.generation.options import LoadOptions
 from megatron.launch.inference import plan_ranks
 from megatron.launch.plan import LaunchPlan, LaunchRequest, read_hostsfile
 from megatron.options.config import ConfigError
+from megatron.options.flags import flag
 from megatron.resilience.process import status_of
 from megatron.runtime.commands import for_stderr
 from megatron.runtime.devices import device_fault
@@ -33,8 +34,21 @@ def add_measure_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def check_measure_flags(options: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of a measurement where there is none."""
+READ = ("measure", "measure_folder", "num_devices", "hostsfile")
+"""Flags of the plan that a measurement reads."""
+
+
+def check_measure_flags(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of a measurement where there is none, and with one for those that it does not read.
+
+    `defaults`: the options of a command line without flags.
+    """
+    if options.measure is not None:
+        others = [name for name, value in vars(options).items() if name not in READ and value != vars(defaults)[name]]
+        faults = [f"--measure FILE does not read {flag(name)}; leave one of them out" for name in others]
+        if faults:
+            raise ConfigError(faults)
+        return
     if options.measure_folder is not None:
         raise ConfigError(["--measure-folder without --measure FILE has no effect; give that, or leave it out"])
     if options.hostsfile is not None and not options.search:

@@ -32,9 +32,12 @@ def add_compare(group: argparse._ArgumentGroup) -> None:
 
 def with_run(options: argparse.Namespace, flags: list[str]) -> list[str]:
     """Return the flags of a plan beside a run: without a preset those of the run itself, on as many devices."""
-    file = None if options.compare is None else options.compare / CONFIG_FILE
-    if file is None or not file.is_file() or presets_of(build_parser().parse_known_args(flags)[0]):
+    if options.compare is None or presets_of(build_parser().parse_known_args(flags)[0]):
         return flags
+    file = options.compare / CONFIG_FILE
+    if not file.is_file():
+        # else the default model would stand beside the run
+        raise ConfigError([f"--compare {options.compare}: {CONFIG_FILE} is not there; give the run's --config"])
     if options.num_devices is None:
         options.num_devices, options.devices_per_node = recorded_devices(options.compare)
     return ["--config", str(file), *flags]

@@ -35,6 +35,8 @@ OTHER_SECTIONS = ("chat", "evaluate", "generate", "metadata", "rag", "serve", "v
 GENERAL = ("student_model_id", "use_legacy_tmpl", "log_level")
 """Keys of `general` that a training reads."""
 OTHER_GENERAL = ("debug_level", "log_format", "teacher_model_id")
+SHARED = ("num_epochs", "effective_batch_size")
+"""Keys that a phase without its own takes from the training."""
 LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL", "NOTSET": "DEBUG"}
 """Levels of theirs by other names."""
 
@@ -234,8 +236,11 @@ def _notes(options: IlabOptions) -> Iterator[str]:
         yield "rdzv_endpoint has no effect with nnodes=1"
     if options.strategy is None:
         return
+    phases = (2,) if options.strategy == "lab-skills-only" else (1, 2)
     for name in ("num_epochs", "save_samples", "effective_batch_size", "learning_rate", "data_path"):
-        if getattr(options, name) != IlabOptions().model_dump()[name]:
+        # a phase whose own is null takes that of the training, as ilab's
+        is_read = name in SHARED and any(getattr(options, f"phased_phase{number}_{name}") is None for number in phases)
+        if not is_read and getattr(options, name) != IlabOptions().model_dump()[name]:
             yield f"{name} has no effect with --strategy {options.strategy}, whose phases have their own"
     is_replayed = options.phased_phase2_replay > 0
     if options.strategy == "lab-skills-only" and options.phased_phase1_data is not None and not is_replayed:

@@ -91,10 +91,13 @@ class ReportedRun:
         return None
 
 
-def read_recorded(folder: Path, name: str) -> ReportedRun:
-    """Read a results folder. Raises ReportError if it has no rows of steps; other files may be missing."""
+def read_recorded(folder: Path, name: str, *, needs_steps: bool = True) -> ReportedRun:
+    """Read a results folder; other files than metrics.jsonl may be missing.
+
+    Raises ReportError if it has no rows of steps although they are needed, or neither rows nor starts.
+    """
     try:
-        rows = read_run(folder)
+        rows = read_run(folder, needs_steps=needs_steps)
     except PlotError as error:
         raise ReportError(str(error)) from None
     if not folder.is_dir():
@@ -102,6 +105,10 @@ def read_recorded(folder: Path, name: str) -> ReportedRun:
     # a page of what is there helps most where a run has been killed within a write
     missing: list[str] = []
     starts = list(_starts(folder, rows, missing))
+    if not rows and not starts:
+        raise ReportError(
+            f"{folder} has no row in {METRICS_FILE}, and no start in {RUN_FILE}; wait for the run's begin"
+        )
     options, config_text = _config(folder, missing)
     return ReportedRun(
         name=name,

@@ -263,6 +263,21 @@ def test_what_has_no_effect_is_named(case: str) -> None:
     assert any(note.startswith(expected) for note in notes), notes
 
 
+def test_what_a_phase_takes_from_the_training_is_not_said_to_have_no_effect() -> None:
+    flags = "--strategy lab-multiphase --phased-phase1-data data.jsonl --phased-phase2-data skills.jsonl"
+    named = {"num_epochs": 3, "effective_batch_size": 32, "phased_phase1_num_epochs": None}
+    training = read(flags, pipeline="accelerated", **named)
+    said = [note.split()[0] for note in training.notes]
+    assert training.phases is not None
+    changes = [phase.changes for phase in (training.phases.first, training.phases.second)]
+    assert [(each["num_epochs"], each["effective_batch_size"]) for each in changes] == [(3, 128), (10, 3840)]
+    assert "effective_batch_size" in said
+    assert "num_epochs" not in said
+    skills = "--strategy lab-skills-only --phased-phase2-data skills.jsonl"
+    notes = read(skills, **named).notes
+    assert any(note.startswith("num_epochs has no effect") for note in notes), "phase 2 has its own"
+
+
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown flag": ("--num-epoch 3", {}, "unknown flag --num-epoch; did you mean --num-epochs?"),
     "an unknown key": ("", {"num_epoch": 3}, "train.num_epoch is unknown; did you mean num_epochs?"),
