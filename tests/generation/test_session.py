@@ -137,9 +137,9 @@ def test_an_interrupted_file_is_continued(model: InferenceModel, tmp_path: Path)
         file.write(b'{"half a li')
     with pytest.raises(DataError, match="begun with max_new_tokens=5, not 6"):
         printed(model, *[word if word != "5" else "6" for word in arguments])
-    for option, other in (("weights", "ema"), ("eod_token", "a")):
-        with pytest.raises(DataError, match=f"begun with {option}=.*, not {other}"):
-            printed(model, *arguments, f"--{option}", other)
+    for option, value in (("weights", "ema"), ("eod_token", "a")):
+        with pytest.raises(DataError, match=f"begun with {option}=.*, not {value}"):
+            printed(model, *arguments, f"--{option}", value)
     newer = copy.copy(model)
     newer.origin = dataclasses.replace(model.origin, ckpt_step=9)  # type: ignore[type-var]
     with pytest.raises(DataError, match="begun with ckpt_step=None, not 9"):
