@@ -174,8 +174,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="compare the tensors of result and source, and the logits if transformers is installed (--verify demands "
-        "that; default: on)",
+        help="compare tensors with the source, and logits if transformers is installed, which --verify demands",
     )
     parser.add_argument(
         "--verify-limit",
