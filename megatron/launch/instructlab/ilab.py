@@ -234,16 +234,20 @@ def _notes(options: IlabOptions) -> Iterator[str]:
         yield "fsdp_cpu_offload_optimizer has no effect with distributed_backend=deepspeed"
     if options.nnodes == 1 and options.rdzv_endpoint is not None:
         yield "rdzv_endpoint has no effect with nnodes=1"
-    if options.strategy is None:
-        return
-    phases = (2,) if options.strategy == "lab-skills-only" else (1, 2)
+    if options.strategy is not None:
+        yield from _notes_of_phases(options)
+
+
+def _notes_of_phases(options: IlabOptions) -> Iterator[str]:
+    """Yield what has no effect beside LAB's phases."""
+    skips_first, defaults = options.strategy == "lab-skills-only", IlabOptions().model_dump()
+    phases = (2,) if skips_first else (1, 2)
     for name in ("num_epochs", "save_samples", "effective_batch_size", "learning_rate", "data_path"):
         # a phase whose own is null takes that of the training, as ilab's
         is_read = name in SHARED and any(getattr(options, f"phased_phase{number}_{name}") is None for number in phases)
-        if not is_read and getattr(options, name) != IlabOptions().model_dump()[name]:
+        if not is_read and getattr(options, name) != defaults[name]:
             yield f"{name} has no effect with --strategy {options.strategy}, whose phases have their own"
-    is_replayed = options.phased_phase2_replay > 0
-    if options.strategy == "lab-skills-only" and options.phased_phase1_data is not None and not is_replayed:
+    if skips_first and options.phased_phase1_data is not None and options.phased_phase2_replay == 0:
         yield "--phased-phase1-data has no effect with --strategy lab-skills-only and without phased_phase2_replay"
 
 
