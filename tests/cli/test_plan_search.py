@@ -47,12 +47,24 @@ def test_a_node_down_is_compared_with_all(capsys: pytest.CaptureFixture[str], tm
     assert "10 devices (nodes: 2 x 4 + 1 x 2)" in text
 
 
+def test_a_config_may_name_the_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("logging: {rates: a100}\nparallel: {device_memory: h100, device: cuda}\n")
+    words = ["--search", *RUN[:-2], "--config", str(config), *SMALL, "--num-devices", "2"]
+    assert main(words) == 0
+    assert "rates of A100" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
         (("--search",), "--search needs one of --num-devices, --node-sizes and --hostsfile"),
         (("--search", "--num-devices", "0"), "--search needs one of"),
         (("--search", "--num-devices", "12"), "num_devices=12 is not a multiple of devices_per_node=8"),
+        (
+            ("--search", "--node-sizes", "8", "8", "--devices-per-node", "4"),
+            "--devices-per-node 4 is for --num-devices, and --node-sizes has its own; leave it out",
+        ),
         (("--search", "--node-sizes", "8", "0"), "--node-sizes 8 0 must be 1 or more each"),
         (("--search", "--node-sizes", "8", "--nodes-down", "1"), "--nodes-down 1 leaves none of 1 node"),
         (("--nodes-down", "1"), "--nodes-down is for --search"),

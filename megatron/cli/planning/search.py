@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megatron.cli.planning.start_command import StartCommand, command_lines
-from megatron.launch.plan import read_hostsfile
+from megatron.launch.plan import DEVICES_PER_NODE, read_hostsfile
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import flag
 from megatron.plan.campaign.question import OPTIONS
@@ -88,7 +88,8 @@ class _Question:
         self.result = SearchResult()
 
     def _with_rates(self, config: Config) -> tuple[Config, Rates]:
-        rates = rates_of_plan(self.options.rates, config)
+        # a run's own config may name them
+        rates = rates_of_plan(self.options.rates or config.logging.rates, config)
         if rates is None:
             known = ", ".join(known_chips())
             raise ConfigError(
@@ -250,6 +251,9 @@ def _node_sizes(options: argparse.Namespace) -> list[int]:
     if len(given) != 1:
         ways = "--num-devices, --node-sizes and --hostsfile"
         raise ConfigError([f"--search needs one of {ways}, to know the devices; give one"])
+    if options.num_devices is None and options.devices_per_node != DEVICES_PER_NODE:
+        own = f"--devices-per-node {options.devices_per_node}"
+        raise ConfigError([f"{own} is for --num-devices, and {flag(given[0])} has its own; leave it out"])
     if options.hostsfile is not None:
         return _slots(options.hostsfile)
     sizes: list[int] = options.node_sizes
