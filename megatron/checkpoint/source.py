@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.options.config import Config
@@ -234,3 +235,29 @@ def _rectangle(flat: Tensor, region: Region, row: int, column: int, shape: tuple
     offset = region.offset + (row - region.row_start) * region.row_stride + column - region.column_start
     # as_strided counts from the beginning of the storage, of which `flat` may be a part
     return flat.as_strided(shape, (region.row_stride, 1), flat.storage_offset() + offset)
+
+
+Windows = Callable[[tuple[int, int], tuple[int, int]], Iterable[tuple[int, int, Tensor]]]
+"""Function of rows and columns of a full tensor's matrix: (first row, first column, float32 [rows, columns]) in turn,
+which cover them together.
+"""
+
+
+def read_windows(at: Slice, windows: Windows) -> Tensor:
+    """Return a slice of what files give as rectangles of the full tensor: as WeightSource.read does."""
+    # zeros: padding is in no file, and lies in no region
+    target = torch.zeros(at.numel)
+    # regions of a tensor cut by columns are of the tensor as it is; those of others, of the tensor as one row
+    is_one_row = at.shard.dim != 1
+    inner = math.prod(at.shard.shape[1:])
+    for wanted in regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
+        rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
+        if is_one_row:
+            rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
+        for row, column, window in windows(rows, columns):
+            count, width = window.shape
+            held = Region(row, row + count, column, column + width, 0, width)
+            if is_one_row:
+                held = Region(0, 1, row * inner, (row + count) * inner, 0, count * inner)
+            copy_overlap(window.flatten(), [held], target, [wanted])
+    return target

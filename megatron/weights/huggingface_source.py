@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.source import Region, Slice, WeightSource, copy_overlap, regions
+from megatron.checkpoint.source import Slice, WeightSource, read_windows
 from megatron.options.config import Config
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.foreign_files import ForeignFiles
@@ -74,27 +75,12 @@ class MappedSource(WeightSource):
         """Reads the rows of theirs that it takes numbers from: of a matrix that ranks cut by columns, all."""
         if at.name not in self.map.parts or kind not in self.kinds:
             raise CheckpointError(f"{self.folder} holds no {kind} of {at.name}: it is of another model")
-        # zeros: padding is in no file, and lies in no region
-        target = torch.zeros(at.numel)
-        # regions of a tensor cut by columns are of the tensor as it is; those of others, of the tensor as one row
-        is_one_row = at.shard.dim != 1
-        inner = math.prod(at.shard.shape[1:])
-        for wanted in regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
-            rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
-            if is_one_row:
-                rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
-            for begin, window in self._windows(at.name, kind, rows, columns):
-                count, width = window.shape
-                held = Region(begin, begin + count, *columns, 0, width)
-                if is_one_row:
-                    held = Region(0, 1, begin * inner, (begin + count) * inner, 0, count * inner)
-                copy_overlap(window.flatten(), [held], target, [wanted])
-        return target
+        return read_windows(at, partial(self._windows, at.name, kind))
 
     def _windows(
         self, name: str, kind: str, rows: tuple[int, int], columns: tuple[int, int]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(first row, float32 [rows, columns]): that rectangle of our full tensor as a matrix, some rows at a time."""
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield that rectangle of our full tensor as Windows has it, some rows at a time."""
         end = 0
         for part in self.map.parts[name]:
             end = part.begin + part.length
@@ -102,14 +88,14 @@ class MappedSource(WeightSource):
             if first >= last:
                 continue
             for begin, window in self._of_part(part, self._by_kind[kind][part.name], first, last, columns):
-                yield part.begin + begin, window
+                yield part.begin + begin, columns[0], window
         # tokens that the folder does not have: rows behind the last of its parts
         step = max(1, CHUNK_BYTES // (4 * (columns[1] - columns[0])))
         for begin in range(max(rows[0], end), rows[1], step):
             count = min(begin + step, rows[1]) - begin
             # no moment of a token that was never trained
             row = self._mean(name) if kind == "weight" else torch.zeros(columns[1])
-            yield begin, row[columns[0] : columns[1]].expand(count, -1)
+            yield begin, columns[0], row[columns[0] : columns[1]].expand(count, -1)
 
     def _of_part(
         self, part: MappedTensor, stored: StoredTensor, first: int, last: int, columns: tuple[int, int]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.foreign import megatron_lm_folder
 from megatron.checkpoint.format import CheckpointError
 from megatron.checkpoint.model_options import check_known_options
-from megatron.checkpoint.source import Region, Slice, WeightSource, copy_overlap, regions
+from megatron.checkpoint.source import Slice, WeightSource, read_windows
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.weights.deepspeed.deepspeed_checkpoint import MAX_DRIFT, agreed_copy
@@ -117,26 +117,12 @@ class MegatronLMCheckpoint(WeightSource):
         shard = self.parameters.get(at.name)
         if shard is None or kind not in self.kinds or (at.shard.shape, at.shard.dim) != (shard.shape, shard.dim):
             raise CheckpointError(f"{self.folder} holds no {kind} of {at.name} {list(at.shard.shape)}: another model")
-        target = torch.zeros(at.numel)
-        # regions of a tensor cut by columns are of the tensor as it is; those of others, of the tensor as one row
-        is_one_row = at.shard.dim != 1
-        inner = math.prod(shard.shape[1:])
-        for wanted in regions(at.shard, at.tensor_rank, at.tensor_size, at.start, at.numel):
-            rows, columns = (wanted.row_start, wanted.row_stop), (wanted.column_start, wanted.column_stop)
-            if is_one_row:
-                rows, columns = (columns[0] // inner, -(-columns[1] // inner)), (0, inner)
-            for row, column, window in self._windows(at.name, kind, rows, columns):
-                count, width = window.shape
-                held = Region(row, row + count, column, column + width, 0, width)
-                if is_one_row:
-                    held = Region(0, 1, row * inner, (row + count) * inner, 0, count * inner)
-                copy_overlap(window.flatten(), [held], target, [wanted])
-        return target
+        return read_windows(at, partial(self._windows, at.name, kind))
 
     def _windows(
         self, name: str, kind: str, rows: tuple[int, int], columns: tuple[int, int]
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first row, first column, float32 [rows, columns]) of our full tensor, some rows at a time."""
+        """Yield what files hold of that rectangle of our full tensor, as Windows has it, some rows at a time."""
         if self.parameters[name].dim is None:
             agreed = self._replicated(name, kind).view(self.parameters[name].shape[0], -1)
             yield rows[0], 0, agreed[rows[0] : rows[1]].float()
