@@ -17,8 +17,10 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.models.attention.layer import SelfAttention
 from megatron.models.embedding import OutputProjection, WordEmbedding
 from megatron.models.sequential import build_layers, compute_dtype, default_dtype
+from megatron.models.transformer import TransformerLayer
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
@@ -81,9 +83,23 @@ class InferenceModel:
         tensors = [*(parameter for _, parameter in named_parameters(module)), *quantized]
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         """Bytes of this rank's weights."""
+        self.drops_unwanted = self._drop_unwanted()
+        """`forward_stage` returns those tokens alone of a prompt's chunk whose logits are wanted."""
         self._product: OutputProduct = products.linear
         if not is_trained:
             self._lay_out()
+
+    def _drop_unwanted(self) -> bool:
+        """Let the last layer with attention drop tokens whose logits are not wanted; return True if it does."""
+        last = None
+        for layer in self.module.children():
+            if any(isinstance(each, SelfAttention) for each in layer.modules()):
+                last = layer
+        # not a family's own type of layer, which may read all tokens behind its attention too
+        if not self.ctx.is_last_stage or last is None or type(last) is not TransformerLayer:
+            return False
+        last.drops_unwanted = True
+        return True
 
     def _lay_out(self) -> None:
         """Lay the weights out for inference."""

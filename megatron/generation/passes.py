@@ -107,7 +107,9 @@ class StagePasses:
         device = self._ctx.device
         rows = torch.tensor(chunk.rows, device=device)
         lengths = torch.tensor([len(prompt) for prompt in chunk.prompts], device=device)
-        tokens = kv_cache.PrefillChunk(self.cache, rows, lengths, chunk.begin, chunk.width)
+        # a chunk in which no prompt ends only writes keys and values: one token, which is not read, stands for none
+        ends = chunk.ends or [(0, 0)]
+        tokens = kv_cache.PrefillChunk(self.cache, rows, lengths, chunk.begin, chunk.width, ends)
         inside = self._input(chunk.ids, chunk.width, len(chunk.rows))
         outputs = self.model.forward_stage((inside, tokens))
         if not self._ctx.is_last_stage:
@@ -117,8 +119,9 @@ class StagePasses:
             return None
         # hidden [S, B, H] -> [1, ends, H]: the output projection has V columns, and only last tokens need their logits
         hidden, weight = outputs
-        index, place = torch.tensor(chunk.ends, device=device).t()
-        return self.model.logits((hidden[place, index].unsqueeze(0), weight))[0].float()
+        if not self.model.drops_unwanted:
+            hidden = tokens.wanted(hidden)
+        return self.model.logits((hidden, weight))[0].float()
 
     def decode(self, first_row: int, ids: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Run the newest token of each row from `first_row` on. Returns the logits [B, V] float32 on the last stage."""

@@ -45,6 +45,10 @@ def _divided(hidden: Tensor, divisor: float) -> Tensor:
     return hidden if divisor == 1.0 else hidden / divisor
 
 
+def _all(x: Tensor) -> Tensor:
+    return x
+
+
 def layer_norm(shards: Shards, shared: Shared, module: type[LayerNorm] = LayerNorm) -> LayerNorm:
     return module(shards, shared.config.model.norm_epsilon, shared.ctx)
 
@@ -85,6 +89,11 @@ class TransformerLayer(nn.Module):
     `attention_norm` and `mlp_norm` are those of the branches' inputs, `attention_output_norm` and `mlp_output_norm`
     those of their outputs. `norms_add`: RMSNorms of the inputs alone are computed with the addition before them.
     """
+
+    drops_unwanted = False
+    """Behind its attention, which needs all tokens of a prompt, it computes those alone whose logits are wanted.
+
+    For the last layer of a model that generates: in a Llama of 8 layers 9 % of a prompt's products."""
 
     def __init__(
         self,
@@ -131,25 +140,32 @@ class TransformerLayer(nn.Module):
         return repack(self._layer(hidden, packing), stream)
 
     def _layer(self, hidden: Tensor, packing: Packing | CachedTokens | None) -> Tensor:
-        attention = partial(self.attention, packing=packing)
+        wanted: Callable[[Tensor], Tensor] = _all
+        if self.drops_unwanted and isinstance(packing, CachedTokens):
+            wanted = packing.wanted
+
+        def attention(normed: Tensor) -> Tensor:
+            return wanted(self.attention(normed, packing=packing))
+
         mlp: Callable[[Tensor], Tensor] = self.mlp
         if isinstance(self.mlp, Experts):
             mlp = partial(self.mlp, packing=packing)
         if self.shared_norm is not None:
 
             def both(normed: Tensor) -> tuple[Tensor, Tensor]:
-                return attention(normed), self._branch(None, mlp, normed, recomputed=self.recompute_mlp)
+                return attention(normed), self._branch(None, mlp, wanted(normed), recomputed=self.recompute_mlp)
 
             attended, output = self._branch(self.shared_norm, both, hidden, recomputed=False)
-            hidden = self._add(hidden, attended, self.attention_output_norm)
+            hidden = self._add(wanted(hidden), attended, self.attention_output_norm)
             return self._add(hidden, output, self.mlp_output_norm)
         if self.norms_add:
             assert self.attention_norm is not None
             assert self.mlp_norm is not None
             hidden, normed = self.attention_norm(hidden)
-            hidden, normed = self.mlp_norm(hidden, attention(normed))
+            hidden, normed = self.mlp_norm(wanted(hidden), attention(normed))
             return self._add(hidden, self._branch(None, mlp, normed, recomputed=self.recompute_mlp), None)
         output = self._branch(self.attention_norm, attention, hidden, recomputed=False)
+        hidden = wanted(hidden)
         attended = self._add(hidden, output, self.attention_output_norm)
         read = hidden if self.is_parallel else attended
         output = self._branch(self.mlp_norm, mlp, read, recomputed=self.recompute_mlp)

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.generation.model import build_stage
-from megatron.generation.requests import Completion
+from megatron.generation import passes
+from megatron.generation.generator import generate
+from megatron.generation.model import InferenceModel, build_stage
+from megatron.generation.options import GenerationOptions
+from megatron.generation.requests import Completion, Request
+from megatron.models.transformer import TransformerLayer
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.nf4 import quantized_weights
@@ -96,6 +100,33 @@ def test_greedy_texts_are_those_of_transformers(name: str) -> None:
     assert ids_of(ours) == theirs.texts
     assert [each.request for each in ours] == [10, 11, 12, 13, 14]
     assert {each.reason for each in ours} == {"length"}
+
+
+class OwnLayer(TransformerLayer):
+    """A family's own, which may read all tokens behind its attention."""
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_last_layer_drops_tokens_of_prompts_unless_it_is_a_familys_own(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "CHUNK", 32)
+    theirs = reference("llama_gqa")
+    model = inference_model(theirs.arguments, theirs.weights, is_alone=True)
+    first, last = [each for each in model.module.modules() if isinstance(each, TransformerLayer)]
+    if is_own:
+        last.drops_unwanted, last.__class__ = False, OwnLayer
+        model = InferenceModel(model.config, model.ctx, model._layers, model.module)
+    computed = [list[int](), list[int]()]
+    for layer, counts in zip((first, last), computed, strict=True):
+        layer.mlp.register_forward_pre_hook(lambda _, given, own=counts: own.append(given[0].shape[:2].numel()))
+    prompts = theirs.prompts[1:2] * 3
+    requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
+    found = list(generate(model, requests, GenerationOptions(max_new_tokens=2)))
+    assert ids_of(found) == [theirs.texts[1][:2]] * 3
+    # 58 tokens in two chunks, then one; the first chunk ends no prompt, and one token stands for none
+    every = [3 * 32, 3 * 26, 3]
+    assert computed == [every, every if is_own else [1, 3, 3]]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron.models.attention.kv_cache import DecodeStep, KVCache, PrefillChunk
 from megatron.models.attention.layer import SelfAttention
 from megatron.models.sequential import SequentialModel
+from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.losses import gather_logits
 from megatron.parallel.shards import named_parameters
@@ -20,6 +21,10 @@ LEARNED = "--architecture bloom --position-embedding-type learned --max-position
 ALIBI = "--architecture bloom --position-embedding-type alibi --num-attention-heads 12 --hidden-size 96"
 LLAMA = "--architecture llama --position-embedding-type rope --num-query-groups 2"
 SCALED = f"{LLAMA} --rotary-base 500000 --rope-scaling-factor 8 --rope-scaling-original-length 8"
+NEOX = "--architecture gpt_neox --position-embedding-type rope"
+FALCON = "--architecture falcon --position-embedding-type rope --shared-norm"
+OLMO2 = "--architecture olmo2 --position-embedding-type rope"
+MIXTRAL = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --ffn-hidden-size 96".replace("llama", "mixtral")
 ADAPTED = f"{LLAMA} --lora-rank 4 --lora-alpha 8 --lora-target-modules all-linear"
 
 
@@ -73,6 +78,37 @@ def test_logits_equal_those_without_a_cache(arguments: str) -> None:
                 whole = logits_of(model, tokens[index : index + 1, : len(logits)], CTX)[:, 0]
                 assert whole.std() > 0.3
                 torch.testing.assert_close(logits, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [LEARNED, LLAMA, NEOX, FALCON, OLMO2, MIXTRAL, ADAPTED], ids=lambda text: text[15:60]
+)
+def test_the_last_layer_computes_wanted_tokens_alone(arguments: str) -> None:
+    model = model_of(arguments)
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    layers[-1].drops_unwanted = True
+    shapes: list[list[tuple[int, ...]]] = []
+    for layer in layers:
+        shapes.append([])
+        layer.mlp.register_forward_pre_hook(lambda _, given, own=shapes[-1]: own.append(tuple(given[0].shape[:2])))
+    tokens = torch.randint(123, (3, 9), generator=torch.Generator().manual_seed(5))
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    cache = KVCache(attentions, 5, 30, torch.float32, CTX.device)
+    # in another order than that of the rows, two of one row, and none of row 1
+    ends = [(2, 5), (0, 7), (0, 2)]
+    with torch.no_grad():
+        chunk = PrefillChunk(cache, torch.tensor([3, 1, 2]), torch.tensor([8, 8, 8]), 0, 8, ends)
+        logits = model((tokens[:, :8], chunk), project=logits_of_outputs)
+        # keys and values of all tokens are there
+        step = DecodeStep(cache, 1, torch.tensor([8, 8, 8]), 64)
+        after = model((tokens[[1, 2, 0], 8:], step), project=logits_of_outputs)
+        whole = logits_of(model, tokens, CTX)
+    assert shapes == [[(8, 3), (1, 3), (9, 3)], [(1, 3), (1, 3), (9, 3)]]
+    assert logits.shape == (1, 3, 123)
+    expected = torch.stack([whole[place, index] for index, place in ends])
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(after[0], whole[8, [1, 2, 0]], rtol=0, atol=1e-5)
+    assert expected.std(0).mean() > 0.3, "an exchanged row would not be seen"
 
 
 def test_rows_are_copied_up_to_a_length() -> None:

@@ -99,6 +99,10 @@ class CachedTokens:
             self._angles[rotary] = rotary.angles_at(self.positions_BS, self.lengths_BS, self.num_positions)
         return self._angles[rotary]
 
+    def wanted(self, x: Tensor) -> Tensor:
+        """Return what belongs to the tokens whose logits are wanted, of x [S, B, H] of all tokens of the pass."""
+        return x
+
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k and v [S, B, k, d], and return the context of q [S, B, n, d]: [S, B, n d]."""
         raise TypeError("a pass is a PrefillChunk or a DecodeStep")
@@ -119,9 +123,21 @@ class PrefillChunk(CachedTokens):
     A prompt may end within the chunk; what stands behind it is computed for nothing, and overwritten before it is read.
     """
 
-    def __init__(self, cache: KVCache, rows: Tensor, lengths: Tensor, begin: int, width: int) -> None:
-        """`rows` [B] of the cache, and the lengths of their prompts [B], int64; S = `width`."""
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        lengths: Tensor,
+        begin: int,
+        width: int,
+        ends: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`rows` [B] of the cache, and the lengths of their prompts [B], int64; S = `width`.
+
+        `ends`: index among the rows, and place in the chunk, of each token whose logits are wanted.
+        """
         super().__init__(cache)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=rows.device).view(-1, 2)
         self.rows, self.begin = rows, begin
         self.end = min(begin + width, cache.length)
         positions = torch.arange(begin, begin + width, device=rows.device)
@@ -129,6 +145,11 @@ class PrefillChunk(CachedTokens):
         self.positions_BS = torch.minimum(positions, lengths[:, None] - 1)
         # of the whole prompt, whose later chunks are known
         self.lengths_BS = lengths[:, None].expand_as(self.positions_BS)
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """[S, B, H] -> [1, ends, H]"""
+        index, place = self._ends.unbind(1)
+        return x[place, index].unsqueeze(0)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
