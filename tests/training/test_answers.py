@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import evaluation
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.source import Slice
 from megatron.generation.sampling import Choice, TokenSampler
@@ -198,10 +199,12 @@ def test_the_seeds_of_lm_eval_do_not_reach_the_training() -> None:
 
 def train_without_lm_eval(arguments: str) -> str:
     """Train as where lm-eval is not installed; return the fault."""
-    with patch.dict(sys.modules):
+    # an earlier test of this process may have imported it, which its package then has as an attribute too
+    with patch.dict(sys.modules), patch.dict(vars(evaluation)):
         for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
             del sys.modules[name]
         sys.modules.pop("megatron.evaluation.harness", None)
+        vars(evaluation).pop("harness", None)
         modules: dict[str, Any] = vars(sys)["modules"]
         modules["lm_eval"] = None  # which an import takes for a package that is not there
         return runs.train(arguments)
