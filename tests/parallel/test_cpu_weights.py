@@ -17,6 +17,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear
 from megatron.parallel.operators import cpu_weights
 from megatron.parallel.shards import named_parameters
+from megatron.runtime.accelerator import Processor
 from tests.models.outputs import config_of
 
 CTX = ParallelContext.single()
@@ -73,6 +74,23 @@ def test_the_product_of_one_row_is_cut_into_equal_parts(
     expected = (x.double() * weight.double()).sum(-1).view(1, 1, 20) + (bias.double() if with_bias else 0)
     found = cpu_weights.transposed_product(x, weight, bias if with_bias else None)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("instructions", "by_onednn"), [("AVX2", False), ("AVX512", True)])
+@pytest.mark.parametrize("rows", [1, 2, 200])
+def test_several_rows_are_multiplied_by_the_faster_library(
+    rows: int, instructions: str, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_weights, "processor", lambda: Processor(instructions, frozenset()))
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 20, generator=generator).t()
+    x, bias = torch.randn(rows, 48, generator=generator), torch.randn(20, generator=generator)
+    expected = x.double() @ weight.double().t() + bias.double()
+    with torch.no_grad(), _Count() as count:
+        found = cpu_weights.transposed_product(x, weight, bias)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    has_onednn = any("mkldnn" in name for name in count.names)
+    assert has_onednn == (by_onednn and rows > 1 and cpu_weights._has_onednn())
 
 
 class _Count(TorchDispatchMode):
