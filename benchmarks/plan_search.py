@@ -33,7 +33,7 @@ from megatron.settings.validation import check
 MODELS = {
     "Llama": f"{SMALL} --global-batch-size 16",
     "Bloom": f"{SMALL_BLOOM} --global-batch-size 16",
-    "long": f"{LONG} --global-batch-size 8 --num-layers 4",
+    "long": f"{LONG} --global-batch-size 4 --num-layers 4 --seq-length 1024",
 }
 MICRO_BATCH_SIZES = (1, 2)
 ZERO_STAGES = (0, 1, 3)
