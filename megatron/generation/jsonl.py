@@ -25,9 +25,14 @@ INPUT_OF_LAUNCHER = "MEGATRON_TERMINAL"
 """Variable with the path of the launcher's standard input: a rank that it starts has none of its own."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 OF_LAYOUT = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "device", "distributed_timeout_minutes", "load_fallback",
-)  # fmt: skip
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "device",
+    "distributed_timeout_minutes",
+    "load_fallback",
+)
 """Options of the model that change none of its answers: a file may be continued with others."""
 OF_PROMPTS = ("as_chat", "system", "chat_template", "keep_special_tokens", "token_ids")
 

@@ -159,7 +159,7 @@ def _state(run: ReportedRun, age_s: float, step_s: float | None, recent: list[Ro
 
 
 def _newest_s(run: ReportedRun) -> float:
-    """Return the Unix time of the newest row, or of the last start, if that is later or there is no row."""
+    """Return the Unix time of the newest row or of the last start, whichever is later."""
     times = [float(row.get("time") or 0) for row in run.rows]
     return max([*times, *(start.began_s for start in run.starts[-1:])], default=0.0)
 

@@ -6,7 +6,9 @@ Imports no torch, so that a launcher can read a model's config.json.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 Precision = Literal["fp32", "bf16", "fp16"]
 EXPORT_RECORD = "export.json"
 """Record beside the export of a run: the checkpoint that it was made of, and what was checked of it."""
+EXPORT_NAME = re.compile(r"samples_\d+|last_epoch")
+"""Name of a run's export: training/exports.py."""
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -39,6 +43,32 @@ def missing_base(folder: Path, base: str | None) -> str:
         f"{folder} holds adapters of the base model {base or '(no name)'}, which is not a folder on this machine; give "
         "the base's folder as --lora-base"
     )
+
+
+def newest_export(folder: Path) -> Path:
+    """Return the newest export of a run's folder, or of hf_format in it; any other folder itself.
+
+    Raises CheckpointError for a damaged record.
+    """
+    # adapters themselves, or what the caller refuses by name
+    if not folder.is_dir() or os.path.lexists(folder / ADAPTER_CONFIG):
+        return folder
+    # whole ones alone: an unfinished export has another name, and `best` is not the newest
+    places = [place for place in (folder, folder / "hf_format") if place.is_dir()]
+    exports = [path for place in places for path in place.iterdir() if EXPORT_NAME.fullmatch(path.name)]
+    return max(exports, key=_samples_of, default=folder)
+
+
+def _samples_of(export: Path) -> float:
+    """Return the samples after which an export was made, by its name, or by its record if that names none."""
+    # as text samples_900 would come after samples_4096
+    number = export.name.removeprefix("samples_")
+    if number.isdigit():
+        return int(number)
+    # a run that was resumed with other options leaves the last_epoch of before beside newer exports
+    record = export / EXPORT_RECORD
+    samples = read_json(record).get("consumed_samples") if record.is_file() else None
+    return samples if isinstance(samples, int) else math.inf
 
 
 def real_path(path: Path) -> Path:

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.cli.merging import merge_adapter, merge_peft_adapter
-from megatron.cli.merging.merge_adapter import newest_export
 from megatron.runtime.files import IMPORT_ROOT, locked_output
+from megatron.weights.folder_files import newest_export
 from megatron.weights.peft import adapter_merge, merged_files
 from tests.cli.test_convert_checkpoint import enrich, make, names, weights
 
@@ -141,11 +141,15 @@ def test_the_newest_export_of_a_run_is_merged(tmp_path: Path, capsys: pytest.Cap
     assert "warning" not in capsys.readouterr().out
 
 
-def test_the_only_export_of_a_run_is_its_newest(tmp_path: Path) -> None:
+def test_the_newest_export_is_that_after_most_samples_by_name_or_record(tmp_path: Path) -> None:
     last = tmp_path / "run" / "hf_format" / "last_epoch"
-    for folder in (last, last.parent / "samples_90", last.parent / "best"):
+    for folder in (last, last.parent / "samples_90", last.parent / "samples_471", last.parent / "best"):
         folder.mkdir(parents=True)
+    # of a library that keeps no record, and names so the one at the end
     assert newest_export(tmp_path / "run") == newest_export(last.parent) == last
+    for samples, newest in ((500, last), (400, last.parent / "samples_471")):
+        (last / "export.json").write_text(json.dumps({"consumed_samples": samples}))
+        assert newest_export(tmp_path / "run") == newest
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])

@@ -13,7 +13,6 @@ from typing import Any
 from megatron.checkpoint.folders import CheckpointError
 from megatron.cli.calls.commands import call_command, listed
 from megatron.cli.launch import launch_words, parse_command_line
-from megatron.cli.merging.merge_adapter import newest_export
 from megatron.cli.plan import PlannedRun, plan_parser, plan_run, with_chip
 from megatron.launch.options import ChatOptions, LaunchOptions
 from megatron.launch.plan import LaunchRequest, RefusedError
@@ -28,6 +27,7 @@ from megatron.plan.fit import Capacity, capacity, for_device, needed_bytes
 from megatron.plan.flops import count_parameters
 from megatron.plan.memory import memory_by_stage
 from megatron.runtime.result_files import CONFIG_FILE
+from megatron.weights.folder_files import newest_export
 from megatron.weights.huggingface_config import preset_of
 from megatron.weights.model_folder import find_model
 

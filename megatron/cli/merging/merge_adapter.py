@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,9 +22,7 @@ from tqdm import tqdm
 from megatron.cli.command import command, run_command
 from megatron.cli.convert_checkpoint import add_push_flag
 from megatron.runtime.commands import command_name
-
-EXPORT = re.compile(r"samples_\d+|last_epoch")
-"""Name of a run's export: training/exports.py. `last_epoch` is the only one of a run, and the newest."""
+from megatron.weights.folder_files import EXPORT_NAME, newest_export
 
 
 def weighted(text: str) -> tuple[str, float]:
@@ -41,24 +37,6 @@ def weighted(text: str) -> tuple[str, float]:
     return folder, weight
 
 
-def newest_export(folder: Path) -> Path:
-    """Return the newest export of a run's folder, or of hf_format in it; any other folder itself."""
-    # adapters themselves, or what Merge refuses by name
-    if not folder.is_dir() or os.path.lexists(folder / "adapter_config.json"):
-        return folder
-    # a run's results folder, or the folder of its exports
-    places = [place for place in (folder, folder / "hf_format") if place.is_dir()]
-    exports = [path for place in places for path in place.iterdir() if EXPORT.fullmatch(path.name)]
-    # by number: as text samples_900 would come after samples_4096
-    return max(exports, key=lambda path: samples_of(path.name), default=folder)
-
-
-def samples_of(export: str) -> float:
-    """Return the samples after which an export of this name was made; last_epoch stands for all."""
-    number = export.removeprefix("samples_")
-    return int(number) if number.isdigit() else math.inf
-
-
 def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, float]]) -> list[str]:
     """Return which exports were chosen, and a warning where several of one run add up."""
     chosen = [
@@ -67,7 +45,7 @@ def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, fl
         if path != folder
     ]
     # with weights a sum of exports may be meant, such as their mean
-    whole = [path for path, weight in found if weight == 1 and EXPORT.fullmatch(path.name)]
+    whole = [path for path, weight in found if weight == 1 and EXPORT_NAME.fullmatch(path.name)]
     runs = Counter(path.absolute().parent for path in whole)
     return chosen + [
         f"warning: {count} adapters are exports of one run, {run}, and what they change adds up; give the newest "

@@ -107,7 +107,7 @@ def read_recorded(folder: Path, name: str, *, needs_steps: bool = True) -> Repor
     starts = list(_starts(folder, rows, missing))
     if not rows and not starts:
         raise ReportError(
-            f"{folder} has no row in {METRICS_FILE}, and no start in {RUN_FILE}; wait for the run's begin"
+            f"{folder} has no row in {METRICS_FILE}, and no start in {RUN_FILE}; wait until the run has begun"
         )
     options, config_text = _config(folder, missing)
     return ReportedRun(
