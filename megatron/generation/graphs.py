@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +47,7 @@ def describe_choice(ctx: ParallelContext) -> str:
 
 
 class _Outside(TorchDispatchMode):
-    """Collects the tensors that were there before a capture and that it reads: constants, and weights."""
+    """Collects the tensors that were there before and that operators within read: constants, and weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +67,17 @@ class _Outside(TorchDispatchMode):
             if isinstance(each, Tensor) and id(each) not in self.tensors:
                 self._made[each] = True
         return result
+
+
+@torch.no_grad()
+def what_is_read(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Call the function, and return the tensors that it reads beside what it makes itself.
+
+    To be held as long as a graph of it. Not while it is captured: within, torch.compile's functions run uncompiled.
+    """
+    with _Outside() as outside:
+        function(*inputs)
+    return tuple(outside.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,7 @@ class PassGraphs:
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
             function(*static)  # compiles kernels, and fills what is kept from call to call
+            outside = what_is_read(function, static)
         for each, value in zip(static, inputs, strict=True):
             each.copy_(value)  # a new version: what follows from the values, as a mask, is computed in the graph
         accelerator.current_stream().wait_stream(stream)
@@ -137,8 +150,8 @@ class PassGraphs:
         graph = accelerator.create_graph()
         # the first graph makes the pool, the others share it: they never run at the same time, and each would keep its
         # own activations
-        with _Outside() as outside, accelerator.capture_to_graph(graph, pool=self._pool):
+        with accelerator.capture_to_graph(graph, pool=self._pool):
             output = function(*static)
         if self._pool is None and hasattr(graph, "pool"):  # HPU graphs have none
             self._pool = graph.pool()
-        return _Captured(graph, static, output, tuple(outside.tensors.values()))
+        return _Captured(graph, static, output, outside)

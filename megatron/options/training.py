@@ -167,6 +167,9 @@ class TrainingConfig:
     torch_compile: bool | None = None
     """Compile each transformer layer with torch.compile, by the device's own backend. Unset: on HPU, unless in lazy
     mode."""
+    cuda_graph_impl: Literal["none", "local"] = "none"
+    """`local`: replay the passes of each transformer layer in training as CUDA graphs, of which the host starts one in
+    place of each kernel. It is faster where the GPU waits for the host, as in fp8 and with small models."""
     deterministic: bool = False
     """Use deterministic algorithms of torch and of the HPU."""
     early_stopping_patience: Positive | None = None

@@ -137,6 +137,8 @@ class Device:
     """Name of the graphs that it can capture and replay, as `CUDA`; empty: it has none."""
     replays_tokens: bool = False
     """Tokens' passes are replayed as graphs unless the user says otherwise."""
+    replays_layers: bool = False
+    """Passes of layers in training may be replayed as graphs."""
     replays_evaluations: bool = False
     """Passes of an evaluation may be replayed as graphs."""
     graph_faults: Callable[[str, bool | None, int, Mapping[str, str]], Iterator[str]] = lambda *facts: iter(())

@@ -153,6 +153,7 @@ CUDA = Device(
     software=_software,
     graphs="CUDA",
     replays_tokens=True,
+    replays_layers=True,
     set_deterministic=_set_deterministic,
     attention=frozenset({"sdpa", "flex"}),
     has_flash_attention=True,

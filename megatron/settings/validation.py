@@ -46,6 +46,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *rules.check_widths(config),
         *rules.check_attention(config),
         *rules.check_kernels(config),
+        *rules.check_layer_graphs(config),
         *_check_rampup(config, world_size),
         *_check_learning_rate(config),
         *_check_data(config),

@@ -28,10 +28,11 @@ from megatron.parallel.operators.fp8_products import (
     transposed,
     transposed_by_tensor,
 )
+from megatron.parallel.operators.weight_gradient import added_to_own_sum
 from megatron.parallel.phase_clock import WAIT
 
 
-class _KeptWeight(NamedTuple):
+class KeptWeight(NamedTuple):
     """Operands of a weight as it is during one step."""
 
     step: int
@@ -52,7 +53,8 @@ class ScaledMethod(BaseMethod):
     def __init__(self, options: Fp8Config, recipe: str) -> None:
         self._options, self._by_row = options, recipe == "rowwise"
         self._gradient_dtype = E5M2 if options.fp8_format == "hybrid" else E4M3
-        self._kept: _KeptWeight | None = None
+        self.kept: KeptWeight | None = None
+        """Those of the last step; graphs compute them in place in each (training/deepspeed/layer_graphs.py)."""
 
     def linear(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         if not layer.ctx.state.fp8.is_on or not x.numel():  # an expert without tokens has no largest value
@@ -118,20 +120,31 @@ class ScaledMethod(BaseMethod):
     # ------------------------------------------------------------------------------------------------------------------
     # The weight, which changes between steps alone
 
+    @property
+    def keeps_weight(self) -> bool:
+        """Operands are computed once a step, rather than in each pass."""
+        return self._options.cache_fp8_weight_fwd
+
+    def keep_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> None:
+        """Compute what is kept of the weight in this step, as the first pass of each direction does."""
+        self.kept = None
+        self._forward_weight(layer, dtype)
+        self.backward_weight(layer, dtype)
+
     def _forward_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Operand:
         """Return the weight as [N, K]."""
         step = layer.ctx.state.fp8.step
-        if self._kept is not None and self._kept.step == step:
-            return self._kept.forward_NK
+        if self.kept is not None and self.kept.step == step:
+            return self.kept.forward_NK
         weight, is_cut = layer.dense_weight(dtype).detach(), layer.weight_shard.dim is not None
         operand = _operand(weight, self._largest(layer, weight, is_cut=is_cut), E4M3)
         if self._options.cache_fp8_weight_fwd:
-            self._kept = _KeptWeight(step, operand, None)
+            self.kept = KeptWeight(step, operand, None)
         return operand
 
     def backward_weight(self, layer: ParallelLinear, dtype: torch.dtype) -> Operand:
         """Return the weight as [K, N]. Collective as `output` is."""
-        kept = self._kept
+        kept = self.kept
         if kept is not None and kept.step != layer.ctx.state.fp8.step:
             kept = None
         if kept is not None and kept.backward_KN is not None:
@@ -141,7 +154,7 @@ class ScaledMethod(BaseMethod):
         else:
             operand = transposed(self._forward_weight(layer, dtype))
         if kept is not None and self._options.cache_fp8_weight:
-            self._kept = kept._replace(backward_KN=operand)
+            self.kept = kept._replace(backward_KN=operand)
         return operand
 
 
@@ -171,7 +184,7 @@ class _Product(torch.autograd.Function):
     def forward(
         function: Any, x: Tensor, weight: Tensor | None, layer: ParallelLinear, method: ScaledMethod, enters: bool
     ) -> Tensor:
-        function.layer, function.method, function.enters = layer, method, enters
+        function.weight, function.layer, function.method, function.enters = weight, layer, method, enters
         function.save_for_backward(products.kept(x, is_needed=function.needs_input_grad[1]))
         if enters and layer.ctx.sequence_parallel:
             x = mappings.all_gather_rows(x, layer.ctx)
@@ -206,6 +219,6 @@ class _Product(torch.autograd.Function):
             grad_x, work = start_sum(grad_x, ctx)
             works.append(work)
         if needs_weight:
-            grad_weight = weight_gradient()
+            grad_weight = added_to_own_sum(function.weight, weight_gradient())
         end_exchanges(works, ctx)
         return grad_x, grad_weight, None, None, None

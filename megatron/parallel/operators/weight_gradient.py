@@ -125,6 +125,20 @@ def add_product(into: GradientSum, grad_outputs_NO: Tensor, inputs_NI: Tensor) -
     into.close()
 
 
+def added_to_own_sum(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """Add a gradient to the sum that the layer adds to itself, and return None; without one return it for autograd."""
+    into = own_sum(weight)
+    if into is None:
+        return gradient
+    total, has_gradient = into.open()
+    if has_gradient:
+        total.add_(gradient)
+    else:
+        total.copy_(gradient)
+    into.close()
+    return None
+
+
 class Lookup(torch.autograd.Function):
     """Rows of a table, [...] -> [..., H], with gradients added to its float32 sum rather than to a table of zeros."""
 

@@ -137,7 +137,12 @@ class PipelineEngine(Engine):
         }
 
     def _train(self, batches: Iterator[tuple[Any, Any]]) -> None:
-        self.deepspeed.train_batch(self._on_device(batches))
+        engine = self.deepspeed
+        engine.train_batch(self._on_device(batches))
+        # DeepSpeed's hooks on a loss hold the engine, and this cycle through autograd would never be collected
+        engine.loss = None
+        for kept in engine.pipe_buffers.values():
+            kept[:] = [None] * len(kept)
 
     def _mean_loss(self) -> Tensor:
         return self._aggregate()
@@ -270,4 +275,6 @@ def pipeline_module(
         if shard_of(parameter).added:
             # beside a tied weight: DeepSpeed takes all of the last stage's module for copies of the first's
             parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+    if config.training.cuda_graph_impl == "local" and not config.training.skip_train:
+        module.replay_layers(ctx)
     return module

@@ -20,6 +20,7 @@ from megatron.parallel.context import LARGEST_TAG, ParallelContext
 from megatron.parallel.messages import Receipt, Sends, check_shape, post_receive, receive
 from megatron.parallel.pass_state import Job, compute_deferred
 from megatron.plan.pipeline_schedules import Message, PassKind, PipelineSchedule
+from megatron.training.deepspeed.layer_graphs import LayerGraphs
 from megatron.training.deepspeed.releases import clear_backward_seen_flag, scaled
 
 HEADER_TAG = LARGEST_TAG + 1
@@ -55,6 +56,17 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         place = next(place for place, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         # DeepSpeed finds by it which stages share a tied weight
         return place % int(self.num_stages)
+
+    def replay_layers(self, ctx: ParallelContext) -> None:
+        """Have the transformer layers of each chunk replayed as graphs of the device."""
+        for index, (start, stop) in enumerate(self.bounds):
+            functions = self.chunks[index]
+            numbers = [spec.layer.number for spec in self._layer_specs[start:stop]]
+            places = [place for place, number in enumerate(numbers) if number is not None]
+            if places:
+                first, end = places[0], places[-1] + 1
+                self.chunks[index] = [*functions[:first], LayerGraphs(functions[first:end], ctx), *functions[end:]]
+        self.choose(0)
 
     def choose(self, chunk: int) -> None:
         """Have the next calls run this chunk."""

@@ -191,6 +191,10 @@ class GradientBuffers:
         parameter.grad = None
         self.close(index)
 
+    def place(self, index: int) -> Tensor:
+        """Return the place of a gradient, the same in all steps."""
+        return self._slots[index].view
+
     def open(self, index: int) -> tuple[Tensor, bool]:
         """Return the place of a gradient, and True if it holds gradients of this step already.
 
@@ -403,6 +407,11 @@ class BufferedSum(GradientSum):
 
     def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
         self._buffers, self._index = buffers, index
+
+    @property
+    def memory(self) -> Tensor:
+        """The place in the buffers, whatever it holds now."""
+        return self._resolve().place(self._index)
 
     def open(self) -> tuple[Tensor, bool]:
         return self._resolve().open(self._index)
