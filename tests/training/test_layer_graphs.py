@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.models.sequential import build_layers
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators import weight_gradient
 from megatron.parallel.operators.weight_gradient import GradientSum
@@ -175,6 +176,24 @@ def test_a_graph_holds_what_it_reads(accelerator: Accelerator) -> None:
     rotary = run.layers[0].attention.rotary
     rotary.angles(4 * ROWS, torch.device("cpu"), None, run.ctx)
     run.compare([1])  # the stand-in refuses memory that was freed
+
+
+class Reads(nn.Module):
+    """A layer that reads a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(H))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight * hidden.detach().sum().item()
+
+
+def test_a_layer_that_waits_for_the_device_is_refused(accelerator: Accelerator) -> None:
+    run = Run(LLAMA)
+    graphs = LayerGraphs([*run.layers, Reads()], run.ctx)
+    with pytest.raises(ConfigError, match=r"cuda_graph_impl=local cannot capture a layer: item .*; leave it out"):
+        graphs(run.hidden(0))
 
 
 def test_rows_of_another_length_are_refused(accelerator: Accelerator) -> None:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megatron.generation.graphs import what_is_read
+from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear
 from megatron.parallel.operators.fp8_linear import ScaledMethod
@@ -54,14 +55,24 @@ class LayerGraphs:
                 hidden = layer(hidden)
             return hidden
         self._forget_if_moved(trained)
+        try:
+            self._capture(hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a layer of one's own that reads a number on the host
+            reason = str(error).partition("\n")[0]
+            raise ConfigError([f"cuda_graph_impl=local cannot capture a layer: {reason}; leave it out"]) from error
+        output: Tensor = _Replay.apply(hidden, self._free.pop(), self._free, *trained)
+        return output
+
+    def _capture(self, hidden: Tensor) -> None:
+        """Have a free slot, and the step's operands of weights."""
         if self._weights is None:
             self._weights = _Weights(self._layers, hidden.dtype)
         self._weights.compute(self._ctx.state.fp8.step)
         if not self._free:
             self._free.append(_Slot(self._layers, hidden))
             self.num_slots += 1
-        output: Tensor = _Replay.apply(hidden, self._free.pop(), self._free, *trained)
-        return output
 
     def _forget_if_moved(self, trained: Sequence[Tensor]) -> None:
         # a graph reads and writes the addresses that were there when it was captured
