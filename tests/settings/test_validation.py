@@ -655,6 +655,18 @@ BROKEN_RULES: dict[str, tuple[str, int, str, str]] = {
         "recheck_interval=9 does not run with",
         "leave one",
     ),
+    "graphs of layers that draw": (
+        "--device cuda --cuda-graph-impl local --attention-dropout 0",
+        1,
+        "cuda_graph_impl=local does not run with hidden_dropout=0.1",
+        "leave one of them out",
+    ),
+    "graphs of layers on a CPU": (
+        "--device cpu --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0",
+        1,
+        "cuda_graph_impl=local replays CUDA graphs, but device=cpu",
+        "leave it out",
+    ),
     "recheck of one rank": ("--recheck-interval 9", 1, "recheck_interval=9 compares data-parallel ranks", "use more"),
     "straggler of zero 3": ("--log-straggler --zero-stage 3", 1, "with zero_stage=3 every layer waits", "turn it off"),
     "compiled straggler": (
