@@ -154,7 +154,7 @@ PHASES = {
     # after these words, for so many milliseconds, restarts, a rank fails in the first attempt, the clean-up is slow
     "start": ("starts", 400, 2, False, False),
     "restart": ("restart 1 of 3", 300, 3, True, False),
-    "shutdown": ("done: 0 in attempt 0", 350, 0, False, True),
+    "shutdown": ("done: 0 in attempt 0", 250, 0, False, True),
 }
 
 
