@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from megatron.runtime.commands import DONE, FAILED, for_stderr
+from megatron.runtime.commands import DONE, FAILED, UserError, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends
 
@@ -121,20 +121,18 @@ def _raise_at_signals() -> None:
 
 def run_command(
     work: Callable[[], None],
-    errors: tuple[type[Exception], ...],
     output: str,
     kept: Callable[[], str] = lambda: "",
 ) -> int:
     """Run `work` and return the exit status: 0, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
-        errors: the types whose message is enough for the user; other errors keep their traceback.
         output: path to name for an OSError that names no file.
         kept: returns the end of the message that says what a later run can resume from, or "".
     """
     try:
         work()
-    except errors as error:
+    except UserError as error:  # others keep their traceback
         print(for_stderr(f"error: {error}"), file=sys.stderr)
         return FAILED
     except BrokenPipeError:

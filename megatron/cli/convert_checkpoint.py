@@ -394,8 +394,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with importing():
         import megatron.weights.conversion  # noqa: F401 - deepspeed and torch, which take half of a small conversion
-    from megatron.checkpoint.format import CheckpointError
-    from megatron.hub.names import HubError
-    from megatron.options.config import ConfigError
-
-    return run_command(lambda: run(arguments), (CheckpointError, ConfigError, HubError), arguments.save)
+    return run_command(lambda: run(arguments), arguments.save)

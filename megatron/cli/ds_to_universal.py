@@ -68,8 +68,4 @@ def run(arguments: argparse.Namespace) -> str:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-
-    from megatron.checkpoint.format import CheckpointError
-    from megatron.options.config import ConfigError
-
-    return run_command(lambda: print(run(arguments)), (CheckpointError, ConfigError), arguments.output_folder)
+    return run_command(lambda: print(run(arguments)), arguments.output_folder)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     acceptance = _Test(options, folder)
     try:
         with interruptible(STOPPING, deque()):
-            status = run_command(acceptance.run, (), str(folder), acceptance.kept)
+            status = run_command(acceptance.run, str(folder), acceptance.kept)
     except InterruptedBySignal as stop:
         print(f"stopped by {signal.Signals(stop.number).name}{acceptance.kept()}", file=sys.stderr)
         return shell_status(-stop.number)

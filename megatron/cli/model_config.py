@@ -74,7 +74,4 @@ def run(arguments: argparse.Namespace) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.checkpoint.format import CheckpointError
-    from megatron.hub.names import HubError
-
-    return run_command(lambda: run(arguments), (CheckpointError, HubError), arguments.load)
+    return run_command(lambda: run(arguments), arguments.load)

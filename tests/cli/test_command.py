@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from megatron.checkpoint.folders import CheckpointError
 from megatron.cli import entry
 from megatron.cli.command import command, run_command
+from megatron.data.index.indexed import DataError
+from megatron.hub.names import HubError
+from megatron.parallel.layout import LayoutError
+from megatron.runtime.commands import FAILED
 from megatron.runtime.files import IMPORT_ROOT, READER_LEFT
 from megatron.settings.command_line import load_config
 
@@ -51,10 +56,22 @@ def test_the_flags_of_training_do_too(word: str) -> None:
 
 
 def test_work_whose_reader_leaves_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    work = command(lambda argv: run_command(lambda: print("text", flush=True), (ValueError,), "output"))
+    work = command(lambda argv: run_command(lambda: print("text", flush=True), "output"))
     with reader_left():
         assert work() == READER_LEFT
     assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_the_user_is_a_line_and_others_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    # of any room: it needs no list of its own
+    for kind in (CheckpointError, DataError, HubError, LayoutError):
+        assert run_command(lambda kind=kind: fail(kind("x is wrong")), "output") == FAILED  # type: ignore[misc]
+        assert capsys.readouterr().err == "error: x is wrong\n"
+    with pytest.raises(ValueError, match="a fault of ours"):
+        run_command(lambda: fail(ValueError("a fault of ours")), "output")
 
 
 def test_a_pipe_that_closes_early_shows_nothing() -> None:
@@ -98,7 +115,7 @@ COMMANDS = {
         "def work():\n    pathlib.Path('part').touch()\n"
         "    try:\n        print('begun', flush=True)\n        time.sleep(100)\n"
         "    finally:\n        pathlib.Path('part').unlink()\n"
-        "@command\ndef main(argv=None):\n    return run_command(work, (), 'out')\n"
+        "@command\ndef main(argv=None):\n    return run_command(work, 'out')\n"
     ),
     "slow_to_clean": (
         "import pathlib, time\nfrom megatron.cli.command import command, run_command\n"
@@ -106,7 +123,7 @@ COMMANDS = {
         "    try:\n        print('begun', flush=True)\n        time.sleep(100)\n"
         "    finally:\n        print('cleaning', flush=True)\n        time.sleep(0.5)\n"
         "        pathlib.Path('part').unlink()\n"
-        "@command\ndef main(argv=None):\n    return run_command(work, (), 'out')\n"
+        "@command\ndef main(argv=None):\n    return run_command(work, 'out')\n"
     ),
     "before_work": (
         "import time\nfrom megatron.cli.command import command\n"

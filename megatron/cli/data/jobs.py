@@ -147,13 +147,12 @@ def samples_to_show(job: RowsJob, files: JobInput, count: int) -> tuple[Any, Ite
 
 def run_preparation(work: Callable[[], None], output_prefix: str | None) -> int:
     """Run a command, and return its exit status."""
-    from megatron.data.index.indexed import DataError
     from megatron.data.prepare.pipeline import Finished
     from megatron.data.prepare.resume_state import kept_work
 
     prefix = output_prefix or ""
     try:
-        return run_command(work, (DataError,), prefix, lambda: kept_work(prefix) if prefix else "")
+        return run_command(work, prefix, lambda: kept_work(prefix) if prefix else "")
     except Finished:
         print("nothing to resume: the datasets are finished")
         return DONE

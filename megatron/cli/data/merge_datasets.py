@@ -22,7 +22,6 @@ from tqdm import tqdm
 from megatron.cli.command import command, run_command
 from megatron.cli.data.flags import SHUFFLE_MEMORY_GB, add_flags, check
 from megatron.data.index.checksums import ReportBytes
-from megatron.data.index.indexed import DataError
 from megatron.data.index.merge import merge, open_inputs
 from megatron.data.index.shuffle import Shuffle
 from megatron.runtime.commands import command_name, counted
@@ -74,4 +73,4 @@ def run(arguments: argparse.Namespace) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    return run_command(lambda: run(arguments), (DataError,), arguments.output_prefix)
+    return run_command(lambda: run(arguments), arguments.output_prefix)

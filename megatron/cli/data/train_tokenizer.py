@@ -71,6 +71,4 @@ def run(arguments: argparse.Namespace) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from megatron.data.index.indexed import DataError
-
-    return run_command(lambda: run(arguments), (DataError,), arguments.output_dir)
+    return run_command(lambda: run(arguments), arguments.output_dir)

@@ -152,11 +152,8 @@ def merge_command(
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
-    from megatron.checkpoint.folders import CheckpointError
-    from megatron.hub.names import HubError
-
     options: dict[str, Any] = {"verify": verify, "allow_other_base": allow_other_base, "push_to_hub": push_to_hub}
-    return run_command(lambda: run(base, adapters, save, **options), (CheckpointError, HubError), str(save))
+    return run_command(lambda: run(base, adapters, save, **options), str(save))
 
 
 @command

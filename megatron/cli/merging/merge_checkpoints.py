@@ -144,8 +144,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
-    from megatron.checkpoint.format import CheckpointError
-    from megatron.hub.names import HubError
-    from megatron.options.config import ConfigError
-
-    return run_command(lambda: run(arguments), (CheckpointError, ConfigError, HubError), str(arguments.save))
+    return run_command(lambda: run(arguments), str(arguments.save))
