@@ -38,8 +38,8 @@ class EvaluationOptions:
     fewshot_as_multiturn: bool = True
     """With apply_chat_template, write each example as a turn of the user and one of the model."""
     max_length: Positive | None = None
-    """Most tokens of a sequence; longer ones lose their beginning, as in lm-eval. Unset: the sequence length of the
-    model's training."""
+    """Most tokens of a sequence; longer ones lose their beginning, as in lm-eval. Unset: the learned positions of
+    the model, or without them the sequence length of its training."""
     batch_size: Positive = 16
     """Texts that each copy of the model generates at once."""
     use_graphs: bool | None = None

@@ -35,6 +35,8 @@ def step(iteration: int, **values: Any) -> dict[str, Any]:
         "iteration": iteration,
         "time": START_S + 10 * iteration,
         "grad_norm": 1.0,
+        "learning_rate": 0.01,
+        "muon_learning_rate": 0.02,
         "consumed_tokens": 128 * iteration,
         **shown,
         **values,
@@ -156,6 +158,7 @@ def test_every_file_of_a_run_is_on_its_page(tmp_path: Path) -> None:
     titles = [figure.all("strong")[0].text for figure in page.root.all("figure", "chart")]
     assert titles[:4] == ["Loss", "Validation loss by dataset", "accuracy", "a text"]
     assert {"Throughput", "Gradient norm", "Own time of the slowest rank", "Peak of the process so far"} <= set(titles)
+    assert {"Learning rate", "Learning rate of Muon"} <= set(titles)
     (config,) = page.root.all("pre")
     assert "lr: 0.01" in config.text
 

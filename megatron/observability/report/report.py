@@ -240,6 +240,7 @@ def _step_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
         ("grad_norm", "Gradient norm", "before clipping"),
         ("learning_rate", "Learning rate", ""),
         ("decoupled_learning_rate", "Learning rate of embedding and head", ""),
+        ("muon_learning_rate", "Learning rate of Muon", ""),
         ("global_batch_size", "Global batch", "samples"),
     ):
         curves = _runs_curves(runs, title, lambda run, k=key: curve(run.rows, "train", k))  # type: ignore[misc]
