@@ -143,38 +143,6 @@ def _packs_documents(config: Config) -> bool:
         return False
 
 
-def check_layer_graphs(config: Config) -> Iterator[str]:
-    """Yield a message for what graphs of layers do not hold: operators of another kind or shape in each pass."""
-    parallel, model, training = config.parallel, config.model, config.training
-    if training.cuda_graph_impl == "none" or training.skip_train:
-        return
-    refused = (
-        (model.hidden_dropout > 0, f"hidden_dropout={model.hidden_dropout}"),
-        (model.attention_dropout > 0, f"attention_dropout={model.attention_dropout}"),
-        (config.lora.lora_dropout > 0, f"lora_dropout={config.lora.lora_dropout}"),
-        (not config.uses_pipeline, "zero_stage 2 or 3, offload or no_pipeline_parallel"),
-        (parallel.schedule == "zero-bubble", "pipeline_schedule=zero-bubble"),
-        (parallel.tensor_model_parallel_size > 1, f"tensor_model_parallel_size={parallel.tensor_model_parallel_size}"),
-        (parallel.context_parallel_size > 1, f"context_parallel_size={parallel.context_parallel_size}"),
-        (model.num_experts is not None, f"num_experts={model.num_experts}"),
-        (training.recompute_granularity != "none", f"recompute_granularity={training.recompute_granularity}"),
-        (training.torch_compile, "torch_compile"),
-        (training.offload_activations, "offload_activations"),
-        (config.records_logits_above is not None, "qk_clip or log_max_attention_logit"),
-        (_varies_rows(config), f"task={training.task} with documents packed into a row, or rows of several lengths"),
-    )
-    given = "cuda_graph_impl=local"
-    yield from broken(*((is_on, f"{given} does not run with {name}; leave one of them out") for is_on, name in refused))
-
-
-def _varies_rows(config: Config) -> bool:
-    try:
-        data = load_task(config).data
-        return bool(data.packs_documents or data.varies_shapes)
-    except ConfigError:  # reported by the rules of the task
-        return False
-
-
 def check_kernels(config: Config) -> list[str]:
     backend = config.model.attention_backend
     unknown = sorted(config.training.recomputed_modules - RECOMPUTED)

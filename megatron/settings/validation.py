@@ -14,7 +14,7 @@ from itertools import chain
 
 from megatron.models.registry import family_of
 from megatron.models.rules import check_experts_of_copies, check_layout, check_model
-from megatron.options.config import Config, ConfigError, batch_sizes, broken, samples_after, sections
+from megatron.options.config import Config, ConfigError, ModelConfig, batch_sizes, broken, samples_after, sections
 from megatron.options.data import DOCUMENT_ENDS, parse_data_path, parse_split
 from megatron.options.dependents import idle_options, idle_without
 from megatron.options.flags import divisors
@@ -46,7 +46,7 @@ def check(config: Config, world_size: int) -> list[str]:
         *rules.check_widths(config),
         *rules.check_attention(config),
         *rules.check_kernels(config),
-        *rules.check_layer_graphs(config),
+        *_check_layer_graphs(config),
         *_check_rampup(config, world_size),
         *_check_learning_rate(config),
         *_check_data(config),
@@ -447,3 +447,44 @@ def _check_guard(config: Config) -> Iterator[str]:
         )
     if 0 < timeout_s < 1:
         yield f"watchdog_timeout_s={timeout_s:g} leaves no time for a step; use 1 or more, or 0 for no watchdog"
+
+
+def _check_layer_graphs(config: Config) -> Iterator[str]:
+    """Yield a message for what graphs of layers do not hold: operators of another kind or shape in each pass."""
+    parallel, model, training = config.parallel, config.model, config.training
+    if training.cuda_graph_impl == "none" or training.skip_train:
+        return
+    refused = (
+        (model.hidden_dropout > 0, f"hidden_dropout={model.hidden_dropout}"),
+        (model.attention_dropout > 0, f"attention_dropout={model.attention_dropout}"),
+        (config.lora.lora_dropout > 0, f"lora_dropout={config.lora.lora_dropout}"),
+        (not config.uses_pipeline, "zero_stage 2 or 3, offload or no_pipeline_parallel"),
+        (parallel.schedule == "zero-bubble", "pipeline_schedule=zero-bubble"),
+        (parallel.tensor_model_parallel_size > 1, f"tensor_model_parallel_size={parallel.tensor_model_parallel_size}"),
+        (parallel.context_parallel_size > 1, f"context_parallel_size={parallel.context_parallel_size}"),
+        (model.num_experts is not None, f"num_experts={model.num_experts}"),
+        (_takes_flex(model), "flex_attention, which ALiBi, windows and soft caps take there"),
+        (training.recompute_granularity != "none", f"recompute_granularity={training.recompute_granularity}"),
+        (training.torch_compile, "torch_compile"),
+        (training.offload_activations, "offload_activations"),
+        (config.records_logits_above is not None, "qk_clip or log_max_attention_logit"),
+        (_varies_rows(config), f"task={training.task} with documents packed into a row, or rows of several lengths"),
+    )
+    given = "cuda_graph_impl=local"
+    yield from broken(*((is_on, f"{given} does not run with {name}; leave one of them out") for is_on, name in refused))
+
+
+def _takes_flex(model: ModelConfig) -> bool:
+    """Return whether a GPU attends by flex_attention."""
+    if model.attention_backend != "auto":
+        return model.attention_backend == "flex"
+    has_bias = model.position_embedding_type == "alibi" or model.attention_softcap is not None
+    return model.kernels != "plain" and model.suits_flex and (has_bias or model.attention_window is not None)
+
+
+def _varies_rows(config: Config) -> bool:
+    try:
+        data = load_task(config).data
+        return bool(data.packs_documents or data.varies_shapes)
+    except ConfigError:  # reported by the rules of the task
+        return False
