@@ -11,10 +11,8 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-export HL_LLAMA_VER="${HL_LLAMA_VER:-3.1}"            # 1: 7 13 65 | 2: 7 13 34 70 | 3.1: 8 70 405 | 3.2: 1 3
-export HL_LLAMA_MODEL_SIZE="${HL_LLAMA_MODEL_SIZE:-8}"
-
 if [[ -z ${HL_CONFIG:-} ]]; then
+    # without HL_LLAMA_VER 3.1, without HL_LLAMA_MODEL_SIZE 8: 1: 7 13 65 | 2: 7 13 34 70 | 3.1: 8 70 405 | 3.2: 1 3.
     # As Habana trains it. The model, HL_GBS, HL_SEQ_LEN, HL_NUM_LAYERS, HL_DROPOUT 0, HL_EVAL_ITERS 100,
     # HL_EVAL_INTERVAL 1000 and HL_SAVE_INTERVAL 2000 are in the preset, megatron/presets/llama*.yaml.
     export HL_DATA_DIR_ROOT="${HL_DATA_DIR_ROOT:-/data/datasets/red_pajama}"

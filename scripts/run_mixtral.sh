@@ -11,12 +11,11 @@ set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-export HL_MIXTRAL_MODEL="${HL_MIXTRAL_MODEL:-8x7b}"   # 8x7b 8x22b small
-
 if [[ -z ${HL_CONFIG:-} ]]; then
+    # HL_MIXTRAL_MODEL: 8x7b, which counts where it is unset, 8x22b or small.
     # As Habana trains it: 4 Mi tokens in a batch. The model, HL_DROPOUT 0, HL_EVAL_ITERS 100, HL_EVAL_INTERVAL 1000 and
     # HL_SAVE_INTERVAL 2000 are in the preset, megatron/presets/mixtral_*.yaml.
-    if [[ $HL_MIXTRAL_MODEL == small ]]; then
+    if [[ ${HL_MIXTRAL_MODEL:-} == small ]]; then
         export HL_NUM_LAYERS="${HL_NUM_LAYERS:-8}"
         export HL_HIDDEN_SIZE="${HL_HIDDEN_SIZE:-768}"
         export HL_FFN_HIDDEN_SIZE="${HL_FFN_HIDDEN_SIZE:-3072}"

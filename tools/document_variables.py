@@ -29,7 +29,8 @@ Two that set one flag differently are an error.
 - "preset" means that the preset (`megatron/presets/*.yaml`) holds the value and that the variable overrides it.
 - Arguments of a script are flags of `megatron.train` ([configuration](configuration.md)) and override the variables.
 - `HL_CONFIG` selects another preset, or a YAML file. Then the script's defaults of the data, of `HL_RAMPUP_BS`,
-  `HL_SEQ_PARALLEL` and `HL_OPTIMIZER` do not apply. A preset `tiny_*` has a default layout of 1 x 1 x 1.
+  `HL_SEQ_PARALLEL` and `HL_OPTIMIZER` do not apply, and the variables of a version or size are refused. A preset
+  `tiny_*` has a default layout of 1 x 1 x 1.
 """
 
 NOTES = """
@@ -104,9 +105,9 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_RENDEZVOUS": "",
         "HL_LAUNCHER_TYPE": "pdsh",
         "HL_PE": "0",
-        "HL_PPR": "as many on each",
+        "HL_PPR": "0",
         "HL_MAX_RESTARTS": "0",
-        "HL_MIN_NODES": "all",
+        "HL_MIN_NODES": "all nodes",
         "HL_SPARE_HOSTS": "0",
         "HL_DOCTOR": "0",
         "HL_DEVICE": "first available",
@@ -216,7 +217,7 @@ DEFAULTS: dict[str, dict[str, str | tuple[str, str]]] = {
         "HL_CHAT_TEMPLATE": "the tokenizer's own",
         "HL_TRAIN_ON": "assistant",
         "HL_TOO_LONG": "drop",
-        "HL_IGNORE_COLUMNS": "none",
+        "HL_IGNORE_COLUMNS": "",
         "HL_NUM_EPOCHS": "preset: 3",
         "HL_MAX_BATCH_LEN": "preset: 16384",
         "HL_LR": "preset: 2e-5",

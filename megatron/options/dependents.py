@@ -75,7 +75,7 @@ GPT2_FILES = ("vocab_file", "merge_file")
 def idle_without(config: Config) -> Iterator[str]:
     """Yield a message for each option that has no effect without another one, which is not given."""
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
-    rope, tokenizer = model.position_embedding_type == "rope", config.data.tokenizer_type
+    rope = model.position_embedding_type == "rope"
     # with `auto` any device that may be chosen counts: the launch may run on another machine than the ranks
     on_hpu = any("fused_hpu" in device.attention for device in candidates(config.parallel.device))
     traces = logging.profile or logging.profile_instructions
@@ -110,10 +110,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (config.parallel.context_parallel_size > 1, "context_parallel_size above 1", "set that", SHARING_ROWS),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
-        (tokenizer == "GPT2BPETokenizer", "tokenizer_type=GPT2BPETokenizer", "choose that", GPT2_FILES),
-        (tokenizer == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN),
-        # an export copies its files, whatever their kind
-        (tokenizer or checkpoint.save_hf, "tokenizer_type", "say which kind it is", ("tokenizer_model",)),
+        *_of_tokenizer(config),
         (logging.profile, "profile", "turn it on", PROFILING),
         (traces, "profile or profile_instructions", "turn one on", TRACING),
         (config.lora.lora_rank, "lora_rank", "give one", ADAPTERS),
@@ -132,6 +129,16 @@ def idle_without(config: Config) -> Iterator[str]:
     start, iters = logging.profile_step_start, config.training.train_iters
     if traces and iters and start > iters:
         yield f"profile_step_start={start} has no effect without so many steps; start within train_iters={iters}"
+
+
+def _of_tokenizer(config: Config) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:
+    kind, exports = config.data.tokenizer_type, config.checkpoint.save_hf
+    yield kind == "GPT2BPETokenizer", "tokenizer_type=GPT2BPETokenizer", "choose that", GPT2_FILES
+    yield kind == "TikTokenizer", "tokenizer_type=TikTokenizer", "choose that", TIKTOKEN
+    # an export copies its files, whatever their kind
+    yield kind or exports, "tokenizer_type", "say which kind it is", ("tokenizer_model",)
+    reads_model = kind not in ("GPT2BPETokenizer", "NullTokenizer")
+    yield reads_model or exports, "a tokenizer_type that reads it", "choose one", ("tokenizer_model",)
 
 
 def _of_trackers(logging: LoggingConfig) -> Iterator[tuple[object, str, str, tuple[str, ...]]]:

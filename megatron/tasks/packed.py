@@ -195,6 +195,8 @@ class PackedData(TaskData):
         names = [name for name in ("blend_weights", *DOCUMENT_ENDS) if getattr(config.data, name)]
         documents = f"documents, which task={self.name} does not read"
         yield from idle_options(config, documents, "choose task=pretrain", names)
+        arrays = f"index arrays, which task={self.name} does not write"
+        yield from idle_options(config, arrays, "choose task=pretrain", ["data_cache_path"])
         if not config.data.eval_iters and not config.data.per_split and any(parse_split(config.data.split)[1:]):
             yield (
                 f"split={config.data.split} holds out {self.sample_name}s that nothing evaluates, as eval_iters=0; set "

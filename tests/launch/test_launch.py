@@ -506,6 +506,17 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
         ({"HL_USE_TORCH_COMPILE": "1", "HL_TORCH_COMPILE_DISABLE": "1"}, "set --torch-compile differently"),
         ({"HL_PROFILE_STEPS": "3,4", "HL_PROFILE_STEP_END": "9"}, "set --profile-step-end differently"),
         ({"HL_ENV_FLAGS": "A=1,B"}, "'B' is not NAME=VALUE"),
+        ({"HL_ENV_FLAGS": "A=1 B=2"}, "'A=1 B=2' is not NAME=VALUE"),
+        ({"HL_ENV_FLAGS": "A=1,B=3,A=2"}, "A has two values"),
+        (
+            {"HL_ENV_FLAGS": "PT_HPU_LAZY_MODE=1", "HL_USE_LAZY_MODE": "0"},
+            "HL_USE_LAZY_MODE=0 and PT_HPU_LAZY_MODE=1 in HL_ENV_FLAGS contradict each other",
+        ),
+        (
+            {"HL_ENV_FLAGS": "PT_TE_LIMIT_GRAPH_SIZE=1", "HL_TE_LIMIT_GRAPH_SIZE": "0", "HL_FP8": "1"},
+            "HL_TE_LIMIT_GRAPH_SIZE=0 and PT_TE_LIMIT_GRAPH_SIZE=1 in HL_ENV_FLAGS contradict each other",
+        ),
+        ({"HL_TRANSFORMER_IMPL": "lokal"}, "HL_TRANSFORMER_IMPL='lokal' must be transformer_engine or local"),
         ({"HL_HNIC": "1"}, "HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1"),
         ({"HL_FI_PROVIDER": "verbs"}, "HL_FI_PROVIDER=verbs needs HL_HNIC=1"),
         (
@@ -523,6 +534,31 @@ def test_a_variable_says_where_to_launch(variables: dict[str, str], attribute: s
 def test_a_wrong_variable_is_one_fault(variables: dict[str, str], said: str) -> None:
     (fault,) = translated(variables).faults
     assert said in fault
+
+
+def test_a_variable_of_fp8_alone_is_noted() -> None:
+    given = {"HL_FP8_FORMAT": "e5m2", "HL_TE_LIMIT_GRAPH_SIZE": "1"}
+    said = [
+        f"{name}={value} has no effect without HL_FP8=1; set that, or leave it out" for name, value in given.items()
+    ]
+    assert translated(given).notes == said
+    assert not translated(given | {"HL_FP8": "1"}).notes
+    # spelled out defaults, and that there is none
+    usual = {"HL_FP8_FORMAT": "hybrid", "HL_FP8_ENFORCE_BF16_AMAX_REDUCTION": "1", "HL_TRANSFORMER_IMPL": "local"}
+    assert not translated(usual).notes
+
+
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [("llama", "HL_LLAMA_VER=3.1"), ("llama", "HL_LLAMA_MODEL_SIZE=70"), ("mixtral", "HL_MIXTRAL_MODEL=8x22b")],
+)
+def test_a_size_beside_a_preset_is_refused(script: Script, variables: str) -> None:
+    """It had no effect, in silence: the preset has a size of its own."""
+    given = dict([variables.split("=")])
+    (fault,) = translated(given | {"HL_CONFIG": "tiny_llama"}, script).faults
+    assert fault == f"{variables} has no effect beside HL_CONFIG=tiny_llama (--config); leave one out"
+    assert translated(given, script, "--config", "tiny_llama").faults == [fault]
+    assert not translated({"HL_CONFIG": "tiny_llama"}, script).faults
 
 
 @pytest.mark.parametrize("name", sorted(refused.name for refused in REFUSED))

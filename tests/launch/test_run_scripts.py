@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from megatron.launch.dialects.hl_help import script_help
 from megatron.launch.dialects.hl_refused import REFUSED
-from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, VARIABLES, Script
+from megatron.launch.dialects.hl_requests import from_environment
+from megatron.launch.dialects.hl_variables import ALL, LLAMA_PRESETS, VARIABLES, Script
 from megatron.options.config import ConfigError
 from tests.ranks import HANG_S
 
@@ -210,6 +212,26 @@ def test_the_documentation_lists_every_variable() -> None:
     known = {variable.name for variable in VARIABLES} | {refused.name for refused in REFUSED}
     assert known - documented == set()
     assert documented - known == set()
+
+
+def test_a_default_of_the_page_may_be_spelled_out() -> None:
+    """Habana's commands spell out what is the default anyway; 0 of HL_PE, half of a prompt's length were refused."""
+    defaults = runpy.run_path(str(ROOT / "tools" / "document_variables.py"))["DEFAULTS"]
+    # what one of these needs beside it
+    beside = {"HL_HNIC": "1", "HL_NUM_NODES": "2", "HL_DATA_FILE_PREFIX": "x"}
+    spelled = 0
+    for name, given in ((name, given) for section in defaults.values() for name, given in section.items()):
+        (row,) = (row for row in VARIABLES if row.name == name)
+        script: Script = next((script for script in ALL if script in row.scripts), "generate")
+        values = {given} if isinstance(given, str) else set(given)
+        for value in (value.removeprefix("preset: ") for value in values):
+            # words describe a default that is no single value
+            if value in ("", "—", "preset") or " " in value:
+                continue
+            faults = from_environment(beside | {name: value}, script, []).faults
+            assert not [fault for fault in faults if fault.startswith(f"{name}=")], (name, value)
+            spelled += 1
+    assert spelled > 100
 
 
 def test_the_example_hostsfile_has_a_line_for_each_node_of_the_readme() -> None:

@@ -764,6 +764,15 @@ IDLE: dict[str, tuple[str, str]] = {
     "--vocab-file v": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --merge-file m"),
     "--merge-file m": ("tokenizer_type=GPT2BPETokenizer", "--tokenizer-type GPT2BPETokenizer --vocab-file v"),
     "--tokenizer-model m": ("tokenizer_type", "--tokenizer-type HFTokenizer"),
+    "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m --tokenizer-model m": (
+        "a tokenizer_type that reads it",
+        "--save runs --save-hf models",
+    ),
+    "--tokenizer-type NullTokenizer --tokenizer-model m": (
+        "a tokenizer_type that reads it",
+        "--tokenizer-type HFTokenizer",
+    ),
+    "--task sft --data-cache-path c": ("index arrays, which task=sft does not write", "--task pretrain"),
     "--num-epochs 2": ("a task that counts epochs, such as task=sft", "--task sft --train-iters none"),
     "--packing none": ("task=sft", "--task sft"),
     "--max-batch-len 256": ("task=sft", "--task sft"),

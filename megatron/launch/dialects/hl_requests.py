@@ -13,10 +13,10 @@ from typing import Any
 from megatron.checkpoint.folders import CheckpointError
 from megatron.hub.names import is_dataset
 from megatron.launch.dialects.finetune_file import read_finetune_file
+from megatron.launch.dialects.hl_environment import add_fp8, given_text, rank_environment
 from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import (
     FINE_TUNING,
-    FP8_FORMATS,
     LLAMA_PRESETS,
     MIXTRAL_PRESETS,
     PRETRAINING,
@@ -43,10 +43,6 @@ FIELDS = (
     *("lazy", "checkpoints_dir"),
 )
 """Fields of a launch request that variables set as they are."""
-NETWORK = {"HCCL_OVER_OFI": "1", "HCCL_GAUDI_DIRECT": "1", "FI_PROVIDER": "verbs"}
-"""Variables of the ranks with HL_HNIC=1, and their values where HL_* does not set them."""
-TRANSFORMER_ENGINE = {"PT_TE_ENFORCE_BF16_AMAX_REDUCTION": True, "PT_TE_LIMIT_GRAPH_SIZE": False}
-"""The same with HL_FP8=1. Source: pretrain_llama.sh of HabanaAI/Megatron-LM 1.24."""
 
 
 def from_environment(
@@ -67,7 +63,7 @@ def from_environment(
         given, passed_on, of_file = _with_file(given, passed_on, overrides, request)
     result = _translate(given, script, request, replaced=_replaced(arguments))
     settings = result.settings
-    preset = _preset(settings, script, request, adapts=_requests_adapters(settings, arguments))
+    preset = _preset(result, script, request, adapts=_requests_adapters(settings, arguments))
     # a preset that the user names has a rate of its own
     if script == "dpo" and "config" not in settings:
         _check_rate(settings, arguments, request)
@@ -85,7 +81,7 @@ def from_environment(
     request.train_flags += flag_words(settings)
     if script == "mixtral" and preset is not None:
         request.train_flags += _expert_ranks(settings, arguments, preset)
-    _fp8(given, result, request)
+    add_fp8(given, result, request)
     _launcher(settings, request)
     request.prefers_lazy = script in PRETRAINING  # as Habana trains
     if "--results-dir" not in settings:
@@ -140,7 +136,7 @@ def _translate(
         if name in settings:
             setattr(request, name, settings[name])
     request.device = _device(settings, result, request)
-    request.environment = _environment(settings, result, request)
+    request.environment = rank_environment(result, request)
     result.settings = settings
     return result
 
@@ -224,10 +220,16 @@ def _check_rate(settings: Mapping[str, Any], arguments: Mapping[str, object], re
         )
 
 
-def _preset(settings: Mapping[str, Any], script: Script, request: LaunchRequest, *, adapts: bool) -> str | None:
+def _preset(result: Translation, script: Script, request: LaunchRequest, *, adapts: bool) -> str | None:
     """Return the preset; None if the variables name none. `adapts`: adapters are requested."""
+    settings = result.settings
     if "config" in settings:
-        return str(settings["config"])
+        preset = str(settings["config"])
+        for name in ("llama_version", "llama_size", "mixtral_model"):
+            if name in settings:
+                given = given_text(result, name)
+                request.faults.append(f"{given} has no effect beside HL_CONFIG={preset} (--config); leave one out")
+        return preset
     if script == "llama":
         return _llama_preset(settings, request)
     if script == "mixtral":
@@ -307,16 +309,11 @@ def _device(settings: Mapping[str, Any], result: Translation, request: LaunchReq
     if "device" in result.unread:
         return "auto"
     if device is not None and use_hpu is not None and use_hpu != (device == HPU.name):
-        request.faults.append(f"{_given(result, 'use_hpu')} contradicts HL_DEVICE={device}; set one of them")
+        request.faults.append(f"{given_text(result, 'use_hpu')} contradicts HL_DEVICE={device}; set one of them")
         request.unread.add("device")
     if device is not None:
         return str(device)
     return {None: "auto", True: HPU.name, False: "no-hpu"}[use_hpu]
-
-
-def _given(result: Translation, target: str) -> str:
-    """Return the variable that sets a name, as it was given."""
-    return next(given.text for given in result.given if target in given.settings)
 
 
 def _launcher(settings: Mapping[str, Any], request: LaunchRequest) -> None:
@@ -329,60 +326,6 @@ def _launcher(settings: Mapping[str, Any], request: LaunchRequest) -> None:
     if kind == "torchrun":
         fault += "; for torchrun's way set HL_RENDEZVOUS=HOST:PORT and start this script on each node"
     request.faults.append(fault)
-
-
-def _environment(settings: Mapping[str, Any], result: Translation, request: LaunchRequest) -> dict[str, str]:
-    """Return the variables for the ranks: those of HL_ENV_FLAGS, and of Gaudi's communication through host cards."""
-    variables = _env_flags(settings.get("environment", ""), request)
-    if settings.get("hnic"):
-        if request.nodes == 1 and "nodes" not in request.unread:
-            request.faults.append("HL_HNIC=1 connects several nodes, but HL_NUM_NODES is 1; unset one of them")
-        for name, default in NETWORK.items():
-            flag = variables.setdefault(name, settings.get(name, default))
-            if name in settings and settings[name] != flag:
-                request.faults.append(
-                    f"HL_{name}={settings[name]} and {name}={flag} in HL_ENV_FLAGS contradict each other; leave one out"
-                )
-    # a value of HL_HNIC that cannot be read may have been meant as 1
-    elif "hnic" not in result.unread:
-        for name in NETWORK:
-            if name in settings:
-                request.faults.append(f"HL_{name}={settings[name]} needs HL_HNIC=1; set that, or leave it out")
-    return variables
-
-
-def _env_flags(text: str, request: LaunchRequest) -> dict[str, str]:
-    """Return the variables of HL_ENV_FLAGS."""
-    variables = {}
-    for word in text.split(","):
-        name, equals, value = word.strip().partition("=")
-        if equals and name.isidentifier():
-            variables[name] = value
-        elif word:
-            request.faults.append(f"HL_ENV_FLAGS={text}: {word!r} is not NAME=VALUE; write NAME=VALUE,NAME=VALUE")
-    return variables
-
-
-def _fp8(given: Mapping[str, str], result: Translation, request: LaunchRequest) -> None:
-    """Add the flags that turn fp8 on, and the ranks' variables; none of either without HL_FP8=1."""
-    if result.unread & {"fp8", "transformer_engine", "fp8_format", *TRANSFORMER_ENGINE}:
-        return  # a default instead would bring faults of the device and the precision with it
-    settings = result.settings
-    # two names of one switch, of two releases of Habana's scripts
-    switches = [settings[name] for name in ("fp8", "transformer_engine") if name in settings]
-    if len(set(switches)) > 1:
-        both = " and ".join(f"{name}={given[name]}" for name in ("HL_FP8", "HL_USE_TRANSFORMER_ENGINE"))
-        request.faults.append(f"{both} contradict; set one")
-        return
-    if not any(switches):
-        return
-    if settings.get("transformer_impl") == "local":
-        request.faults.append("HL_TRANSFORMER_IMPL=local has no fp8; use transformer_engine, or unset HL_FP8")
-        return
-    request.train_flags += ["--fp8-format", settings.get("fp8_format", FP8_FORMATS[0])]
-    variables = {name: str(int(settings.get(name, default))) for name, default in TRANSFORMER_ENGINE.items()}
-    # HL_ENV_FLAGS comes last: it names the ranks' variables themselves
-    request.environment = variables | request.environment
 
 
 def _fine_tuning(given: Mapping[str, str], settings: Mapping[str, Any], script: Script, request: LaunchRequest) -> None:

@@ -151,6 +151,15 @@ def _recomputed(text: str) -> list[Setting]:
     return [*settings, ("--recompute-modules", ["mlp"])] if number == "3" else settings
 
 
+def _prompt_limit(text: str) -> str | int:
+    if text in ("half", "none"):
+        return text
+    try:
+        return whole(1)(text)
+    except WrongValueError as why:
+        raise WrongValueError(f"{why}, or half or none") from None
+
+
 def _tokenizer(text: str) -> list[Setting]:
     if text == "Llama3Tokenizer":  # of Meta's package `llama`: a tiktoken rank file
         return [("--tokenizer-type", "TikTokenizer"), ("--tiktoken-pattern", "llama3")]
@@ -297,8 +306,8 @@ _VARIABLES: tuple[Entry, ...] = (
         "HOST:PORT of the first node, where this script is started on each node by itself",
     ),
     _text("HL_LAUNCHER_TYPE", "launcher", "what starts an agent on each host: pdsh or mpirun"),
-    _number("HL_PE", "cores_per_rank", "cores that each rank is bound to"),
-    _number("HL_PPR", "ranks_per_socket", "with HL_PE: ranks on each socket"),
+    _number("HL_PE", "cores_per_rank", "cores that each rank is bound to; 0: ranks are not bound", 0),
+    _number("HL_PPR", "ranks_per_socket", "with HL_PE: ranks on each socket; 0: as many on each", 0),
     # restarts
     _number(
         "HL_MAX_RESTARTS",
@@ -334,7 +343,13 @@ _VARIABLES: tuple[Entry, ...] = (
     ),
     _text("HL_BETA", "--beta", "strength of the preference term; of DPO, how close to the reference", DPO),
     _text("HL_REFERENCE", "--reference", "the reference: adapters_off or stored; unset: what fits the model", DPO),
-    _number("HL_MAX_PROMPT_LEN", "--max-prompt-length", "last tokens of a prompt that are kept", scripts=DPO),
+    sets(
+        "HL_MAX_PROMPT_LEN",
+        "--max-prompt-length",
+        "last tokens of a prompt that are kept: a number, half (of HL_SEQ_LEN + 1) or none (no limit)",
+        _prompt_limit,
+        DPO,
+    ),
     # adapters
     _text("HL_LORA_RANK", "--lora-rank", "rank of LoRA adapters, over the frozen model; unset: none, in run_dpo.sh 8"),
     _text("HL_LORA_ALPHA", "--lora-alpha", "their output is multiplied by this / rank"),
@@ -422,7 +437,12 @@ _VARIABLES: tuple[Entry, ...] = (
     # matrix products in fp8
     _switch("HL_FP8", "fp8", "1: matrix products of the layers in fp8, on HPU and CUDA"),
     _switch("HL_USE_TRANSFORMER_ENGINE", "transformer_engine", "the same, by its earlier name"),
-    _text("HL_TRANSFORMER_IMPL", "transformer_impl", "transformer_engine; or local, which has no fp8"),
+    _one_in(
+        "HL_TRANSFORMER_IMPL",
+        "transformer_impl",
+        ("transformer_engine", "local"),
+        "transformer_engine; or local, which has no fp8",
+    ),
     _one_in("HL_FP8_FORMAT", "fp8_format", FP8_FORMATS, f"with HL_FP8=1: {one_of(FP8_FORMATS)}"),
     _number("HL_FP8_MARGIN", "--fp8-margin", "scales are smaller by 2 to this power than the largest that fits", 0),
     _number("HL_FP8_MEASURE_INTERVAL", "--fp8-interval", "microbatches between two updates of the scales"),
@@ -496,9 +516,9 @@ _VARIABLES: tuple[Entry, ...] = (
     ),
     _text("HL_DATA_DIR_ROOT", "data_root", "folder of the dataset and of the tokenizer's files", PRETRAINING),
     _text("HL_DATA_FILE_PREFIX", "data_prefix", "the dataset in that folder: PREFIX.bin and PREFIX.idx", PRETRAINING),
-    _text("HL_DATA_IDX_DIR", "index_folder", "folder for the index arrays"),
-    _text("HL_DATA_CACHE_DIR", "index_folder", "the same, by its later name"),
-    _text("HL_CACHE_PATH", "index_folder", "the same, by its later name"),
+    _text("HL_DATA_IDX_DIR", "index_folder", "folder for the index arrays", PRETRAINING),
+    _text("HL_DATA_CACHE_DIR", "index_folder", "the same, by its later name", PRETRAINING),
+    _text("HL_CACHE_PATH", "index_folder", "the same, by its later name", PRETRAINING),
     _row(
         "HL_TOKENIZER_TYPE",
         ("--tokenizer-type",),
