@@ -78,6 +78,27 @@ def test_samples_are_shown_with_brackets_where_there_is_no_terminal(
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "tokenizer.json"]
 
 
+def test_markers_that_are_not_tokens_are_named(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(tokenizer.read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "<|im_end|>"]
+    content["model"]["vocab"].pop("<|im_end|>", None)
+    tokenizer.write_text(json.dumps(content))
+    source = chats(tmp_path / "in.jsonl", {"messages": turn("a", "b")})
+    flags = ("--input", source, "--tokenizer-model", tokenizer, "--chat-template", "chatml", "--show", "1")
+    prefix = ("--output-prefix", tmp_path / "chats")
+    assert preprocess(*flags, *prefix) == 0
+    said = capsys.readouterr().out
+    assert "markers of the template that are not tokens: <|im_end|>; --add-special-tokens" in said
+    assert re.search(r"marker written as text, <\|im_end\|> +1\n", said)
+    added = ("--add-special-tokens", "--tokenizer-output", tmp_path / "added", "--overwrite")
+    assert preprocess(*flags, *prefix, *added) == 0
+    said = capsys.readouterr().out
+    assert "markers of" not in said
+    assert "marker written" not in said
+
+
 def test_samples_are_coloured_on_a_terminal(tmp_path: Path, tokenizer: Path) -> None:
     source = chats(tmp_path / "in.jsonl", {"messages": turn("one?", "1\n2")})
     command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_chat.py"), "--input", str(source)]

@@ -112,6 +112,9 @@ def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     begin, end = styles(has_colour)[0]
     print(f"template: {rows.source.origin}; tokens that are {begin}trained{end}:")
+    # in a sample they look like tokens
+    if as_text := rows.tokenizer.without_token(rows.source.tokens_to_add()):
+        print(f"markers of the template that are not tokens: {' '.join(as_text)}; --add-special-tokens makes them so")
     for number, sample in enumerate(samples, start=1):
         num_trained = int(sample.mask.sum())
         print(f"\n--- sample {number}: {sample.length} tokens, {num_trained} trained ---")

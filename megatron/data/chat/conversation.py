@@ -275,25 +275,46 @@ def _normalized(message: Message, number: int) -> Message:
     """Return a message as transformers gives it to a template, with tool calls in one form. Raises BadRow."""
     # templates test whether a key is there: a null of a table would be written as "None"
     changed = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((changed[name] for name in REASONING if name in changed), None)
+    reasoning = _reasoning(changed, number)
     if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise BadRow("bad reasoning", f"the reasoning of message {number} is {reasoning!r}; write it as text")
-        # templates of some families read one name, those of others the other
-        changed = {"thinking": reasoning, **changed, "reasoning_content": reasoning}
-    calls = _from_json(
-        changed.pop("tool_calls", None), f"'tool_calls' of message {number}", "bad tool call", "correct the text"
-    )
-    # OpenAI's form before tool_calls, of a single call
-    if not calls and isinstance(changed.get("function_call"), dict):
-        calls = [{"type": "function", "function": changed.pop("function_call")}]
-    if not calls:
-        return changed
-    if message["role"] != "assistant" or not isinstance(calls, list):
-        what = f"message {number} ({message['role']}) has tool_calls {str(calls)[:40]!r}"
-        raise BadRow("bad tool call", f"{what}; a list of calls belongs to the assistant")
-    changed["tool_calls"] = [_checked_call(call, number) for call in calls]
+        # templates of each family read one of the names
+        changed |= dict.fromkeys(REASONING, reasoning)
+    calls, older = (changed.pop(key, None) for key in ("tool_calls", "function_call"))
+    if calls := _calls(calls, older, message["role"], number):
+        changed["tool_calls"] = calls
     return changed
+
+
+def _calls(given: Any, older: Any, role: str, number: int) -> list[dict[str, Any]]:
+    """Return the calls in `tool_calls`, or the single one in `function_call`, its older form. Raises BadRow."""
+    calls, call = (
+        _from_json(value, f"{key!r} of message {number}", "bad tool call", "correct the text")
+        for key, value in (("tool_calls", given), ("function_call", older))
+    )
+    if calls and call:
+        raise BadRow("bad tool call", f"message {number} has tool_calls and function_call; keep tool_calls")
+    if call:
+        calls = [{"type": "function", "function": call}]
+    if not calls:
+        return []
+    if role != "assistant" or not isinstance(calls, list):
+        what = f"message {number} ({role}) has tool_calls {str(calls)[:40]!r}"
+        raise BadRow("bad tool call", f"{what}; a list of calls belongs to the assistant")
+    return [_checked_call(call, number) for call in calls]
+
+
+def _reasoning(message: Message, number: int) -> str | None:
+    """Return the reasoning of a message; None without one. Raises BadRow."""
+    given = [message[name] for name in REASONING if name in message]
+    for text in given:
+        if not isinstance(text, str):
+            raise BadRow("bad reasoning", f"the reasoning of message {number} is {text!r}; write it as text")
+    texts = set(filter(None, given))
+    if len(texts) > 1:
+        raise BadRow("bad reasoning", f"message {number} has two reasonings under different names; keep one")
+    if given:
+        return next(iter(texts), "")
+    return None
 
 
 def _checked_call(call: object, number: int) -> dict[str, Any]:

@@ -72,6 +72,12 @@ class ChatCounts(RowCounts):
     num_truncated: int = 0
     num_split: int = 0
     """Rows that became several samples."""
+    num_cut_by_tokens: int = 0
+    """Split rows of which an exchange is cut, or that the template does not write in parts."""
+    num_undivided: int = 0
+    """Rows that `as_prompted` leaves in one piece."""
+    as_text: Counter[str] = field(default_factory=Counter)
+    """Rows in which a marker of the template is not a token, by the marker."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Samples left out."""
     num_unanswered: int = 0
@@ -124,6 +130,9 @@ class ChatCounts(RowCounts):
             "EOS appended": self.num_appended_eos,
             "truncated": self.num_truncated,
             "split": self.num_split,
+            "split within an exchange": self.num_cut_by_tokens,
+            "not as prompted, as messages of others are trained": self.num_undivided,
+            **{f"marker written as text, {marker}": count for marker, count in self.as_text.items()},
             **{f"dropped, {reason}": count for reason, count in self.dropped.items()},
             **{f"bad, {reason}": count for reason, count in self.bad.items()},
             **{f"not written by the template, {kind}": count for kind, count in self.left_out.items()},
@@ -148,6 +157,7 @@ class ChatEncoder:
         `tool_template` is used for conversations with tools; None: `template`.
         """
         self.template, self.tokenizer, self.rules = template, tokenizer, rules
+        self._markers_as_text = tokenizer.without_token(template.source.tokens_to_add())
         self._finder = TurnFinder(template)
         self._tool_finder = TurnFinder(tool_template) if tool_template else self._finder
         # found at the start, not at the first row: an EOS that is missing would be written as an empty text
@@ -183,12 +193,20 @@ class ChatEncoder:
             except BadRow as error:
                 results[number] = error
                 continue
-            counts.num_appended_eos += text.has_appended_eos and bool(kept)
-            counts.left_out.update(text.left_out)
+            self._count(part, text, kept, counts)
             result = results[number]
             if isinstance(result, list):  # another part of the conversation may have failed
                 result += kept
         return results
+
+    def _count(self, chat: Chat, written: _Written, kept: Sequence[Sample], counts: ChatCounts) -> None:
+        """Count what was done to a conversation of which samples are `kept`."""
+        if written.has_appended_eos:
+            # not of a sample whose end is cut off
+            counts.num_appended_eos += any(int(sample.ids[-1]) == self.tokenizer.eos_id for sample in kept)
+        counts.num_undivided += self.rules.turns == "as_prompted" and _trains_others(chat)
+        counts.as_text.update(marker for marker in self._markers_as_text if marker in written.text)
+        counts.left_out.update(written.left_out)
 
     def _written_parts(self, chat: Chat) -> list[tuple[Chat, _Written]]:
         """Return the conversations of which samples are made, as texts. Raises BadRow."""
@@ -202,7 +220,7 @@ class ChatEncoder:
         """
         trained = [i for i in range(len(chat.messages)) if chat.is_trained(i)]
         # messages of others have no inference prompt after which they would be generated
-        if not trained or any(chat.messages[i]["role"] != "assistant" for i in trained):
+        if not trained or _trains_others(chat):
             return [(chat, "")]
         try:
             parts = self._finder_of(chat).prompted_parts(chat.messages, chat.variables, trained)
@@ -299,7 +317,7 @@ class ChatEncoder:
                 # the beginning is kept: an answer without its prompt would be learnt from nothing
                 return self._usable([_part(sample, 0, limit)], "truncated before anything trained", counts)
             case "split":
-                pieces = self._split(chat, sample, limit)
+                pieces = self._split(chat, sample, limit, counts)
                 counts.num_split += 1
                 return self._usable(pieces, "pieces of a split row without anything trained", counts)
 
@@ -314,8 +332,9 @@ class ChatEncoder:
             counts.dropped[f"pieces shorter than {self.rules.min_length} tokens"] += len(trained) - len(kept)
         return kept
 
-    def _split(self, chat: Chat, sample: Sample, limit: int) -> list[Sample]:
+    def _split(self, chat: Chat, sample: Sample, limit: int, counts: ChatCounts) -> list[Sample]:
         """Return pieces of whole exchanges, each after the system messages; an exchange above `limit` is cut."""
+        is_cut = False
         starts = exchanges_of(chat.messages)
         pieces: list[Sample] = []
         done, count = 0, len(starts) - 1
@@ -331,10 +350,16 @@ class ChatEncoder:
                     pieces.append(piece)
                 else:
                     pieces += _cut(piece, limit)
+                    is_cut = True
                 done += num_exchanges
         except BadRow:  # the template refuses a part of this conversation
-            return _cut(sample, limit)
+            pieces, is_cut = _cut(sample, limit), True
+        counts.num_cut_by_tokens += is_cut
         return pieces
+
+
+def _trains_others(chat: Chat) -> bool:
+    return any(chat.is_trained(i) for i, message in enumerate(chat.messages) if message["role"] != "assistant")
 
 
 def _most_that_fit(piece_of: Callable[[int], Sample], most: int, limit: int) -> tuple[int, Sample]:

@@ -16,11 +16,11 @@ from megatron.data.chat.columns import EMPTY, looks_like_context, texts_in
 from megatron.data.chat.conversation import REASONING, TRAIN_FLAGS
 from megatron.data.chat.locating import Locator
 from megatron.data.chat.marks import CALL, CUT, REASON, MessageSpans, has_text, is_tags_only
-from megatron.data.chat.template import LEFT_OUT, UNCLEAR, ChatTemplate, Message
+from megatron.data.chat.template import LEFT_OUT, UNCLEAR, ChatTemplate, Message, TemplateFailure
 
-_OWN_KEYS = {"role", "content", "name", "id", "type", "tool_calls", "tool_call_id", "function_call"}
+_OWN_KEYS = {"role", "content", "id", "type", "tool_calls", "tool_call_id"}
 _KNOWN_KEYS = _OWN_KEYS.union(REASONING, TRAIN_FLAGS)
-"""Keys of a message that are checked elsewhere, name it, or are not for the template."""
+"""Keys of a message that are checked elsewhere, number it, or are not for the template."""
 
 
 def check_omissions(locator: Locator, spans: MessageSpans) -> list[str]:
@@ -37,7 +37,7 @@ def check_omissions(locator: Locator, spans: MessageSpans) -> list[str]:
             left_out += _unwritten_content(locator, i, message)
         if (len(message) > 2 or has_calls) and message["role"] == "assistant":
             left_out += _unwritten_leaves(template, i, message, spans)
-    left_out += _unread_variables(template, locator.variables, text)
+    left_out += _unread_variables(locator)
     left_out += _unwritten_keys(template, locator.messages, text)
     return left_out
 
@@ -80,8 +80,9 @@ def _unwritten_leaves(template: ChatTemplate, i: int, message: Message, spans: M
     return left_out
 
 
-def _unread_variables(template: ChatTemplate, variables: Mapping[str, Any], text: str) -> list[str]:
+def _unread_variables(locator: Locator) -> list[str]:
     """Return the options that the template does not read. Raises TemplateFailure for tools and documents."""
+    template, variables, text = locator.template, locator.variables, locator.text
     for tool in variables.get("tools", ()):
         name = _name_of(tool)
         # by name: the form in which a template writes a tool is its own
@@ -89,13 +90,24 @@ def _unread_variables(template: ChatTemplate, variables: Mapping[str, Any], text
             raise _unwritten_variable(template, f"the tool {name}")
     unread = []
     for name in variables:
+        if name in ("tools", "documents"):
+            # a call may write the name of a tool that is not described
+            if name not in template.variables or _writes_same_without(name, locator):
+                raise _unwritten_variable(template, f"the row's {name}")
+            continue
         # a name that the template uses anywhere: whether it writes the value cannot be seen
         if name in template.variables:
             continue
-        if name in ("tools", "documents"):
-            raise _unwritten_variable(template, f"the row's {name}")
         unread.append(f"chat_template_kwargs {name}")
     return unread
+
+
+def _writes_same_without(name: str, locator: Locator) -> bool:
+    others = {key: value for key, value in locator.variables.items() if key != name}
+    try:
+        return locator.template.render(locator.messages, variables=others) == locator.text
+    except TemplateFailure:  # it needs them
+        return False
 
 
 def _unwritten_variable(template: ChatTemplate, what: str) -> Exception:

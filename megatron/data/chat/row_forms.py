@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,15 @@ import orjson
 
 from megatron.data.chat.columns import COLUMNS, FURTHER, LABELS, SYSTEM, Row, texts_in
 from megatron.data.chat.conversation import ROW_KEYS as VARIABLE_KEYS
-from megatron.data.chat.conversation import BadRow, Chat, an_object, list_of, messages_or_text, parse_row
+from megatron.data.chat.conversation import (
+    TRAIN_FLAGS,
+    BadRow,
+    Chat,
+    an_object,
+    list_of,
+    messages_or_text,
+    parse_row,
+)
 from megatron.data.chat.template import Message
 from megatron.data.index.indexed import DataError
 from megatron.data.read.document_parser import value_at
@@ -115,6 +123,11 @@ class RowReader:
             raise DataError("--prompt-template needs the column of the answer; name it with --answer-key")
         if not self._fields:
             raise DataError(f"--prompt-template {template!r} names no column; write such as 'Question: {{question}}'")
+        if not all(map(_names_columns_alone, self._prompts)):
+            raise DataError(
+                f"--prompt-template {template!r} has a brace with more or less than the name of a column; write a "
+                "column as {name}, and a brace as {{ or }}"
+            )
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -209,7 +222,9 @@ class RowReader:
 
     def _by_template(self, row: Row) -> tuple[Chat, tuple[str, ...]]:
         """Return the conversation of a prompt by the template and an answer, and the columns that were not read."""
-        values = {name: _value(row, name) for name in self._fields}
+        # of Stanford's rows many have no `input`; another template's column that is nowhere may be misspelled
+        is_known = self.prompt_template in PROMPT_TEMPLATES
+        values = {name: _value(row, name, may_lack=is_known or name in row.nulls) for name in self._fields}
         template, *with_input = self._prompts
         # Stanford Alpaca's rule: the prompt has another sentence for a row without input
         if with_input and values["input"].strip():
@@ -219,13 +234,25 @@ class RowReader:
             prompt += literal
             if name:
                 prompt += values[name]
-        answer = _value(row, self._answer_key)
+        answer = _value(row, self._answer_key, may_lack=True)
         if not answer.strip():
             raise BadRow("no answer", f"{self._answer_key!r} is empty; write an answer, or leave the row out")
-        chat = _chat(row, with_system(row, turn_of(prompt, answer)))
-        if self.prompt_template in PROMPT_TEMPLATES:
+        messages = turn_of(prompt, answer)
+        named = {name.split(".")[0] for name in (*self._fields, self._answer_key)}
+        # a system text in the prompt is not written twice
+        if named.isdisjoint(SYSTEM):
+            messages = with_system(row, messages)
+        chat = _chat(row, messages)
+        _check_labels(row, named)
+        if is_known:
             return chat, _settled(row, chat)
         return chat, row.unread()  # who writes a template says what is read
+
+
+def _names_columns_alone(template: str) -> bool:
+    """Return true if braces hold nothing but names: a value is written as it is, without str.format's `{a!r:>9}`."""
+    pieces = string.Formatter().parse(template)
+    return all(name is None or (name and not form and not conversion) for _, name, form, conversion in pieces)
 
 
 def _ambiguous(pairs: Sequence[tuple[str, str, str]]) -> BadRow:
@@ -240,11 +267,11 @@ def _ambiguous(pairs: Sequence[tuple[str, str, str]]) -> BadRow:
     return BadRow("ambiguous", f"the row may be read as {forms}; choose, such as with {remedy}")
 
 
-def _check_labels(row: Row) -> None:
-    """Raise BadRow for a label that says that the answer is not wanted."""
+def _check_labels(row: Row, named: Collection[str] = ()) -> None:
+    """Raise BadRow for a label that says that the answer is not wanted. `named`: columns that the user reads."""
     for key in LABELS:
         label = row.peek(key)
-        if label not in (0, 1):  # of another kind, and counted; False and True are among them
+        if key in named or label not in (0, 1):  # of another kind, and counted; False and True are among them
             continue
         row.note(key)
         if not label:
@@ -269,8 +296,11 @@ def _chat(row: Row, messages: Any) -> Chat:
     return parse_row({**variables, "messages": messages})
 
 
-def _value(row: Row, key: str) -> str:
-    """Return a text or a number under a key that the user named; without `input` an empty text. Raises BadRow."""
+def _value(row: Row, key: str, *, may_lack: bool) -> str:
+    """Return a text or a number under a key that the user named. Raises BadRow.
+
+    `may_lack`: without `input` or `context` it is an empty text.
+    """
     row.note(key)
     try:
         value = value_at(dict(row), key)
@@ -278,7 +308,7 @@ def _value(row: Row, key: str) -> str:
         value = None
     except DataError as error:
         raise BadRow("repeated key", str(error)) from None
-    if value is None and key in FURTHER:
+    if value is None and may_lack and key in FURTHER:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         what = f"has {str(value)[:40]!r} as {key!r}"
@@ -373,8 +403,13 @@ def _joined(prompt: Any, answer: Any, prompt_key: str, answer_key: str) -> list[
     check_answer(answer, answer_key)
     check_prompt(prompt)
     # answers in the prompt are part of what is given
-    given = [{**message, "train": False} if is_answer(message) else message for message in prompt]
-    return [*given, *answer]
+    return [*(_untrained(message) if is_answer(message) else message for message in prompt), *answer]
+
+
+def _untrained(message: Message) -> Message:
+    """Return a message that is not trained, whatever flags it has."""
+    others = {key: value for key, value in message.items() if key not in TRAIN_FLAGS}
+    return {**others, "train": False}
 
 
 def is_answer(message: Any) -> bool:

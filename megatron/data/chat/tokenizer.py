@@ -83,6 +83,11 @@ class ChatTokenizer:
     def identity(self) -> dict[str, Any]:
         return self._reference.identity
 
+    def without_token(self, markers: Sequence[str]) -> list[str]:
+        """Return the markers that are encoded as other text is, in several tokens."""
+        added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
+        return [marker for marker in markers if marker not in added]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
 

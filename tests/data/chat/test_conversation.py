@@ -482,6 +482,28 @@ def test_a_turn_longer_than_the_limit_is_split_by_tokens(small: ChatTokenizer) -
     assert joined.tolist() == whole.ids.tolist()[50:]  # the first piece holds nothing trained
     assert counts.dropped == {"pieces of a split row without anything trained": 1}
     assert all(piece.mask[0] == 0 for piece in pieces)
+    assert (counts.num_split, counts.num_cut_by_tokens) == (1, 1)
+
+
+def test_a_conversation_that_a_template_refuses_in_parts_is_cut_by_tokens_and_counted(small: ChatTokenizer) -> None:
+    template = (
+        "{% if messages | length < 4 %}{{ raise_exception('too few') }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    )
+    encoder, counts = encoder_of(template, small, max_length=30, too_long="split"), ChatCounts()
+    (pieces,) = encoder.encode([Chat(turn("a", "b", "c", "d"))], counts)
+    assert isinstance(pieces, list)
+    assert len(pieces) > 1
+    assert counts.outcomes() == {"split": 1, "split within an exchange": 1}
+
+
+def test_eos_that_is_cut_off_does_not_count_as_appended(small: ChatTokenizer) -> None:
+    chat = Chat(turn("a", "b" * 20))
+    whole = sample_of(encoder_of(BARE, small), list(chat.messages)).length
+    for limit, expected in ((whole, {"EOS appended": 1}), (whole - 1, {"truncated": 1})):
+        counts = ChatCounts()
+        encoder_of(BARE, small, max_length=limit, too_long="truncate").encode([chat], counts)
+        assert counts.outcomes() == expected
 
 
 def test_a_truncated_sample_without_trained_tokens_is_dropped(small: ChatTokenizer) -> None:

@@ -229,6 +229,14 @@ FAULTS: dict[str, tuple[Rows, dict[str, Any], str]] = {
     "a column that is not there": (
         [{"a": "b"}], {"prompt_template": "{q}", "answer_key": "a"}, r"in.jsonl:1: the row has no 'q'",
     ),
+    "a context that is not there": (
+        [{"q": "a", "context": None, "a": "b"}, {"q": "a", "contxt": "c", "a": "b"}],
+        {"prompt_template": "{context}{q}", "answer_key": "a"}, r"in.jsonl:2: the row has no 'context'",
+    ),
+    "an unwanted answer to a template": (
+        [{"q": "a", "a": "b", "label": False}], {"prompt_template": "{q}", "answer_key": "a"},
+        r"in.jsonl:1: 'label' is false",
+    ),
 }  # fmt: skip
 
 
@@ -246,10 +254,33 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, tokenize
         ({"prompt_template": "{q}"}, "name it with --answer-key"),
         ({"prompt_template": "{q", "answer_key": "a"}, "cannot be read"),
         ({"prompt_template": "q", "answer_key": "a"}, "names no column"),
+        ({"prompt_template": "{q} {}", "answer_key": "a"}, "more or less than the name of a column"),
+        ({"prompt_template": "{q!r}", "answer_key": "a"}, "more or less than the name of a column"),
+        ({"prompt_template": "{q:>9}", "answer_key": "a"}, "more or less than the name of a column"),
         ({"prompt_template": "{q}", "answer_key": "a", "row_format": "alpaca"}, "drop one"),
     ):
         with pytest.raises(DataError, match=message):
             ChatJob(("in.jsonl",), "out", str(tokenizer), **options)  # type: ignore[arg-type]
+
+
+def test_what_a_template_names_is_read_once(tmp_path: Path, tokenizer: Path) -> None:
+    row = {"system": "S", "q": "a", "label": 0}
+    for template, expected in (("{system} {q}", chatml("user: S a")), ("{q}", chatml("system: S", "user: a"))):
+        job = job_of(
+            rows_of(tmp_path / "in.jsonl", row), tokenizer, prompt_template=template, answer_key="label", overwrite=True
+        )
+        preprocess_chats(job)
+        assert texts(job) == [(expected + chatml("assistant: 0"), "0<|im_end|>")]
+
+
+def test_answers_in_a_prompt_are_not_trained_whatever_their_flags(tmp_path: Path, tokenizer: Path) -> None:
+    user = {"role": "user", "content": "a"}
+    for flag in ({"weight": 1}, {"train": True}, {"mask": False}):
+        prompt = [user, {"role": "assistant", "content": "b", **flag}, user]
+        row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "c"}]}
+        job = job_of(rows_of(tmp_path / "in.jsonl", row), tokenizer, overwrite=True)
+        preprocess_chats(job)
+        assert [trained for _, trained in texts(job)] == ["c<|im_end|>"]
 
 
 def test_splits_are_not_read_as_one(tmp_path: Path, tokenizer: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from megatron.data.chat.conversation import BadRow, Chat, parse_row
+from megatron.data.chat.conversation import REASONING, BadRow, Chat, parse_row
 from megatron.data.chat.encoder import ChatCounts, ChatEncoder
 from megatron.data.chat.template import MARKER
 from megatron.data.chat.tokenizer import ChatTokenizer
@@ -410,11 +410,48 @@ def test_further_keys_of_messages_are_written_counted_or_refused() -> None:
     template = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ message['context'] }}</s>{% endfor %}"
     )
-    row = {"messages": [{**QUESTION, "context": "In May.", "note": "Checked.", "weight": 1, "stars": 5}, ANSWER]}
+    notes = {"context": "In May.", "note": "Checked.", "weight": 1, "stars": 5, "name": "Ola"}
+    row = {"messages": [{**QUESTION, **notes}, ANSWER]}
     counts = ChatCounts()
     (samples,) = encoder_of(template, tokenizer_of(template)).encode([parse_row(row)], counts)
     assert isinstance(samples, list)
-    assert counts.left_out == {"'note' of messages": 1}
+    assert counts.left_out == {"'note' of messages": 1, "'name' of messages": 1}
+
+
+@pytest.mark.parametrize("read", REASONING)
+@pytest.mark.parametrize("given", REASONING)
+def test_a_reasoning_is_written_whatever_its_name(read: str, given: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m." + read + " }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    answer = {**ANSWER, **dict.fromkeys(REASONING, ""), given: "Hm. "}
+    assert trained_of(template, {"messages": [QUESTION, answer]}) == "Hm. Rain.<|im_end|>"
+
+
+@pytest.mark.parametrize("given", [{"tools": [TOOL]}, {"documents": [{"text": "Rain."}]}])
+def test_tools_and_documents_that_a_template_knows_and_does_not_write_are_refused(given: Row) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ tools }}{{ documents }}{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+        "<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    # the call has the name of the tool
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up", "arguments": "{}"}}]}
+    messages: list[Row] = [QUESTION, call]
+    (name,) = given
+    assert f"does not write the row's {name}" in trained_of(template, {"messages": messages, **given})
+    messages.insert(0, {"role": "system", "content": "Be brief."})
+    assert "look_up" in trained_of(template, {"messages": messages, **given})
+
+
+def test_rows_that_are_not_cut_before_turns_are_counted() -> None:
+    counts = ChatCounts()
+    encoder = encoder_of("chatml", tokenizer_of("chatml"), turns="as_prompted")
+    rows = [{"messages": turn("a", "b", "c", "d")}, {"messages": turn("a", "b", "c", "d"), "unmask": True}]
+    encoder.encode([parse_row(row) for row in rows], counts)
+    assert counts.outcomes()["not as prompted, as messages of others are trained"] == 1
 
 
 def test_messages_that_a_template_merges_are_one_turn_from_the_prompt_to_the_end(test_data: Path) -> None:
@@ -487,14 +524,14 @@ def test_a_text_with_characters_of_every_private_area_is_refused_by_name() -> No
 
 def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
     function = {"name": "look_up", "arguments": "{}"}
-    row = {
-        "messages": [QUESTION, {"role": "assistant", "content": None, "function_call": function}, ANSWER],
-        "functions": [TOOL["function"]],
-    }
+    older = {"role": "assistant", "content": None, "function_call": function}
+    row = {"messages": [QUESTION, older, ANSWER], "functions": [TOOL["function"]]}
     call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
     expected: list[Row] = [QUESTION, {"role": "assistant", "tool_calls": [call]}, ANSWER]
     assert parse_row(row) == Chat(expected, variables={"tools": [TOOL]})
     assert parse_row({"messages": [QUESTION, ANSWER], "tools": json.dumps([TOOL])}).variables == {"tools": [TOOL]}
+    as_text = {**older, "function_call": json.dumps(function)}
+    assert parse_row({**row, "messages": [QUESTION, as_text, ANSWER]}) == Chat(expected, variables={"tools": [TOOL]})
     empty: Row = {"messages": [QUESTION, {**ANSWER, "tool_calls": [], "name": None}], "tools": [], "documents": None}
     assert parse_row(empty) == Chat([QUESTION, ANSWER])
 
@@ -524,6 +561,9 @@ def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
             "'tool_calls' of message 1 is text that is not JSON",
         ),
         ({"messages": [{**ANSWER, "thinking": ["x"]}]}, "the reasoning of message 1 is"),
+        ({"messages": [{**ANSWER, "thinking": "x", "reasoning": "y"}]}, "message 1 has two reasonings"),
+        ({"messages": [{**ANSWER, "function_call": "x"}]}, "'function_call' of message 1 is text that is not JSON"),
+        ({"messages": [{**CALL_TURN, "function_call": {"name": "f"}}]}, "message 1 has tool_calls and function_call"),
         ({"messages": [{**ANSWER, "content": [{"type": "image", "url": "x"}]}]}, "one is of type 'image'; a part is"),
         ({"messages": [{**ANSWER, "content": []}]}, r"content of message 1 \(assistant\) is empty"),
     ],
