@@ -25,7 +25,7 @@ from megatron.launch.dialects.hl_variables import Script, path_of, variables_of
 from megatron.launch.host_environment import check_variables, sent_variables
 from megatron.launch.options import RankOptions
 from megatron.launch.plan import LaunchPlan, LaunchRequest, RefusedError, check_addresses, find_hosts
-from megatron.launch.preflight import run_id
+from megatron.launch.preflight import check_environment, run_id
 from megatron.options.config import Config, ConfigError
 from megatron.options.flags import add_flags, dashed, read_known_flags
 from megatron.parallel.layout import Layout
@@ -194,7 +194,7 @@ def plan_ranks(
         request.faults += layout_faults(load, world_size, device)
     else:
         request.faults += checks.check_layout(request, load, num_devices)
-    request.faults += [*faults_of_hosts, *check_addresses(hosts, request.hostsfile)]
+    request.faults += [*faults_of_hosts, *check_addresses(hosts, request.hostsfile), *check_environment(request)]
     if hosts:
         request.faults += checks.check_remote([*flags, *request.environment.values()], request)
         request.faults += check_variables(device, num_devices)

@@ -106,7 +106,7 @@ def preflight(request: LaunchRequest) -> LaunchPlan:
     faults += draft.in_all(lambda layout: _check_graphs(request, layout, lazy=lazy))
     faults += faults_of_hosts
     faults += draft.in_all(lambda layout: _check_machine(request, layout, is_remote=bool(hosts)))
-    faults += [*_check_launcher(draft), *_check_environment(request)]
+    faults += [*_check_launcher(draft), *check_environment(request)]
     warnings = list(_warnings(draft))
     if request.dry_run:  # a plan needs neither data nor hosts
         warnings += _check_inputs(draft)
@@ -308,7 +308,7 @@ def _check_launcher(draft: _Draft) -> Iterator[str]:
         yield from check_mpirun(request, draft.hosts)
 
 
-def _check_environment(request: LaunchRequest) -> Iterator[str]:
+def check_environment(request: LaunchRequest) -> Iterator[str]:
     """Yield the faults of what the ranks' environment is to be."""
     if request.activate and not Path(request.activate, "activate").is_file():
         yield f"HL_QNPU_DIR={request.activate} holds no file `activate`; set it (--activate) to a folder that does"

@@ -95,6 +95,16 @@ def test_the_script_passes_its_variables(
     assert "HL_CP=2 does not apply to this script; copies of the model share the texts, so start more ranks" in said
 
 
+def test_an_environment_that_training_refuses_is_refused(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder without `activate` was passed over, and another device than the one that is chosen overwritten."""
+    given = {"HL_MODEL": folder, "HL_DEVICE": "cpu", "HL_QNPU_DIR": folder, "HL_ENV_FLAGS": "DS_ACCELERATOR=cuda"}
+    with patch.dict("os.environ", given):
+        assert generate.main(["--variables", "generate", "--prompt", "a", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"HL_QNPU_DIR={folder} holds no file `activate`" in said
+    assert "DS_ACCELERATOR=cuda: the launcher sets it; leave it out, and set HL_DEVICE" in said
+
+
 def test_an_evaluation_is_described_by_variables(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     (Path(folder) / "quiz.yaml").touch()
     given = {

@@ -64,6 +64,8 @@ class PairCounts(RowCounts):
     """Rows whose answers begin with the text of the prompt."""
     num_passed_over: int = 0
     """Answers of ranked lists between the best and the worst."""
+    num_without_template: int = 0
+    """Rows of texts, which no template writes, where one is given."""
 
     def outcomes(self) -> dict[str, int]:
         """Return how many rows were changed, left out or are doubtful, by what was found."""
@@ -78,6 +80,7 @@ class PairCounts(RowCounts):
             "rows whose answers hold turns of others": self.num_other_turns,
             "rows whose answers begin with the prompt again": self.num_repeated_prompts,
             "answers between the best and the worst, not used": self.num_passed_over,
+            "rows of texts, which --chat-template does not write without --as-chat": self.num_without_template,
             **{f"column not read, {name}": count for name, count in self.unread.items()},
         }
         return {name: count for name, count in counts.items() if count}

@@ -89,6 +89,7 @@ class PairRows(RowEncoder[Preference, Pair, PairCounts]):
         counts.num_other_turns += parsed.has_other_turns
         counts.num_repeated_prompts += parsed.repeats_prompt
         counts.num_passed_over += parsed.num_passed_over
+        counts.num_without_template += self.job.chat_template is not None and not parsed.is_chat
         counts.forms[parsed.form] += 1
         counts.first_rows.setdefault(parsed.form, place)
         return parsed

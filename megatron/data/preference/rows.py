@@ -107,10 +107,10 @@ def _pair(row: Row, chosen: str, rejected: str) -> RowAnswers:
 
 
 def _scores_at(row: Row, chosen: str, rejected: str) -> tuple[float, float] | None:
-    of_chosen, of_rejected = row.get(chosen), row.get(rejected)
-    if isinstance(of_chosen, int | float) and isinstance(of_rejected, int | float):
-        return float(of_chosen), float(of_rejected)
-    return None
+    # others, such as texts, remain columns that are not read, which is said
+    if not (_is_number(row.peek(chosen)) and _is_number(row.peek(rejected))):
+        return None
+    return float(row[chosen]), float(row[rejected])
 
 
 def _labelled(row: Row, labels: list[str], completions: list[str]) -> RowAnswers:

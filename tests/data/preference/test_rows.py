@@ -108,15 +108,32 @@ def test_formats_and_scores_are_counted(tmp_path: Path, test_data: Path, capsys:
     """Of rows of several formats, the first of each is named."""
     rows = [STACK, {"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 1, "score_rejected": 1}, STACK]
     rows.append({"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 1, "score_rejected": 2.5})
+    # no numbers, so nothing reads them
+    rows.append({"prompt": "Q", "chosen": "A", "rejected": "B", "chosen_score": "1", "rejected_score": "2"})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = str(test_data / "tokenizers" / "bloom_format_trained")
     flags = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-model", tokenizer, "--workers", "1"]
     assert main([*flags, "--output-prefix", str(tmp_path / "pairs")]) == 0
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert f"format: question, response_j, response_k 2, first {tmp_path}/in.jsonl:1" in said
-    assert f"format: prompt, chosen, rejected (texts) 2, first {tmp_path}/in.jsonl:2" in said
+    assert f"format: prompt, chosen, rejected (texts) 3, first {tmp_path}/in.jsonl:2" in said
+    assert {"column not read, chosen_score 1", "column not read, rejected_score 1"} <= set(said)
     assert "pairs whose answers have the same score 1" in said
     assert "pairs whose rejected answer has the higher score 1" in said
+
+
+def test_texts_that_no_template_writes_are_counted(
+    tmp_path: Path, test_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A template that was given changed nothing of such rows, without a word."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Q", "chosen": "A", "rejected": "B"}) + "\n")
+    tokenizer = str(test_data / "tokenizers" / "bloom_format_trained")
+    flags = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-model", tokenizer, "--workers", "1"]
+    said = "rows of texts, which --chat-template does not write without --as-chat"
+    template = ["--chat-template", "chatml"]
+    for number, (given, is_said) in enumerate((([], False), (template, True), ([*template, "--as-chat"], False))):
+        assert main([*flags, *given, "--output-prefix", str(tmp_path / f"pairs{number}")]) == 0
+        assert (said in " ".join(capsys.readouterr().out.split())) is is_said
 
 
 def test_tables_give_what_lines_give(tmp_path: Path, test_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
