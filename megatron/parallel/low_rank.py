@@ -100,6 +100,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
 
 
+NORM_NUMBERS = 1 << 16
+"""Numbers of a weight that a CPU converts at once for the norms of its rows."""
 START = "lora_start_"
 """Begins the names of the frozen copies: `lora_start_A`, `lora_start_B`."""
 
@@ -337,12 +339,20 @@ def row_norms(weight: Tensor, down: Tensor, up: Tensor, ctx: ParallelContext, *,
     """
     # |w + u D|^2 = |w|^2 + (2 w D^T + u D D^T) u^T for the rows w and u: no product has more channels than the adapter
     wide = torch.promote_types(weight.dtype, torch.float32)
-    own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    own = own_norms(weight, wide).square()
     both = 2 * products.mm(weight, down.t()) + products.mm(up, products.mm(down, down.t()))
     squares = own + (both.to(wide) * up).sum(1)
     if is_partial and ctx.tensor_size > 1:
         squares = all_reduce(squares, ctx)
     return squares.clamp(min=0).sqrt()  # rounding may leave the square of a row of zeros below 0
+
+
+def own_norms(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norms of the rows of weight [out, in], [out]."""
+    rows = max(1, len(weight))
+    if weight.is_cpu:  # which converts all that one call is given
+        rows = max(1, NORM_NUMBERS // weight.shape[1])
+    return torch.cat([torch.linalg.vector_norm(block, dim=1, dtype=dtype) for block in weight.split(rows)])
 
 
 def gain(magnitude: Tensor, norms: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.live_bytes import LiveBytes
 from megatron.models.registry import family_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.low_rank import LowRankMethod
+from megatron.parallel.low_rank import LowRankMethod, own_norms
 from megatron.parallel.shards import Adapter, LayerDeclaration, Shard, declared_shards
 from tests.models import test_adapters as lora
 from tests.models.outputs import Outputs, config_of, in_float64, run_in_float64
@@ -189,3 +190,11 @@ def test_dropout_is_pefts(monkeypatch: pytest.MonkeyPatch, is_row: bool) -> None
     expected = x @ layer.weight.t() + layer.bias
     expected[..., rows] += (g - 1) * (inputs @ layer.weight[rows].t()) + g * 0.5 * (inputs @ a.t() @ b.t())
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_norms_of_rows_convert_few_numbers_at_once() -> None:
+    weight = torch.randn(3000, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with LiveBytes() as live:
+        norms = own_norms(weight, torch.float32)
+    assert live.peak < weight.numel(), "far less than a copy in float32"
+    torch.testing.assert_close(norms.double(), torch.linalg.vector_norm(weight.double(), dim=1))
