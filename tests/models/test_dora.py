@@ -27,6 +27,7 @@ from tests.models.outputs import Outputs, config_of, in_float64, run_in_float64
 from tests.models.test_hf_logits import CASES, to_ours
 from tests.ranks import RankPools
 
+WEIGHT = torch.randn(3000, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
 TARGETS = [
     ("llama_gqa", "q_proj v_proj down_proj embed_tokens lm_head"),
     ("llama_gqa_tied_wide_heads", "all-linear embed_tokens lm_head"),
@@ -192,12 +193,19 @@ def test_dropout_is_pefts(monkeypatch: pytest.MonkeyPatch, is_row: bool) -> None
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-def test_norms_of_rows_convert_few_numbers_at_once() -> None:
-    weight = torch.randn(3000, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+def test_norms_of_rows_convert_few_numbers_at_once(ranks: RankPools) -> None:
+    ((peak, norms),) = ranks(1)(norms_of_rows)
+    assert peak < WEIGHT.numel(), "far less than a copy in float32"
+    torch.testing.assert_close(
+        torch.tensor(norms).double(), torch.linalg.vector_norm(WEIGHT.double(), dim=1), rtol=1e-5, atol=0
+    )
+
+
+def norms_of_rows() -> tuple[int, list[float]]:
+    """Return the most bytes that were allocated, and the norms."""
     allocations = Allocations()
     allocations.start()
     allocations.reset_peak()
-    norms = own_norms(weight, torch.float32)
+    norms = own_norms(WEIGHT, torch.float32)
     allocations.stop()
-    assert allocations.peak().tensors < weight.numel(), "far less than a copy in float32"
-    torch.testing.assert_close(norms.double(), torch.linalg.vector_norm(weight.double(), dim=1))
+    return allocations.peak().tensors, norms.tolist()
