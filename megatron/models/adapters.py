@@ -302,8 +302,15 @@ def _adapter(module: Module, lora: LoraConfig) -> Adapter:
 
 
 def _pattern(patterns: Iterable[str], module: Module) -> str | None:
-    named = (pattern.rpartition("=") for pattern in patterns)
-    return next((value for name, _, value in named if module.matches(name)), None)
+    """Return the number in the first NAME=NUMBER that is of a module; None if none is."""
+    first = _first_pattern(patterns, module)
+    if first is None:
+        return None
+    return first.rpartition("=")[2]
+
+
+def _first_pattern(patterns: Iterable[str], module: Module) -> str | None:
+    return next((pattern for pattern in patterns if module.matches(pattern.rpartition("=")[0])), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,9 +422,57 @@ def unmatched(layers: Sequence[LayerDeclaration], form: TheirNames | None, lora:
             )
     yield from _half_tied(modules, targets)
     for option in ("lora_rank_pattern", "lora_alpha_pattern"):
-        for pattern in getattr(lora, option):
-            if not any(module.matches(pattern.rpartition("=")[0]) for module in targets):
-                yield f"{option}={pattern} matches no adapted module; they are {_short_names(targets)}"
+        yield from _idle_patterns(option, getattr(lora, option), targets)
+    yield from _idle_bias(layers, targets, lora)
+    yield from _idle_of_embedding(by_name, targets, lora)
+
+
+def _idle_patterns(option: str, patterns: Sequence[str], targets: Sequence[Module]) -> Iterator[str]:
+    applied = {_first_pattern(patterns, module) for module in targets}
+    for pattern in patterns:
+        if not any(module.matches(pattern.rpartition("=")[0]) for module in targets):
+            yield f"{option}={pattern} matches no adapted module; they are {_short_names(targets)}"
+        elif pattern not in applied:
+            yield (
+                f"{option}={pattern} has no effect behind others that match the same modules, as the first that "
+                "matches applies; give it before them, or leave it out"
+            )
+
+
+def _idle_bias(layers: Sequence[LayerDeclaration], targets: Iterable[Module], lora: LoraConfig) -> Iterator[str]:
+    biased = {
+        (layer.name, local.rpartition(".")[0])
+        for layer in layers
+        for local, shard in layer.shards.items()
+        if local.rpartition(".")[2] == "bias" and shard.trained
+    }
+    owners = "the model has"
+    if lora.lora_bias == "lora_only":
+        biased &= {module.place for module in targets}
+        owners = "the adapted modules have"
+    if lora.lora_bias != "none" and not biased:
+        yield f"lora_bias={lora.lora_bias} has no effect, as {owners} no biases; leave it out"
+
+
+def _idle_of_embedding(
+    layers: Mapping[str, LayerDeclaration], targets: Sequence[Module], lora: LoraConfig
+) -> Iterator[str]:
+    """Yield a message for each option that is for the adapter of an embedding, or not for it, where others are."""
+    embeddings = [module for module in targets if weight_of(layers, module).vocabulary and not module.is_output]
+    default = LoraConfig()
+    rate = lora.loraplus_lr_embedding
+    # without a ratio neither has an effect, which is reported apart
+    if not embeddings and lora.loraplus_lr_ratio != 1 and rate != default.loraplus_lr_embedding:
+        yield (
+            f"loraplus_lr_embedding={rate} has no effect, as the embedding has no adapter; name it in "
+            "lora_target_modules, or leave it out"
+        )
+    if len(embeddings) < len(targets):
+        return
+    for name in ("lora_dropout", "lora_init"):
+        value = getattr(lora, name)
+        if value != getattr(default, name):
+            yield f"{name}={value} has no effect on the adapter of an embedding, which alone is adapted; leave it out"
 
 
 def _half_tied(modules: Sequence[Module], targets: Sequence[Module]) -> Iterator[str]:

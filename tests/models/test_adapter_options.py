@@ -102,12 +102,51 @@ def test_all_that_is_wrong_is_named_at_once(options: str, faults: list[str]) -> 
             "--lora-rank 4 --lora-target-modules q_proj --lora-rank-pattern k_proj=8 --lora-alpha-pattern q_proj=3",
             ["lora_rank_pattern=k_proj=8 matches no adapted module; they are q_proj"],
         ),
+        (
+            "--lora-rank 4 --lora-rank-pattern q_proj=2 layers.0.self_attn.q_proj=8 "
+            "--lora-alpha-pattern *_proj=2 q_proj=3",
+            [
+                "lora_rank_pattern=layers.0.self_attn.q_proj=8 has no effect behind",
+                "lora_alpha_pattern=q_proj=3 has no effect behind",
+            ],
+        ),
+        ("--lora-rank 4 --lora-rank-pattern layers.0.self_attn.q_proj=8 q_proj=2", []),
+        ("--lora-rank 4 --lora-bias all", ["lora_bias=all has no effect, as the model has no biases"]),
+        ("--lora-rank 4 --lora-bias lora_only", ["lora_bias=lora_only has no effect, as the adapted modules have no"]),
+        (
+            "--lora-rank 4 --loraplus-lr-ratio 4 --loraplus-lr-embedding 1e-5",
+            ["loraplus_lr_embedding=1e-05 has no effect, as the embedding has no adapter"],
+        ),
+        (
+            "--lora-rank 4 --lora-target-modules q_proj embed_tokens --untie-embeddings-and-output-weights "
+            "--loraplus-lr-ratio 4 --loraplus-lr-embedding 1e-5 --lora-dropout 0.1 --lora-init pissa",
+            [],
+        ),
+        (
+            "--lora-rank 4 --lora-target-modules embed_tokens --untie-embeddings-and-output-weights --lora-dropout 0.1 "
+            "--lora-init pissa",
+            ["lora_dropout=0.1 has no effect on the adapter of an embedding", "lora_init=pissa has no effect on the"],
+        ),
         ("--lora-rank 4 --lora-target-modules *.layers.[0-1].* layers.1.attention.qkv lora_x", ["lora_x matches no"]),
     ],
 )
-def test_a_name_that_selects_nothing_beside_others_is_a_warning(options: str, warnings: list[str]) -> None:
+def test_what_selects_or_changes_nothing_is_a_warning(options: str, warnings: list[str]) -> None:
     config = load_config([*LLAMA, *options.split()], 2)
     found = [text for text in idle(config) if "lora" in text or "zero-bubble" in text]
     assert len(found) == len(warnings), found
     for text, expected in zip(found, warnings, strict=True):
         assert expected in text
+
+
+def test_biases_of_other_modules_are_not_those_of_the_adapted() -> None:
+    # GPT-2 has biases everywhere, Qwen 2 those of q, k and v alone
+    config = load_config([*VALID, *"--num-layers 2 --hidden-size 64 --lora-rank 4 --lora-bias lora_only".split()], 2)
+    assert not any("lora_bias" in text for text in idle(config))
+    qwen = "--architecture qwen2 --position-embedding-type rope --num-layers 2 --hidden-size 64 --lora-rank 4"
+    for options, is_idle in (
+        ("--lora-bias lora_only --lora-target-modules up_proj", True),
+        ("--lora-bias lora_only --lora-target-modules up_proj q_proj", False),
+        ("--lora-bias all --lora-target-modules up_proj", False),
+    ):
+        config = load_config([*VALID, *qwen.split(), *options.split()], 2)
+        assert any("lora_bias" in text for text in idle(config)) == is_idle, options

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.checkpoint.format import CheckpointError
+from megatron.weights.folder_files import Precision
 from megatron.weights.peft.export import AdaptedModel, export_adapter
 from tests.models.outputs import config_of, in_float64, run_in_float64
 from tests.models.test_adapters import ALPHA, RANK, Reference, lora, reference, sample, their_model
@@ -184,6 +186,15 @@ PEFT_KEYS = {
     "rank_pattern", "alpha_pattern", "revision", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Those of PEFT 0.10 and later."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_pissa_is_not_rounded_as_that_loses_a_part_of_what_was_trained(tmp_path: Path, precision: Precision) -> None:
+    config = config_of(f"{lora('llama_gqa', 'q_proj')} --lora-init pissa")
+    tensors = ((name, torch.ones(shard.shape)) for name, shard in AdaptedModel(config).shards.items())
+    with pytest.raises(CheckpointError, match="a tenth or more of what was trained; write float32"):
+        export_adapter(tmp_path, config, tensors, base_name="org/base", precision=precision)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", CASES)
