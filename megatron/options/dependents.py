@@ -77,7 +77,8 @@ def idle_without(config: Config) -> Iterator[str]:
     checkpoint, logging, model = config.checkpoint, config.logging, config.model
     rope = model.position_embedding_type == "rope"
     # with `auto` any device that may be chosen counts: the launch may run on another machine than the ranks
-    on_hpu = any("fused_hpu" in device.attention for device in candidates(config.parallel.device))
+    on_hpu = [device for device in candidates(config.parallel.device) if "fused_hpu" in device.attention]
+    by_habana = any(map(model.uses_fused_sdpa, on_hpu))
     traces = logging.profile or logging.profile_instructions
     recompute = config.training.recompute_granularity
     exports = checkpoint.save_hf and not checkpoint.save_hf_last_only
@@ -109,6 +110,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (model.mup_base_hidden_size, "mup_base_hidden_size", "give it", ("mup_base_head_size",)),
         (config.parallel.context_parallel_size > 1, "context_parallel_size above 1", "set that", SHARING_ROWS),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
+        (by_habana or not on_hpu, "attention_backend=fused_hpu", "choose that", ON_HPU),
         (recompute == "selective", "recompute_granularity=selective", "choose that", ("recompute_modules",)),
         *_of_tokenizer(config),
         (logging.profile, "profile", "turn it on", PROFILING),

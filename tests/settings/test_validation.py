@@ -796,6 +796,11 @@ IDLE: dict[str, tuple[str, str]] = {
     "--mlflow-tracking-uri http://h": ("mlflow_experiment", "--mlflow-experiment p"),
     "--rope-scaling-factor 8": ("position_embedding_type=rope", "--position-embedding-type rope"),
     "--device cpu --use-fast-softmax": ("device=hpu", "--device hpu"),
+    "--device hpu --attention-backend sdpa --no-fused-sdpa-recompute": (
+        "attention_backend=fused_hpu",
+        "--attention-backend auto",
+    ),
+    "--device hpu --kernels plain --no-fused-sdpa-recompute": ("attention_backend=fused_hpu", "--kernels auto"),
     "--no-fp8-wgrad": ("fp8_format", "--fp8-format hybrid --device hpu --bf16"),
     "--fp8-format hybrid --device cuda --bf16 --fp8-interval 2": ("fp8_recipe=delayed", "--device hpu"),
     "--fp8-format e4m3 --fp8-recipe rowwise --device cuda --bf16 --no-fp8-amax-reduce": (
