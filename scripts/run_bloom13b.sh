@@ -10,6 +10,7 @@
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+select_preset "$@"
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # As Habana trains it. The model, its batch (HL_GBS 1024, HL_MICRO_BATCH 1), HL_SEQ_LEN 2048, HL_NUM_LAYERS 40,

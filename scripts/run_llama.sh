@@ -10,6 +10,7 @@
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+select_preset "$@"
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # without HL_LLAMA_VER 3.1, without HL_LLAMA_MODEL_SIZE 8: 1: 7 13 65 | 2: 7 13 34 70 | 3.1: 8 70 405 | 3.2: 1 3.

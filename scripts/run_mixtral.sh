@@ -10,6 +10,7 @@
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+select_preset "$@"
 
 if [[ -z ${HL_CONFIG:-} ]]; then
     # HL_MIXTRAL_MODEL: 8x7b, which counts where it is unset, 8x22b or small.

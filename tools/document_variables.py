@@ -28,9 +28,9 @@ Two that set one flag differently are an error.
 - An empty variable counts as unset. An unknown variable is an error that names the most similar one.
 - "preset" means that the preset (`megatron/presets/*.yaml`) holds the value and that the variable overrides it.
 - Arguments of a script are flags of `megatron.train` ([configuration](configuration.md)) and override the variables.
-- `HL_CONFIG` selects another preset, or a YAML file. Then the script's defaults of the data, of `HL_RAMPUP_BS`,
-  `HL_SEQ_PARALLEL` and `HL_OPTIMIZER` do not apply, and the variables of a version or size are refused. A preset
-  `tiny_*` has a default layout of 1 x 1 x 1.
+- `HL_CONFIG`, or `--config`, selects another preset, or a YAML file. Then the script's defaults of the data, of
+  `HL_RAMPUP_BS`, `HL_SEQ_PARALLEL` and `HL_OPTIMIZER` do not apply, and the variables of a version or size are refused.
+  A preset `tiny_*` has a default layout of 1 x 1 x 1.
 """
 
 NOTES = """

@@ -280,7 +280,9 @@ def _form_described(
 
 def _check_heads(ours: ModelConfig, where: Path | str) -> None:
     if ours.kv_channels is None and ours.hidden_size % ours.num_attention_heads:
-        raise CheckpointError(f"{where}: {ours.num_attention_heads} heads do not divide width {ours.hidden_size}")
+        raise CheckpointError(
+            f"{where}: num_attention_heads={ours.num_attention_heads} does not divide hidden_size={ours.hidden_size}"
+        )
     if ours.num_attention_heads % ours.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_key_value_heads={ours.num_kv_heads} does not divide "

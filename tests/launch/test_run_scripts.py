@@ -214,6 +214,22 @@ def test_the_documentation_lists_every_variable() -> None:
     assert documented - known == set()
 
 
+@pytest.mark.parametrize(
+    ("script", "preset"),
+    [("run_bloom13b.sh", "tiny_bloom"), ("run_llama.sh", "tiny_llama"), ("run_mixtral.sh", "tiny_mixtral")],
+)
+def test_a_preset_among_the_arguments_has_no_defaults_of_the_script(tmp_path: Path, script: str, preset: str) -> None:
+    """As with HL_CONFIG; it was given the script's own layout, ramp-up, optimizer and data."""
+    on_cpu = {"HL_DEVICE": "cpu", "HL_DRY_RUN": "1"}
+    by_variable = run(script, tmp_path, HL_CONFIG=preset, **on_cpu)
+    assert "1 node x 1 cpu device = 1 rank" in by_variable.stdout
+    for words, others in ((["--config", preset], {}), ([f"--config={preset}"], {"HL_CONFIG": "none"})):
+        plan = run(script, tmp_path, "--seed", "1", *words, **on_cpu | others)
+        assert plan.returncode == 0, plan.stderr
+        # down to the folder, which has the time in it
+        assert plan.stdout.partition("results:")[0] == by_variable.stdout.partition("results:")[0]
+
+
 def test_a_default_of_the_page_may_be_spelled_out() -> None:
     """Habana's commands spell out what is the default anyway; 0 of HL_PE, half of a prompt's length were refused."""
     defaults = runpy.run_path(str(ROOT / "tools" / "document_variables.py"))["DEFAULTS"]

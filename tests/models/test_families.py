@@ -364,6 +364,73 @@ def test_fields_with_one_value_on_the_page_are_refused_with_another(kind: str) -
             config_of({**theirs, name: "other"}, "config.json")
 
 
+def other_values(value: Any) -> list[Any]:
+    """Values of the kind of a field's own; of one that is off, some that would turn it on."""
+    match value:
+        case None:
+            return [1, 2, True, 0.5, "x"]
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, 2 * value, max(value // 2, 1)]
+        case float():
+            return [2 * value + 0.25, value / 2 + 0.01]
+        case str():
+            return ["x", "relu", "silu", "gelu"]
+        case list():
+            return [value[::-1], None]
+    return []
+
+
+def their_logits(kind: str, fields: Fields, tokens: Tensor) -> tuple[Any, Tensor] | None:
+    """A model and its logits; None where transformers itself cannot build or run it."""
+    try:
+        theirs = their_model(kind, fields)
+        theirs.config.use_cache = False
+        with torch.no_grad():
+            return theirs, theirs(tokens).logits
+    except Exception:  # whatever a value that makes no sense leads to
+        return None
+
+
+@pytest.mark.slow
+@every_family
+def test_another_value_of_any_field_is_honoured_or_refused(kind: str) -> None:
+    """The page's promise of every field of config.json, with transformers' model of that value as the oracle."""
+    tokens = torch.randint(0, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(3))
+    fields, ctx = ROWS[kind][0], ParallelContext.single()
+    about = {"vocab_size", "model_type", "dtype", "architectures", "transformers_version", "_name_or_path"}
+    refusals: dict[str, str] = {}
+    num_changed = 0
+    with in_float64():
+        usual = their_logits(kind, fields, tokens)
+        assert usual is not None
+        given = transformers.AutoConfig.for_model(kind, **fields).to_dict()
+        cases = [(name, other) for name, value in given.items() if name not in about for other in other_values(value)]
+        for name, other in cases:
+            found = their_logits(kind, {**fields, name: other}, tokens)
+            if found is None:
+                continue
+            theirs, logits = found
+            try:
+                config = our_config(theirs)
+                weights = to_ours({each: p.detach() for each, p in theirs.named_parameters()}, config)
+            except CheckpointError as refused:
+                refusals[name] = str(refused)
+                continue
+            ours = our_model(config, weights, ctx).eval()
+            error = float((logits_of(ours, tokens, ctx) - logits.transpose(0, 1)).abs().max() / logits.abs().max())
+            assert error < 1e-9, (name, other)
+            num_changed += logits.shape != usual[1].shape or not torch.equal(logits, usual[1])
+    # by its own name, or by that of the field that it contradicts; rotary positions have a rule of ours
+    names = [*given, "kv_channels"]
+    nameless = [text for text in refusals.values() if not any(re.search(rf"\b{name}\b", text) for name in names)]
+    assert nameless == []
+    # both happen: values that are taken do change the model
+    assert len(refusals) > 1
+    assert num_changed > 10
+
+
 def width_name(fields: Fields) -> str:
     return "ffn_hidden_size" if "ffn_hidden_size" in fields else "intermediate_size"
 
