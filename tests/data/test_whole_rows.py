@@ -14,12 +14,14 @@ import pytest
 from megatron.cli.data.preprocess_chat import main as preprocess_chat
 from megatron.cli.data.preprocess_preferences import main as preprocess_preferences
 from megatron.data.chat.conversation import BadRow
+from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
 from megatron.data.chat.row_forms import RowReader
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.preference.encoder import PairCounts
 from megatron.data.preference.formats import parse_preference
 from megatron.data.preference.preprocessing import PreferenceJob
 from megatron.data.preference.preprocessing import preprocess_preferences as run_job
+from tests.data.chat.test_conversation import bytes_json
 
 Row = dict[str, Any]
 Read = Callable[[Row], tuple[list[str], tuple[str, ...]]]
@@ -390,6 +392,27 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, test_data: Path) -
     )
     with pytest.raises(DataError, match=r"in\.jsonl:1: the key 'prompt' occurs 2 times in the line"):
         run_job(job)
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}, ANSWER]}', "content"),
+        ('{"messages" : [{"role" : "user", "content": "a", "role": "x"}, ANSWER]}', "role"),
+        # what a text holds is not a key, nor is read what is beside the messages
+        ('{"messages": [{"role": "user", "content": "\\"content\\": \\"content\\":"}, ANSWER]}', ""),
+        ('{"messages" : [{"role": "user", "content": "a"}, ANSWER], "note": {"a": 1, "a": 2}}', ""),
+    ],
+)
+def test_a_key_that_is_there_twice_in_what_is_read_is_refused(row: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(bytes_json(("<|im_start|>", "<|im_end|>", "</s>")))
+    (tmp_path / "in.jsonl").write_text(row.replace("ANSWER", json.dumps(answer("c"))) + "\n")
+    job = ChatJob((str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), str(tmp_path), chat_template="chatml")
+    if not name:
+        assert preprocess_chats(job).num_samples == 1
+        return
+    with pytest.raises(DataError, match=rf"in\.jsonl:1: the key '{name}' occurs 2 times in the line"):
+        preprocess_chats(job)
 
 
 def test_a_chat_that_ends_without_an_answer_is_counted(

@@ -8,7 +8,7 @@ unread where the turns hold its text already, as `messages` often holds that of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -82,6 +82,10 @@ class Row(dict[str, Any]):
         """Note that the part `a.b` of a column that is read is not."""
         self._unread_parts.append(path)
 
+    def leave_beside(self, read: Collection[str]) -> None:
+        """Note which parts are not read of the columns of which others are, by the paths `a.b` of these."""
+        self._unread_parts += _parts_beside(self, read)
+
     def unread(self) -> tuple[str, ...]:
         """Return the columns that are not empty and were not read."""
         others = [name for name in self if name not in self._read]
@@ -112,6 +116,18 @@ class Row(dict[str, Any]):
                 f"with --ignore-columns {' '.join(lost)}",
             )
         return unread
+
+
+def _parts_beside(value: Mapping[str, Any], read: Collection[str], outer: str = "") -> Iterator[str]:
+    for name, inner in value.items():
+        path = f"{outer}{name}"
+        if path in read:
+            continue
+        if isinstance(inner, dict) and any(one.startswith(f"{path}.") for one in read):
+            yield from _parts_beside(inner, read, f"{path}.")
+        # a whole column is counted apart, and an empty part has lost nothing
+        elif outer and inner not in (None, *EMPTY):
+            yield path
 
 
 class _Turns(NamedTuple):

@@ -244,6 +244,7 @@ class RowReader:
             messages = with_system(row, messages)
         chat = _chat(row, messages)
         _check_labels(row, named)
+        row.leave_beside({*self._fields, self._answer_key})
         if is_known:
             return chat, _settled(row, chat)
         return chat, row.unread()  # who writes a template says what is read

@@ -264,7 +264,7 @@ def rows_of(
         try:
             row = object_of_line(line, example, keys)
             # of a turn given twice under one name, one would be lost in silence
-            check_unrepeated(row, line)
+            check_unrepeated(row, line, keys)
             rows.append((number, row))
         except UnicodeDecodeError as error:
             problems.append((number, "not JSON", f"byte {error.start} is not UTF-8; convert the file"))
@@ -274,7 +274,7 @@ def rows_of(
 
 
 def _rows_of_table(table: pyarrow.RecordBatch, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a table, without its nulls. Of columns that are not read, True stands for a value."""
+    """Return the rows of a table, without nulls in objects. Of columns that are not read, True stands for a value."""
     columns = []
     for name, column in zip(table.schema.names, table.columns, strict=True):
         if name in keys or looks_like_context(name):
@@ -282,11 +282,11 @@ def _rows_of_table(table: pyarrow.RecordBatch, keys: Sequence[str]) -> list[dict
         else:
             columns.append([is_valid or None for is_valid in column.is_valid().to_pylist()])
     rows = zip(*columns, strict=True)
-    return [_without_nulls(dict(zip(table.schema.names, row, strict=True))) for row in rows]
+    return [dict(zip(table.schema.names, map(_without_nulls, row), strict=True)) for row in rows]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a row of a table without its nulls: all objects of a column have the keys of each other there."""
+    """Return a value of a table without nulls: all objects of a column have the keys of each other there."""
     if isinstance(value, dict):
         # a struct column gives each row the keys of all rows, null where a row has none
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

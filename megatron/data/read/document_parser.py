@@ -193,13 +193,28 @@ def object_of_line(line: bytes, example: str, keys: Sequence[str]) -> dict[str, 
     return row
 
 
-def check_unrepeated(row: dict[str, Any], line: bytes) -> None:
-    """Raise DataError for a row in which a name occurs more than once, of whose values all but one would be lost."""
-    if all(line.count(b'"%s"' % name.encode()) == 1 for name in row if name.isalnum()):
+def check_unrepeated(row: dict[str, Any], line: bytes, keys: Sequence[str]) -> None:
+    """Raise DataError for a name that occurs twice in a row, or in an object under `keys`: one value would be lost."""
+    # as many names in the row as in the line, where a quote before a colon ends a name unless it is escaped
+    if _num_names(row) == line.count(b'":') - line.count(b'\\":'):
         return
-    exact = _parse_exactly(line)  # a name may occur in an inner object too
-    if isinstance(exact, _Repeating):
-        exact.check_once(next(iter(exact.repeated)))
+    exact = _parse_exactly(line)  # white space, or a text, may look like a name more or less
+    for part in (exact, *_parts_of([exact[key] for key in keys if key in exact])):
+        if isinstance(part, _Repeating):
+            part.check_once(next(iter(part.repeated)))
+
+
+def _num_names(value: Any) -> int:
+    """Return the number of names in all objects of a JSON value."""
+    count, waiting = 0, [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            count += len(part)
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return count
 
 
 def _check_usable(row: dict[str, Any], keys: Sequence[str]) -> None:

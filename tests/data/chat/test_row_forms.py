@@ -273,6 +273,24 @@ def test_what_a_template_names_is_read_once(tmp_path: Path, tokenizer: Path) -> 
         assert texts(job) == [(expected + chatml("assistant: 0"), "0<|im_end|>")]
 
 
+def test_null_is_an_empty_context_in_tables_too_and_parts_that_are_not_read_are_counted(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"context": None, "d": {"q": "a", "e": {"x": "b", "y": "c"}, "z": "lost", "none": None}, "a": "d"},
+        {"context": "C", "d": {"q": "a", "e": {"x": "b", "y": ""}, "z": "", "none": None}, "a": "d"},
+    ]
+    rows_of(tmp_path / "in.jsonl", *rows)
+    write_parquet(tmp_path / "in.parquet", rows)
+    for name in ("in.jsonl", "in.parquet"):
+        job = job_of(
+            tmp_path / name, tokenizer, prompt_template="{context}{d.q}{d.e.x}", answer_key="a", overwrite=True
+        )
+        totals = preprocess_chats(job)
+        assert [text.split("user\n")[1][:3] for text, _ in texts(job)] == ["ab<", "Cab"]
+        assert totals.counts.unread == {"d.z": 1, "d.e.y": 1}
+
+
 def test_answers_in_a_prompt_are_not_trained_whatever_their_flags(tmp_path: Path, tokenizer: Path) -> None:
     user = {"role": "user", "content": "a"}
     for flag in ({"weight": 1}, {"train": True}, {"mask": False}):
