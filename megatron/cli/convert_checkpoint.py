@@ -376,6 +376,12 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     print_copied(copied)
     content = export.adapter_config(source.config, source.base_name)
     print(served(content, source.config.model.architecture), flush=True)
+    if source.config.lora.lora_init != "default":
+        print(
+            "PiSSA's factors lose a tenth and more of what was trained where they are held in 16 bits, as by vLLM: for "
+            f"that, merge them with {command_name('merge_adapter')}",
+            flush=True,
+        )
     if source.base_name is None:
         print("base_model_name_or_path is null: the base was not loaded from a Hugging Face folder", flush=True)
     # needs no transformers: tensors are compared alone

@@ -107,7 +107,9 @@ def test_a_merged_export_is_what_merge_adapter_makes(
     assert ranks(world_size)(runs.train, words) == [""] * world_size
     export, adapter, merged = tmp_path / "hf/samples_16", tmp_path / "adapter", tmp_path / "merged"
     assert convert_checkpoint.main(["--load", f"{tmp_path}/saved", "--save", str(adapter), "--to", "peft"]) == 0
-    assert "vLLM serves these adapters with --enable-lora --max-lora-rank 8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "vLLM serves these adapters with --enable-lora --max-lora-rank 8" in said
+    assert ("what was trained where they are held in 16 bits" in said) == ("pissa" in layout)
     assert merge_adapter.main(["--base", str(base), "--adapter", str(adapter), "--save", str(merged)]) == 0
     expected, found = (load_file(folder / "model.safetensors") for folder in (merged, export))
     assert set(expected) == set(found)
