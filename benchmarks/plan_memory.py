@@ -130,6 +130,13 @@ CPU_CASES = [
         f"{WEIGHTS} --bf16 --zero-stage 3 {LORA} --lora-target-modules all-linear",
         2,
     ),
+    Case(
+        "layers, bf16, LoRA, ZeRO 3, full, DP 2",
+        "--num-layers 3 --hidden-size 512 --num-attention-heads 8 --vocab-size 3000 --seq-length 128 "
+        f"--micro-batch-size 1 --global-batch-size 4 {LLAMA} --ffn-hidden-size 352 --bf16 --zero-stage 3 "
+        "--recompute-granularity full --lora-rank 8 --lora-target-modules all-linear",
+        2,
+    ),
     Case("weights, fp32, average, DP 2", f"{WEIGHTS} --ema-decay 0.99", 2),
     Case("weights, bf16, average", f"{WEIGHTS} --bf16 --ema-decay 0.99"),
     Case("weights, fp32, Muon", f"{WEIGHTS} --optimizer muon"),

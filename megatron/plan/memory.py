@@ -291,7 +291,8 @@ class _BackwardPass:
             yield "loss, forward", self._at(last, loss.forward)
             yield "loss, backward", self._at(last, loss.backward)
         if state.prefetched:
-            yield "end of the forward pass", self._at(step.layers[-1], state.prefetched)
+            work = state.prefetched if self._is_first else state.prefetched + state.still_gathered
+            yield "end of the forward pass", self._at(step.layers[-1], work)
         self._gradients += state.microbatch_gradients
         if self._is_first:
             self._gradients += state.step_gradients

@@ -119,6 +119,8 @@ class SharedState:
     prefetched: int = 0
     """The flat buffer that ranks gathered weights into: it lives, beside the weights copied from it, until the forward
     pass has come to the last of them."""
+    still_gathered: int = 0
+    """Weights of a backward pass that stay gathered, beside those that the next forward pass gathers (ZeRO-3)."""
     host: int = 0
     """Offloaded to the host's memory."""
 
@@ -429,7 +431,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
-    at_reduction, gathered, prefetched = full_bucket, 0, 0
+    at_reduction, gathered, prefetched, still_gathered = full_bucket, 0, 0, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
         at_reduction += full_bucket
     if gathers:
@@ -438,8 +440,10 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         gathered = min(cut, REUSE_DISTANCE // 2) * rank.number_bytes
         if rank.shard_size > 1:  # DeepSpeed gathers all that the bucket takes before the first layer
             prefetched = min(cut, rank.user.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET)) * rank.number_bytes
-            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice, as runs show
-                gathered += _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
+            # as runs show
+            still_gathered = _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
+            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice
+                gathered += still_gathered
     return replace(
         rank.without_gradients(),
         weights=weights * rank.number_bytes,
@@ -449,6 +453,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         at_reduction=at_reduction,
         gathered=gathered,
         prefetched=prefetched,
+        still_gathered=still_gathered,
     )
 
 

@@ -34,6 +34,7 @@ OFTEN = {
     "weights, bf16, sums in bf16, DP 2",
     "weights, bf16, ZeRO 3, DP 2",
     "weights, bf16, LoRA, ZeRO 3, DP 2",
+    "layers, bf16, LoRA, ZeRO 3, full, DP 2",
     "weights, fp32, average, DP 2",
     "weights, bf16, Muon, DP 2",
     "Llama GQA, bf16, interleaved",
