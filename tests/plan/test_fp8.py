@@ -40,8 +40,8 @@ def test_the_bytes_that_are_kept_are_those_of_the_plan(recipe: str, options: str
     model(tokens, project=outputs.mean_loss(tokens, ctx)).backward()
     kept = 0
     for layer in model.modules():
-        if isinstance(layer, ParallelLinear) and isinstance(layer.base, ScaledMethod) and layer.base._kept is not None:
-            operands = (layer.base._kept.forward_NK, layer.base._kept.backward_KN)
+        if isinstance(layer, ParallelLinear) and isinstance(layer.base, ScaledMethod) and layer.base.kept is not None:
+            operands = (layer.base.kept.forward_NK, layer.base.kept.backward_KN)
             kept += sum(each.values.nbytes for each in operands if each is not None)
     assert kept == planned(config)
     assert (kept == 0) == ("fwd" in options)
