@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.options.config import ConfigError
+from megatron.options.config import Config, ConfigError
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -29,6 +29,17 @@ def read_settings(path: str) -> dict[str, Any]:
             raise ConfigError([f"{path}: bfloat16 is the former name of bf16, which stands there too; remove it"])
         settings["bf16"] = settings.pop("bfloat16")
     return settings
+
+
+def zero_settings(config: Config) -> dict[str, Any]:
+    """Return the values of the user's own `zero_optimization`; {} without one, or if the file cannot be read."""
+    if config.training.deepspeed_config is None:
+        return {}
+    try:
+        section = read_settings(config.training.deepspeed_config).get("zero_optimization")
+    except ConfigError:  # reported where the file is checked
+        return {}
+    return section if isinstance(section, dict) else {}
 
 
 def _parse(text: str) -> Any:

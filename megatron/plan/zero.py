@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from megatron.options.config import Config, ConfigError
-from megatron.options.deepspeed_file import read_settings
+from megatron.options.config import Config
+from megatron.options.deepspeed_file import zero_settings
 from megatron.parallel.layout import Layout
 from megatron.parallel.operators import nf4_layout
 from megatron.parallel.shards import LayerDeclaration, Shard
@@ -71,17 +71,6 @@ def adds_in_float32(config: Config) -> bool:
     training, device = config.training, planned_device(config.parallel.device)
     is_wider = (training.precision, training.grad_accum_dtype) == ("bf16", "fp32")
     return device.adds_16_bit_products and is_wider and has_gradient_buffers(config) and not training.torch_compile
-
-
-def zero_settings(config: Config) -> dict[str, Any]:
-    """Return the values of the user's own `zero_optimization`; {} without one, or if the file cannot be read."""
-    if config.training.deepspeed_config is None:
-        return {}
-    try:
-        section = read_settings(config.training.deepspeed_config).get("zero_optimization")
-    except ConfigError:  # reported where the file is checked
-        return {}
-    return section if isinstance(section, dict) else {}
 
 
 def held_layers(layers: Sequence[LayerDeclaration]) -> list[LayerDeclaration]:
@@ -431,7 +420,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
-    at_reduction, gathered, prefetched, still_gathered = full_bucket, 0, 0, 0
+    at_reduction, gathered, prefetched, table = full_bucket, 0, 0, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
         at_reduction += full_bucket
     if gathers:
@@ -440,10 +429,9 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         gathered = min(cut, REUSE_DISTANCE // 2) * rank.number_bytes
         if rank.shard_size > 1:  # DeepSpeed gathers all that the bucket takes before the first layer
             prefetched = min(cut, rank.user.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET)) * rank.number_bytes
-            # as runs show
-            still_gathered = _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
-            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice
-                gathered += still_gathered
+            table = _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
+            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice, as runs show
+                gathered += table
     return replace(
         rank.without_gradients(),
         weights=weights * rank.number_bytes,
@@ -453,7 +441,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         at_reduction=at_reduction,
         gathered=gathered,
         prefetched=prefetched,
-        still_gathered=still_gathered,
+        still_gathered=table,
     )
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from benchmarks.allocations import Allocations
 from benchmarks.plan_memory import BLOOM, COMMON, CPU_CASES, GPT2, LIMIT, LLAMA, Case, compare
+from megatron.options.deepspeed_file import zero_settings
 from megatron.parallel.layout import Layout
 from megatron.plan.attention_core import stores_attention_scores
 from megatron.plan.flops import count_parameters, declared_layers, parameters_of_layer
 from megatron.plan.memory import memory_by_stage
-from megatron.plan.zero import held_layers, reduce_bucket_size, shared_state, zero_settings
+from megatron.plan.zero import held_layers, reduce_bucket_size, shared_state
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
 from megatron.training.deepspeed.config import deepspeed_config

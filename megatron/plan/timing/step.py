@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from megatron.options.config import Config
+from megatron.options.deepspeed_file import zero_settings
 from megatron.parallel.layout import Layout
 from megatron.plan.context_exchange import sent_by_layers
 from megatron.plan.expert_memory import exchange_bytes
@@ -25,7 +26,7 @@ from megatron.plan.timing.operations import AxisExchange, Machine
 from megatron.plan.timing.stages import StageTime, StageTimes, cost_of, cost_without_gradients
 from megatron.plan.timing.timeline import Simulated, Slowdown, simulate
 from megatron.plan.timing.update import Reduction, StageUpdate
-from megatron.plan.zero import held_layers, zero_settings
+from megatron.plan.zero import held_layers
 from megatron.runtime.devices import planned_device
 from megatron.tasks.registry import load_task
 

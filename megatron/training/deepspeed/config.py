@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.options.config import Config, ConfigError
-from megatron.options.deepspeed_file import read_settings
+from megatron.options.deepspeed_file import read_settings, zero_settings
 from megatron.options.dialect import nearest, suggestion
 from megatron.options.training import TrainingConfig
 from megatron.parallel.layout import Layout, LayoutError
-from megatron.plan.zero import has_gradient_buffers, reduce_bucket_size, zero_settings
+from megatron.plan.zero import has_gradient_buffers, reduce_bucket_size
 from megatron.runtime.accelerator import quiet
 from megatron.runtime.devices import find_device
 from megatron.settings.validation import check

@@ -24,11 +24,12 @@ from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 from torch import Tensor, nn
 
 from megatron.options.config import Config
+from megatron.options.deepspeed_file import zero_settings
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import shard_of
-from megatron.plan.zero import reduce_bucket_size, zero_settings
+from megatron.plan.zero import reduce_bucket_size
 from megatron.training.deepspeed.reduction import GradientBuffers, ReductionOptions
 from megatron.training.deepspeed.replicas import average_over_replicas
 from megatron.training.optimizers.gated import clip_divisor
