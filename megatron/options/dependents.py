@@ -67,6 +67,7 @@ ADAPTERS = (
 )
 
 
+OF_EXPERTS = tuple(field.name for field in fields(ModelConfig) if field.name.startswith("moe_"))
 SHARING_ROWS = ("context_parallel_exchange",)
 REPLICAS = ("num_replicas",)
 GPT2_FILES = ("vocab_file", "merge_file")
@@ -108,6 +109,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (model.attention_window, "attention_window", "give one", ("attention_window_pattern", "rotary_base_local")),
         *_rotary_scaling(model),
         (model.mup_base_hidden_size, "mup_base_hidden_size", "give it", ("mup_base_head_size",)),
+        (model.num_experts, "num_experts", "set it", OF_EXPERTS),
         (config.parallel.context_parallel_size > 1, "context_parallel_size above 1", "set that", SHARING_ROWS),
         (on_hpu, "device=hpu", "choose that", ON_HPU),
         (by_habana or not on_hpu, "attention_backend=fused_hpu", "choose that", ON_HPU),

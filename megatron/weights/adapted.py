@@ -6,6 +6,7 @@ depend on layout, precision or file format.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from megatron.weights.huggingface_source import HuggingFaceSource
 from megatron.weights.model import base_config, config_of_source, holds_adapters
 from megatron.weights.model_folder import find_base
 from megatron.weights.peft.source import PeftSource
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = ("weight",)
 
@@ -164,6 +167,8 @@ def open_adapters(loaded: WeightSource | None, config: Config, ctx: ParallelCont
     record: Mapping[str, Any] = {} if loaded is None else loaded.metadata["base"]
     folder = given or record.get("folder")
     if folder is None:  # the same seed draws the same base on any layout
+        if loaded is None and ctx.rank == 0:
+            log.warning("nothing was loaded: adapters train over random weights; give the model in load (HL_LOAD_DIR)")
         return AdaptedSource(config, None, loaded, {"seed": record.get("seed", config.training.seed)})
 
     def opened() -> WeightSource:

@@ -773,6 +773,7 @@ IDLE: dict[str, tuple[str, str]] = {
         "--tokenizer-type HFTokenizer",
     ),
     "--task sft --data-cache-path c": ("index arrays, which task=sft does not write", "--task pretrain"),
+    "--moe-z-loss-coeff 0.1": ("num_experts", "--num-experts 2 --architecture mixtral --position-embedding-type rope"),
     "--num-epochs 2": ("a task that counts epochs, such as task=sft", "--task sft --train-iters none"),
     "--packing none": ("task=sft", "--task sft"),
     "--max-batch-len 256": ("task=sft", "--task sft"),

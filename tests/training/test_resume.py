@@ -377,6 +377,19 @@ def start(words: str) -> Start:
     return find_start(config_of(words), ParallelContext.single())
 
 
+def test_adapters_over_random_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pretraining script without HL_LOAD_DIR trained them without a word."""
+    said = "nothing was loaded: adapters train over random weights"
+    assert start(ROPE).checkpoint is None
+    assert said not in caplog.text
+    start(f"{ROPE} --lora-rank 2 --load {tmp_path} --save {tmp_path}")
+    assert said in caplog.text
+    caplog.clear()
+    save(tmp_path, ROPE)
+    start(f"{ROPE} --lora-rank 2 --load {tmp_path}")
+    assert said not in caplog.text
+
+
 def save_of(run: Run, folder: Path, step: int, words: str = ROPE) -> Path:
     """A checkpoint of a run, which `latest` names then."""
     return save(folder, words, step, run=run.to_json())

@@ -552,7 +552,11 @@ _VARIABLES: tuple[Entry, ...] = (
     _number("HL_GENERATE_INTERVAL", "--generate-interval", "steps between two generations; unset: each validation"),
     _words("HL_LM_EVAL_TASKS", "--lm-eval-tasks", "tasks of lm-eval that measure the model while it trains"),
     _number("HL_LM_EVAL_INTERVAL", "--lm-eval-interval", "steps between two of them; unset: each validation"),
-    _switch("HL_KEEP_BEST", "--keep-best", "1: keep, and export to `best`, the checkpoint of the best validation"),
+    _switch(
+        "HL_KEEP_BEST",
+        "--keep-best",
+        "1: keep the checkpoint of the best validation; a run that exports has it in `best` too",
+    ),
     _number(
         "HL_EARLY_STOPPING_PATIENCE",
         "--early-stopping-patience",
