@@ -339,6 +339,8 @@ TRANSLATED: tuple[Entry, ...] = (
     _switch("--recompute-activations", ("--recompute-granularity", "selective")),
     _many("--recompute-modules", _modules, "--recompute-modules"),
     _switch("--use-torch-compile", ("--torch-compile", ON)),
+    _switch("--enable-cuda-graph", ("--cuda-graph-impl", "local")),
+    _switch("--external-cuda-graph", ("--cuda-graph-impl", "local")),
     _many("--fp8-coverage", _coverage, "--fp8-mlp-row-parallel"),
     _switch("--first-last-layers-bf16", ("bf16_ends", ON)),
     sets("--num-layers-at-start-in-bf16", "bf16_start", read=whole(0)),
