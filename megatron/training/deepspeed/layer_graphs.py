@@ -54,7 +54,7 @@ class LayerGraphs:
             for layer in self._layers:
                 hidden = layer(hidden)
             return hidden
-        self._forget_if_moved(trained)
+        self._forget_if_moved()
         try:
             self._capture(hidden)
         except torch.OutOfMemoryError:
@@ -74,9 +74,9 @@ class LayerGraphs:
             self._free.append(_Slot(self._layers, hidden))
             self.num_slots += 1
 
-    def _forget_if_moved(self, trained: Sequence[Tensor]) -> None:
-        # a graph reads and writes the addresses that were there when it was captured
-        addresses = [each.data_ptr() for each in trained]
+    def _forget_if_moved(self) -> None:
+        # a graph reads the addresses that were there when it was captured
+        addresses = [parameter.data_ptr() for layer in self._layers for parameter in layer.parameters()]
         if addresses != self._addresses:
             self._addresses, self._weights = addresses, None
             self._free = []  # those on their way are not put back into this list

@@ -107,9 +107,10 @@ def test_each_switch_of_rows_makes_the_data_anew(tmp_path: Path) -> None:
     assert outcomes[0] == {"dropped, longer than 128 tokens": 2, "dropped, shorter than 30 tokens": 1}
     assert outcomes[1] == {"dropped, longer than 128 tokens": 2}
     assert outcomes[2] == {"truncated": 2}
-    assert outcomes[3] == {"split": 2}
+    assert outcomes[3] == {"split": 2, "split within an exchange": 1}
     assert outcomes[4] == {
         "split": 2,
+        "split within an exchange": 1,
         "dropped, shorter than 90 tokens": 2,
         "dropped, pieces shorter than 90 tokens": 3,
     }
