@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +81,22 @@ def what_is_read(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tu
     return tuple(outside.tensors.values())
 
 
+def captured(accelerator: Any, function: Callable[[], T], pool: Any = None) -> tuple[Any, T, Any]:
+    """Return a graph of the function's operators, its results, which a replay computes, and the pool of its memory.
+
+    Graphs that never run at the same time may share a pool; None: a new one. HPU graphs have none.
+    """
+    graph = accelerator.create_graph()
+    capture = accelerator.capture_to_graph(graph, pool=pool)
+    # other threads, such as those that read data ahead, may allocate pinned memory meanwhile
+    capture.capture_error_mode = "thread_local"
+    with capture:
+        results = function()
+    if pool is None and hasattr(graph, "pool"):
+        pool = graph.pool()
+    return graph, results, pool
+
+
 @dataclass(frozen=True)
 class _Captured:
     graph: Any
@@ -147,11 +164,6 @@ class PassGraphs:
             each.copy_(value)  # a new version: what follows from the values, as a mask, is computed in the graph
         accelerator.current_stream().wait_stream(stream)
         accelerator.synchronize()
-        graph = accelerator.create_graph()
-        # the first graph makes the pool, the others share it: they never run at the same time, and each would keep its
-        # own activations
-        with accelerator.capture_to_graph(graph, pool=self._pool):
-            output = function(*static)
-        if self._pool is None and hasattr(graph, "pool"):  # HPU graphs have none
-            self._pool = graph.pool()
+        # the first graph makes the pool: each would keep its own activations
+        graph, output, self._pool = captured(accelerator, partial(function, *static), self._pool)
         return _Captured(graph, static, output, outside)

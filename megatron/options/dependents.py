@@ -67,6 +67,7 @@ ADAPTERS = (
 )
 
 
+OF_TRAINING = ("offload_activations", "cuda_graph_impl", "rates")
 OF_EXPERTS = tuple(field.name for field in fields(ModelConfig) if field.name.startswith("moe_"))
 SHARING_ROWS = ("context_parallel_exchange",)
 REPLICAS = ("num_replicas",)
@@ -100,7 +101,7 @@ def idle_without(config: Config) -> Iterator[str]:
         (checkpoint.load or checkpoint.save, "load or save", "give the folder to resume from", RESUMING),
         (config.training.early_stopping_patience, PATIENCE, "give one", ("early_stopping_min_delta",)),
         (config.compares_validations, f"{PATIENCE} or keep_best", "give one", ("best_metric", "best_metric_mode")),
-        (not config.training.skip_train, "a training", "leave out skip_train", ("offload_activations", "rates")),
+        (not config.training.skip_train, "a training", "leave out skip_train", OF_TRAINING),
         (config.training.loss, "loss", "name one", ("loss_options",)),
         (config.training.fp16, "fp16", "turn it on", LOSS_SCALING),
         (config.effective_zero_stage > 0, "ZeRO's shards", "set zero_stage to 1, 2 or 3", REPLICAS),

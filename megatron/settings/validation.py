@@ -463,7 +463,7 @@ def _check_layer_graphs(config: Config) -> Iterator[str]:
         (parallel.tensor_model_parallel_size > 1, f"tensor_model_parallel_size={parallel.tensor_model_parallel_size}"),
         (parallel.context_parallel_size > 1, f"context_parallel_size={parallel.context_parallel_size}"),
         (model.num_experts is not None, f"num_experts={model.num_experts}"),
-        (_takes_flex(model), "flex_attention, which ALiBi, windows and soft caps take there"),
+        (_takes_flex(model), "flex_attention, which ALiBi, windows and soft caps take on CUDA"),
         (training.recompute_granularity != "none", f"recompute_granularity={training.recompute_granularity}"),
         (training.torch_compile, "torch_compile"),
         (training.offload_activations, "offload_activations"),

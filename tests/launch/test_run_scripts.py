@@ -241,7 +241,7 @@ def test_a_default_of_the_page_may_be_spelled_out() -> None:
         script: Script = next((script for script in ALL if script in row.scripts), "generate")
         values = {given} if isinstance(given, str) else set(given)
         for value in (value.removeprefix("preset: ") for value in values):
-            # words describe a default that is no single value
+            # a phrase describes what counts, and is not a value
             if value in ("", "—", "preset") or " " in value:
                 continue
             faults = from_environment(beside | {name: value}, script, []).faults

@@ -812,6 +812,10 @@ IDLE: dict[str, tuple[str, str]] = {
     "--recheck-action log": ("recheck_interval", "--recheck-interval 100"),
     "--tiktoken-pattern r50k": ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer --tokenizer-model m"),
     "--task sft --reset-position-ids --eod-token-id 0": ("documents", "--task pretrain"),
+    "--skip-train --load runs --device cuda --cuda-graph-impl local": (
+        "a training",
+        "--no-skip-train --hidden-dropout 0 --attention-dropout 0 --position-embedding-type learned",
+    ),
     "--blend-weights documents": ("weights in the data's path", "--data-path 1 x 2 y"),
     "--task sft --data-path 1 x 2 y --blend-weights documents": ("documents", "--task pretrain"),
 }

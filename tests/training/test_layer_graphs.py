@@ -306,7 +306,7 @@ def freed(flags: str) -> bool:
         ("--tensor-model-parallel-size 2", "tensor_model_parallel_size=2"),
         ("--recompute-granularity full", "recompute_granularity=full"),
         ("--torch-compile", "torch_compile"),
-        ("--kv-channels 16 --attention-window 8", "flex_attention, which ALiBi, windows and soft caps take there"),
+        ("--kv-channels 16 --attention-window 8", "flex_attention, which ALiBi, windows and soft caps take on CUDA"),
         ("--log-max-attention-logit", "qk_clip or log_max_attention_logit"),
         ("--reset-attention-mask", "task=pretrain with documents packed into a row"),
     ],

@@ -192,7 +192,7 @@ PEFT_KEYS = {
 def test_pissa_is_not_rounded_as_that_loses_a_part_of_what_was_trained(tmp_path: Path, precision: Precision) -> None:
     config = config_of(f"{lora('llama_gqa', 'q_proj')} --lora-init pissa")
     tensors = ((name, torch.ones(shard.shape)) for name, shard in AdaptedModel(config).shards.items())
-    with pytest.raises(CheckpointError, match="a tenth or more of what was trained; write float32"):
+    with pytest.raises(CheckpointError, match="a small run lost 12 to 15 % of it; write float32"):
         export_adapter(tmp_path, config, tensors, base_name="org/base", precision=precision)
     assert list(tmp_path.iterdir()) == []
 

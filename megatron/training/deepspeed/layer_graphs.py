@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from megatron.generation.graphs import what_is_read
+from megatron.generation.graphs import captured, what_is_read
 from megatron.options.config import ConfigError
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import ParallelLinear
@@ -48,7 +48,7 @@ class LayerGraphs:
     def __call__(self, hidden: Tensor) -> Tensor:
         trained = [p for layer in self._layers for p in _trained(layer)]
         has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
-        # the first step compiles kernels, and makes what there is from then on
+        # the first step compiles kernels, and makes what there is from then on; steps are counted without fp8 too
         is_first = self._ctx.state.fp8.step < 2
         if not has_gradient or is_first or self._ctx.state.is_recheck:
             for layer in self._layers:
@@ -158,9 +158,7 @@ class _Slot:
 
     def _captured(self, function: Callable[[], Any]) -> tuple[Any, Any]:
         """Return a graph of the function's operators, and its results, which a replay computes."""
-        graph, results = captured(function, self._pool)
-        if self._pool is None and hasattr(graph, "pool"):
-            self._pool = graph.pool()
+        graph, results, self._pool = captured(get_accelerator(), function, self._pool)
         return graph, results
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ class _Weights:
             for linear in kept:
                 linear.base.keep_weight(linear, dtype)  # type: ignore[attr-defined]
 
-        self._graph, _ = captured(torch.no_grad()(compute))
+        self._graph, *_ = captured(get_accelerator(), torch.no_grad()(compute))
         self._methods = [linear.base for linear in kept]  # type: ignore[misc]
         self._operands = [linear.base.kept for linear in kept]  # type: ignore[attr-defined]
         self._step = -1
@@ -216,18 +214,6 @@ class _Weights:
         for method, operands in zip(self._methods, self._operands, strict=True):
             method.kept = operands._replace(step=step)
         self._step = step
-
-
-def captured(function: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:
-    """Return a graph of the device with the function's operators, and its results, which are there after a replay."""
-    accelerator: Any = get_accelerator()
-    graph = accelerator.create_graph()
-    capture = accelerator.capture_to_graph(graph, pool=pool)
-    # threads that read data ahead may allocate pinned memory meanwhile
-    capture.capture_error_mode = "thread_local"
-    with capture:
-        results = function()
-    return graph, results
 
 
 def _trained(layer: nn.Module) -> list[Any]:
