@@ -24,7 +24,7 @@ import pytest
 
 from megatron.cli.doctor import main
 from megatron.cli.launch import main as launch_main
-from megatron.launch.doctor import examination, links
+from megatron.launch.doctor import examination, links, rules
 from megatron.launch.doctor.agent import TaskError, run_programs
 from megatron.launch.doctor.examination import Examination, Examined, Extent, Wanted
 from megatron.launch.doctor.fleet import Fleet
@@ -145,6 +145,9 @@ def test_a_slow_link_a_slow_core_a_full_disk_and_a_wrong_multiplier_are_four_nam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examination, "AGAIN", 1)
+    # the tests beside this one, and the machine's neighbours, slow a core to 0.6; the planted one has a quarter
+    monkeypatch.setattr(rules, "LOW_PRODUCT", 0.4)
+    monkeypatch.setattr(rules, "LOW_MEMORY", 0.3)
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted" / "sitecustomize.py").write_text(PRODUCTS)
 
