@@ -16,6 +16,7 @@ import orjson
 
 from megatron.data.chat.template import NO_VARIABLES, Message
 from megatron.data.index.indexed import DataError
+from megatron.data.read.document_parser import value_of_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SYSTEM_ROLES = ("system", "developer")
@@ -145,9 +146,11 @@ def _from_json(value: Any, what: str, kind: str, remedy: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return orjson.loads(value)
+        return value_of_text(value)
     except orjson.JSONDecodeError as error:
         raise BadRow(kind, f"{what} is text that is not JSON ({error}); {remedy}") from None
+    except DataError as error:
+        raise BadRow(kind, f"{what} is JSON text: {error}") from None
 
 
 def an_object(value: Any) -> dict[str, Any]:
@@ -188,9 +191,11 @@ def messages_or_text(value: Any, key: str) -> Any:
     if not isinstance(messages, list):
         messages = [messages]
     # an answer may itself be JSON, such as {"role": "admin"}: without both keys of a message it is a text
-    if messages and all(isinstance(one, dict) and _speaks(one) for one in messages):
-        return messages
-    return value
+    if not messages or not all(isinstance(one, dict) and _speaks(one) for one in messages):
+        return value
+    # as `orjson.loads`, but for a key that occurs twice, which matters in messages alone
+    _from_json(value, repr(key), f"bad {key}", "write a list of messages")
+    return messages
 
 
 def _speaks(message: Mapping[str, Any]) -> bool:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, TemplateFailure
+from megatron.data.read.document_parser import value_of_text
 
 
 def _object(arguments: Any) -> Any:
     if isinstance(arguments, str):
-        return orjson.loads(arguments)
+        return value_of_text(arguments)
     return arguments
 
 

@@ -36,7 +36,7 @@ from megatron.data.chat.conversation import (
 )
 from megatron.data.chat.template import Message
 from megatron.data.index.indexed import DataError
-from megatron.data.read.document_parser import value_at
+from megatron.data.read.document_parser import value_at, value_of_text
 
 PLAIN = "plain"
 """Chat template that writes contents alone, one after the other."""
@@ -488,9 +488,11 @@ def _of_turn(turn: Any, number: int) -> Message:
 
 def _calls_in(value: Any, number: int) -> list[Message]:
     try:
-        calls = orjson.loads(value)
-    except (orjson.JSONDecodeError, TypeError):
+        calls = value_of_text(value)
+    except (orjson.JSONDecodeError, AttributeError):  # not JSON, or no text
         raise BadRow("bad tool call", f"the call in turn {number} is {str(value)[:40]!r}; write it as JSON") from None
+    except DataError as error:
+        raise BadRow("bad tool call", f"the call in turn {number} is JSON text: {error}") from None
     if not isinstance(calls, list):  # one call, or several at once
         calls = [calls]
     return [{"type": "function", "function": call} for call in calls]

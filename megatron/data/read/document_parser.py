@@ -195,13 +195,38 @@ def object_of_line(line: bytes, example: str, keys: Sequence[str]) -> dict[str, 
 
 def check_unrepeated(row: dict[str, Any], line: bytes, keys: Sequence[str]) -> None:
     """Raise DataError for a name that occurs twice in a row, or in an object under `keys`: one value would be lost."""
-    # as many names in the row as in the line, where a quote before a colon ends a name unless it is escaped
-    if _num_names(row) == line.count(b'":') - line.count(b'\\":'):
+    if _has_all_names(row, line):
         return
-    exact = _parse_exactly(line)  # white space, or a text, may look like a name more or less
+    exact = _parse_exactly(line)
     for part in (exact, *_parts_of([exact[key] for key in keys if key in exact])):
         if isinstance(part, _Repeating):
             part.check_once(next(iter(part.repeated)))
+
+
+def value_of_text(text: str) -> Any:
+    """Return the value of JSON text that stands in a row, integers exact.
+
+    Raises orjson.JSONDecodeError, or DataError for a name that occurs twice in an object and a number of too many
+    digits: "the text" is its subject.
+    """
+    content = text.encode(errors="surrogatepass")
+    value = orjson.loads(content)
+    if _has_all_names(value, content) and _LONG_INTEGER not in content.translate(_AS_ZEROS):
+        return value
+    exact = _parse_exactly(content)
+    for part in _parts_of(exact):
+        if isinstance(part, _Repeating):
+            part.check_once(next(iter(part.repeated)), "the text")
+        fault = _fault_of(part)
+        if fault is not None:
+            raise DataError(f"the text holds {fault}")
+    return exact
+
+
+def _has_all_names(value: Any, content: bytes) -> bool:
+    """Return true if the objects of a JSON value have as many names as its content: none occurs twice."""
+    # a quote before a colon ends a name unless it is escaped
+    return _num_names(value) == content.count(b'":') - content.count(b'\\":')
 
 
 def _num_names(value: Any) -> int:
@@ -262,11 +287,11 @@ class _Repeating(dict[str, Any]):
     repeated: Mapping[str, int]
     """Such names, and how often each occurs."""
 
-    def check_once(self, name: str) -> None:
+    def check_once(self, name: str, where: str = "the line") -> None:
         """Raise DataError for a name of which one value is lost."""
         if name in self.repeated:
             raise DataError(
-                f"the key {name!r} occurs {self.repeated[name]} times in the line; one of them would be lost"
+                f"the key {name!r} occurs {self.repeated[name]} times in {where}; one of them would be lost"
             )
 
 

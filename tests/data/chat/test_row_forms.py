@@ -223,6 +223,14 @@ FAULTS: dict[str, tuple[Rows, dict[str, Any], str]] = {
     "a speaker that is no text": (
         [{"conversations": [{"from": ["gpt"], "value": "a"}]}], {}, r"in.jsonl:1: turn 1 is from \['gpt'\]; the speak",
     ),
+    "a call with a key twice": (
+        [{"conversations": [{"from": "function_call", "value": '{"name": "f", "name": "g"}'}]}], {},
+        r"in.jsonl:1: the call in turn 1 is JSON text: the key 'name' occurs 2 times",
+    ),
+    "messages of a prompt with a key twice": (
+        [{"prompt": '[{"role": "user", "content": "a", "content": "b"}]', "completion": "c"}], {},
+        r"in.jsonl:1: 'prompt' is JSON text: the key 'content' occurs 2 times",
+    ),
     "messages that are a number": ([{"messages": 2}], {}, r"in.jsonl:1: 'messages' is 2; a conversation has at least"),
     "a text and a template": ([{"text": "a"}], {}, r"in.jsonl:1: .*--chat-template plain"),
     "another form": ([{"prompt": "a", "completion": "b"}], {"row_format": "alpaca"}, r"in.jsonl:1: .*not of --row-for"),

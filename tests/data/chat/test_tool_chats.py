@@ -239,6 +239,14 @@ def test_arguments_as_json_text_are_not_put_in_quotes_again(test_data: Path) -> 
         assert trained_of(name, row, test_data) == trained_of(name, AGENTIC, test_data)
 
 
+def test_a_long_integer_in_json_text_is_exact(test_data: Path) -> None:
+    number = 123456789012345678901234567890
+    call = {**CALL, "function": {"name": "look_up", "arguments": f'{{"city": {number}, "a": "\\"a\\": 1"}}'}}
+    row = {**AGENTIC, "messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}, RESULT, ANSWER]}
+    for name in sorted(WITH_CALLS):
+        assert str(number) in trained_of(name, row, test_data)
+
+
 def test_calls_without_a_function_and_calls_as_json_text_are_trained_like_others(test_data: Path) -> None:
     bare = [{"id": "123456789", "name": "look_up", "arguments": {"city": "Oslo", "days": 2}}]
     for name in sorted(WITH_CALLS):
@@ -553,6 +561,16 @@ def test_the_keys_of_older_interfaces_become_tools_and_calls() -> None:
             "'arguments' of f in message 1 is text that is not JSON",
         ),
         ({"messages": [{**CALL_TURN, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}, "write a JSON object"),
+        (
+            {"messages": [{**CALL_TURN, "tool_calls": [{"name": "f", "arguments": '{"a": {"b": 1, "b": 2}}'}]}]},
+            "'arguments' of f in message 1 is JSON text: the key 'b' occurs 2 times in the text; one of them would be",
+        ),
+        (
+            {"messages": [{**ANSWER, "function_call": '{"name": "f", "arguments": {"a": 1, "a": 1}}'}]},
+            "'function_call' of message 1 is JSON text: the key 'a' occurs 2 times",
+        ),
+        ({"tools": '[{"type": "function", "type": "x"}]'}, "'tools' is JSON text: the key 'type' occurs 2 times"),
+        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, "'messages' is JSON text: the key 'con"),
         ({"messages": [{**ANSWER, "weight": 0.5}]}, "'weight' of message 1 is '0.5'; write true or false, or 1 or 0"),
         ({"messages": [{**ANSWER, "train": True, "weight": 0}]}, "train and weight of message 1 contradict each other"),
         ({"messages": [{**ANSWER, "train_detail": [{"train": False}]}]}, "'train_detail' of message 1 trains a part"),
