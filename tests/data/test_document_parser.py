@@ -71,6 +71,13 @@ def test_a_fault_under_a_nested_key_is_named(name: str, parsed: Any) -> None:
     assert reason in str(fault)
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_key_that_is_not_ascii_is_found_twice_however_it_is_written(ascii_only: bool, parsed: Any) -> None:
+    name = json.dumps("t\u00e9xte", ensure_ascii=ascii_only)
+    (fault,) = parsed([f'{{{name}: "x", {name}: "y"}}'.encode()], "t\u00e9xte").faults
+    assert "the key 't\u00e9xte' occurs 2 times" in str(fault)
+
+
 def test_chats_too_may_hold_anything_in_other_fields() -> None:
     row = object_of_line(b'{"messages": ["x"], "score": NaN, "id": 1e999, "note": "\\ud800"}', "", ("messages",))
     assert row["messages"] == ["x"]

@@ -399,6 +399,9 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, test_data: Path) -
     [
         ('{"messages": [{"role": "user", "content": "a", "content": "b"}, ANSWER]}', "content"),
         ('{"messages" : [{"role" : "user", "content": "a", "role": "x"}, ANSWER]}', "role"),
+        # one name with a space behind it, and one that ends with an escape: as many colons behind quotes as names
+        ('{"messages" : [{"role": "user", "content": "a", "content": "b"}, ANSWER]}', "content"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b", "x\\\\": 1}, ANSWER]}', "content"),
         # what a text holds is not a key, nor is read what is beside the messages
         ('{"messages": [{"role": "user", "content": "\\"content\\": \\"content\\":"}, ANSWER]}', ""),
         ('{"messages" : [{"role": "user", "content": "a"}, ANSWER], "note": {"a": 1, "a": 2}}', ""),

@@ -30,6 +30,7 @@ LONGEST_INTEGER = 4000
 _LONG_INTEGER = b"0" * 20
 """An integer that may exceed 64 bits, as `_AS_ZEROS` makes each."""
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_SPACED_NAME = re.compile(rb'"\s+:')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -154,13 +155,15 @@ def value_at(row: dict[str, Any], key: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _quoted_names(keys: tuple[str, ...]) -> list[bytes]:
-    """Return the names, as JSON writes them, that may lead to a value: of `a.b` these are a.b, a and b."""
-    names = []
+    """Return the names, as writers of JSON write them, that may lead to a value: of `a.b` these are a.b, a and b."""
+    names = set()
     for key in keys:
         parts = key.split(".")
         for start, end in combinations(range(len(parts) + 1), 2):
-            names.append(b'"%s"' % ".".join(parts[start:end]).encode())
-    return names
+            name = ".".join(parts[start:end])
+            # Python's writer escapes what is not ASCII, others do not
+            names |= {b'"%s"' % name.encode(), json.dumps(name).encode()}
+    return sorted(names)
 
 
 def _names_near(row: dict[str, Any], key: str) -> Iterator[str]:
@@ -225,6 +228,10 @@ def value_of_text(text: str) -> Any:
 
 def _has_all_names(value: Any, content: bytes) -> bool:
     """Return true if the objects of a JSON value have as many names as its content: none occurs twice."""
+    # a count that missed one name would hide that another is there twice: of white space behind it, or at whose end a
+    # backslash stands
+    if _SPACED_NAME.search(content) or b'\\\\":' in content:
+        return False
     # a quote before a colon ends a name unless it is escaped
     return _num_names(value) == content.count(b'":') - content.count(b'\\":')
 
