@@ -398,6 +398,22 @@ def test_training_a_tokenizer_is_deterministic(tmp_path: Path, corpus: Path) -> 
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
+def test_another_tokenizer_is_replaced_on_request_alone(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tokenizer"
+    first = ("--input", corpus, "--vocab-size", "300", "--output-dir", folder)
+    assert train(*first) == 0
+    assert train(*first) == 0  # the same once more
+    content = (folder / "tokenizer.json").read_bytes()
+    other = ("--input", corpus, "--vocab-size", "310", "--output-dir", folder)
+    assert train(*other) == 1
+    assert "vocab.json exists already and is of another tokenizer; pass --overwrite" in capsys.readouterr().err
+    assert (folder / "tokenizer.json").read_bytes() == content
+    assert train(*other, "--overwrite") == 0
+    assert (folder / "tokenizer.json").read_bytes() != content
+
+
 def test_too_little_text_for_a_vocabulary_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("hello hello")
     assert train("--input", tmp_path / "in.txt", "--vocab-size", "1000", "--output-dir", tmp_path / "tok") == 0

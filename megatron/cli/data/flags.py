@@ -178,7 +178,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--tokenizer-output": {
         "metavar": "FOLDER",
-        "help": "write the tokenizer with the added tokens and the template here",
+        "help": "write the tokenizer with the added tokens and the template here (--overwrite replaces another)",
     },
     "--no-append-eos": {"dest": "append_eos", "action": "store_false"},
     # samples of chats

@@ -34,6 +34,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--min-frequency", type=int, default=2, metavar="N", help="merge no pairs that are rarer (default: 2)"
     )
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the tokenizer's files")
+    add_flags(parser, "--overwrite", help="replace another tokenizer in that folder")
     arguments = parser.parse_args(argv)
     check(parser, arguments)
     if arguments.vocab_size <= NUM_BYTE_SYMBOLS:
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(listing.describe(), file=sys.stderr)
     texts = read_texts(listing.sources, rules, arguments.on_bad_line)
     files = train_tokenizer(texts, arguments.vocab_size, arguments.min_frequency)
-    write_tokenizer(files, Path(arguments.output_dir))
+    write_tokenizer(files, Path(arguments.output_dir), overwrite=arguments.overwrite)
     num_entries = len(json.loads(files["vocab.json"]))
     print(f"{arguments.output_dir}: {', '.join(files)} with {num_entries} entries, {END_OF_TEXT} = {num_entries - 1}")
     # merges end where no pair is as frequent as --min-frequency

@@ -18,12 +18,19 @@ import numpy as np
 from megatron.data.chat.conversation import BadRow, Chat
 from megatron.data.chat.encoder import ChatCounts, ChatEncoder, ChatRules, Sample, TooLong, Turns
 from megatron.data.chat.row_forms import AUTO, EXAMPLE, MIXED, PLAIN, RowReader
-from megatron.data.chat.template import ChatTemplate, TemplateSource, find_template
-from megatron.data.chat.tokenizer import ChatTokenizer, ids_before_text, load_tokenizer, write_tokenizer
+from megatron.data.chat.template import TOOL_TEMPLATE_NAME, ChatTemplate, TemplateSource, find_template
+from megatron.data.chat.tokenizer import (
+    ChatTokenizer,
+    files_to_write,
+    ids_before_text,
+    load_tokenizer,
+    write_tokenizer,
+)
 from megatron.data.index.indexed import LOSS_MASK_SUFFIX, DataError, IndexedDataset, best_dtype
 from megatron.data.prepare.block_encoder import JobInput, Output, Stream, find_input
 from megatron.data.prepare.pipeline import Pipeline, PreparationReport, Silence, percentiles
 from megatron.data.prepare.rows import RowEncoder, RowsJob
+from megatron.data.tokenizers.base import check_replaced
 
 if TYPE_CHECKING:
     from megatron.options.types import TrainOn
@@ -188,6 +195,15 @@ class ChatRows(RowEncoder[Chat, Sample, ChatCounts]):
             )
         blank = f", only {counts.num_blank} blank lines" if counts.num_blank else ""
         raise DataError(f"no conversation in {', '.join(job.inputs)}{blank}; give a file with a JSON object a line")
+
+    def check_outputs(self) -> None:
+        super().check_outputs()
+        folder = self.job.tokenizer_output
+        if folder is None:
+            return
+        # a template for tools that is there is removed where this tokenizer has none
+        files = {TOOL_TEMPLATE_NAME: "", **files_to_write(self.tokenizer, self.job.tokenizer, self.source)}
+        check_replaced(Path(folder), files, "--tokenizer-output", overwrite=self.job.overwrite)
 
     def before_publishing(self) -> None:
         # before the dataset appears: data with added ids is never without the tokenizer that has them

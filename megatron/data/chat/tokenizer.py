@@ -286,9 +286,9 @@ def ids_before_text(tokenizer: ChatTokenizer) -> NDArray[np.int32]:
     return np.array(full[:begin], np.int32)
 
 
-def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer. Raises OSError."""
-    target, origin = Path(folder), Path(original)
+def files_to_write(tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> dict[str, str]:
+    """Return tokenizer.json, tokenizer_config.json and chat_template.jinja for AutoTokenizer."""
+    origin = Path(original)
     config = read_config(origin if origin.is_dir() else origin.parent)
     # AutoTokenizer's choice where it has no model's config.json to choose by, as in this folder
     config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -302,8 +302,16 @@ def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source
     }
     if source.tool_use is not None:
         contents[TOOL_TEMPLATE_NAME] = source.tool_use
+    return contents
+
+
+def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
+    """Write a tokenizer and its template, in place of one that is there. Raises OSError."""
+    target = Path(folder)
+    # of an earlier tokenizer: this one has no such template
+    (target / TOOL_TEMPLATE_NAME).unlink(missing_ok=True)
     # each by a rename: a reader never finds half a file
-    for name, content in contents.items():
+    for name, content in files_to_write(tokenizer, original, source).items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(target / name) as file:
             file.write(content.encode())

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import DTypeLike, NDArray
 
+from megatron.data.index.work_folder import check_absent
 from megatron.data.prepare.manifest import BlockCounts
 from megatron.data.read.archives import read_batches
 from megatron.data.read.document_blocks import Block, Position, ReadingRules
@@ -42,7 +43,7 @@ class PreparationJob(ABC):
     max_documents: int | None = None
     """Documents of the input after which reading stops, blank and unusable ones included."""
     overwrite: bool = False
-    """Replace finished datasets."""
+    """Replace finished datasets, and what is written beside them."""
     resume: bool = False
     """Continue the unfinished work of an earlier run."""
     resume_interval_s: float | None = None
@@ -217,6 +218,10 @@ class BlockEncoder(ABC, Generic[C]):
 
     def batches(self, start: Position, block_bytes: int | None = None) -> Iterator[list[Block]]:
         return read_batches(self.files.sources, self.job.reading_rules(block_bytes), start=start)
+
+    def check_outputs(self) -> None:
+        """Raise DataError if something would be replaced without `overwrite`."""
+        check_absent([output.prefix for output in self.outputs], self.job.overwrite)
 
     def before_publishing(self) -> None:
         """Write what belongs to the datasets."""

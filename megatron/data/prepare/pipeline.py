@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
 from megatron.data.index.indexed_builder import IndexedDatasetBuilder
-from megatron.data.index.work_folder import WorkFolder, check_absent
+from megatron.data.index.work_folder import WorkFolder
 from megatron.data.prepare.block_encoder import BlockEncoder, C, Counts, EncodedBatch, Output, StartOver
 from megatron.data.prepare.manifest import LOG_NAME, ManifestLog, manifest_writer, read_manifest
 from megatron.data.prepare.resume_state import State, UnfinishedWork, kept_work
@@ -209,7 +209,7 @@ class Pipeline(Generic[C]):
         else:
             work.start()
             # before hours of work, not at its end
-            check_absent([output.prefix for output in self._encoder.outputs], job.overwrite)
+            self._encoder.check_outputs()
         self._report.describe(self._files.listing)
         return _GrowingDatasets(self._encoder, work, saved)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -184,6 +185,20 @@ def read_bytes(path: Path, what: str) -> bytes:
     if not content:
         raise DataError(f"{path} is empty; give {what}")
     return content
+
+
+def check_replaced(folder: Path, files: Mapping[str, str], flag: str, *, overwrite: bool) -> None:
+    """Raise DataError if files that are to be written replace others in `folder`, named by `flag`."""
+    if overwrite:
+        return
+    for name, content in files.items():
+        path = folder / name
+        # the same tokenizer once more, as for a second dataset, replaces nothing
+        if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == content.encode()):
+            raise DataError(
+                f"{path} exists already and is of another tokenizer; pass --overwrite to replace it, or give another "
+                f"{flag}"
+            )
 
 
 def decode_utf8(path: Path, content: bytes, what: str) -> str:

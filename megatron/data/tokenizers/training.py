@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.data.index.indexed import DataError
-from megatron.data.tokenizers.base import END_OF_TEXT
+from megatron.data.tokenizers.base import END_OF_TEXT, check_replaced
 from megatron.runtime.files import replacing
 
 
@@ -58,8 +58,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, min_frequency: int) -
     }
 
 
-def write_tokenizer(files: dict[str, str], folder: Path) -> None:
-    """Write the files of a tokenizer, each in one piece. Raises OSError."""
+def write_tokenizer(files: dict[str, str], folder: Path, *, overwrite: bool = False) -> None:
+    """Write the files of a tokenizer, each in one piece. Raises OSError; DataError if they would replace others."""
+    check_replaced(folder, files, "--output-dir", overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         with replacing(folder / name) as file:

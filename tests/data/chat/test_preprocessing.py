@@ -385,6 +385,28 @@ def test_a_python_file_is_read_but_not_run_and_its_tokens_are_added(tmp_path: Pa
     assert samples(again) == samples(job)
 
 
+def test_another_tokenizer_is_replaced_on_request_alone(tmp_path: Path, tokenizer: Path) -> None:
+    copy = tmp_path / "copy"
+    source = rows_of(tmp_path / "in.jsonl", chat("a", "b"))
+    options: dict[str, Any] = {"chat_template": "granite", "add_special_tokens": True, "tokenizer_output": str(copy)}
+    preprocess_chats(job_of(source, tokenizer, **options))
+    # a second dataset of the same tokenizer
+    preprocess_chats(job_of(source, tokenizer, **options, output_prefix=str(tmp_path / "b")))
+    config = copy / "tokenizer_config.json"
+    for path in (config, copy / "additional_chat_templates" / "tool_use.jinja"):
+        path.parent.mkdir(exist_ok=True)
+        before = path.read_bytes() if path.exists() else None
+        path.write_text("{}")
+        prefix = tmp_path / path.stem
+        job = job_of(source, tokenizer, **options, output_prefix=str(prefix))
+        with pytest.raises(DataError, match=rf"{path.name} exists already and is of another.*another --tokenizer-out"):
+            preprocess_chats(job)
+        assert path.read_text() == "{}"
+        assert not prefix.with_suffix(".bin").exists()
+        preprocess_chats(replace(job, overwrite=True))
+        assert (path.read_bytes() if path.exists() else None) == before
+
+
 def test_the_written_tokenizer_loads_in_transformers_and_writes_the_same_ids(tmp_path: Path, tokenizer: Path) -> None:
     transformers = pytest.importorskip("transformers")
     row, copy = chat("a b", "c", "d", "e"), tmp_path / "copy"
