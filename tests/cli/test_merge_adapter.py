@@ -491,6 +491,23 @@ def test_merges_a_tied_embedding_trained_for_both_of_its_uses_alone(
     assert "is for lm_head.weight, which" in capsys.readouterr().err
 
 
-def test_refuses_a_weight_of_nan(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("adapter=nan", "'adapter=nan': the weight 'nan' is not a finite number; write FOLDER=WEIGHT such as adapter="),
+        ("adapter=-inf", "'adapter=-inf': the weight '-inf' is not a finite number"),
+        ("adapter=abc", "'adapter=abc': the weight 'abc' is not a finite number"),
+        (
+            "r=8/adapter",
+            "'r=8/adapter': the weight '8/adapter' is not a finite number; write FOLDER=WEIGHT such as r=0.5, or the name",
+        ),
+        ("=0.5", "'=0.5' names no folder; write FOLDER, or FOLDER=WEIGHT"),
+        ("", "'' names no folder"),
+    ],
+)
+def test_a_weight_that_is_not_finite_and_an_empty_name_are_refused(
+    given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        merge(tmp_path / "base", tmp_path / "merged", f"{tmp_path / 'adapter'}=nan")
+        merge(tmp_path / "base", tmp_path / "merged", given)
+    assert f"argument --adapter: {said}" in capsys.readouterr().err

@@ -26,14 +26,23 @@ from megatron.weights.folder_files import EXPORT_NAME, newest_export
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Return the folder and weight of FOLDER or FOLDER=WEIGHT. Raises ValueError for a weight that is not finite."""
+    """Return the folder and weight of FOLDER or FOLDER=WEIGHT. Raises argparse.ArgumentTypeError."""
     # from the right, and never within the name of a folder that is there
     folder, equals, number = text.rpartition("=")
-    if not equals or Path(text).exists():
+    # an empty name would be the current folder
+    if text and (not equals or Path(text).exists()):
         return text, 1.0
-    weight = float(number)
-    if not math.isfinite(weight) or not folder:
-        raise ValueError(text)
+    if not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} names no folder; write FOLDER, or FOLDER=WEIGHT")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the weight {number!r} is not a finite number; write FOLDER=WEIGHT such as {folder}=0.5, or the "
+            "name of a folder that is there"
+        )
     return folder, weight
 
 

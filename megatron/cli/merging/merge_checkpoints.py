@@ -11,6 +11,7 @@ The result appears under its name only when it is complete and has been compared
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def decay(text: str) -> float:
-    """Return the number. Raises ValueError unless it is between 0 and 1."""
-    value = float(text)
+    """Return the number. Raises argparse.ArgumentTypeError unless it is between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number between 0 and 1, such as 0.9")
     return value
 
 
