@@ -497,10 +497,7 @@ def test_merges_a_tied_embedding_trained_for_both_of_its_uses_alone(
         ("adapter=nan", "'adapter=nan': the weight 'nan' is not a finite number; write FOLDER=WEIGHT such as adapter="),
         ("adapter=-inf", "'adapter=-inf': the weight '-inf' is not a finite number"),
         ("adapter=abc", "'adapter=abc': the weight 'abc' is not a finite number"),
-        (
-            "r=8/adapter",
-            "'r=8/adapter': the weight '8/adapter' is not a finite number; write FOLDER=WEIGHT such as r=0.5, or the name",
-        ),
+        ("r=8/adapter", "'r=8/adapter': the weight '8/adapter' is not a finite number; write FOLDER=WEIGHT such as r="),
         ("=0.5", "'=0.5' names no folder; write FOLDER, or FOLDER=WEIGHT"),
         ("", "'' names no folder"),
     ],
