@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if line.name in TABLES:
         kind: spawn_requests.Kind = "sft" if line.name == "sft" else "dpo"
         request, sources = spawn_requests.script_request(kind, line.words, os.environ, ranks)
-        return run_request(request, lambda faults: spawn_requests.named(legend(faults, kind), sources))
+        return run_request(request, lambda faults: spawn_requests.names_in(faults, kind, sources))
     if ranks.faults:
         return refused(ranks.faults)
     if line.name == "run_generation":

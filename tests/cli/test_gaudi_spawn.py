@@ -266,6 +266,67 @@ def test_defaults_are_those_of_gaudi_training_arguments(trl: Path) -> None:
     )
 
 
+def warm_up(words: str) -> tuple[str, int, float | None]:
+    """Style of the learning rate, steps and fraction of the warm-up that a command of sft.py sets."""
+    optimizer = planned(f"{SFT} --max_steps 100 {words}").config.optimizer
+    return optimizer.lr_decay_style, optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # transformers' get_warmup_steps: steps above 0, else the ratio, in any order
+        ("--warmup_steps 9 --warmup_ratio 0.1", ("linear", 9, None)),
+        ("--warmup_ratio 0.1 --warmup_steps 9", ("linear", 9, None)),
+        ("--warmup_ratio 0.1 --warmup_steps 0", ("linear", 0, 0.1)),
+        # its get_constant_schedule has none
+        ("--lr_scheduler_type constant --warmup_steps 9", ("constant", 0, None)),
+        ("--lr_scheduler_type constant --warmup_ratio 0.1", ("constant", 0, None)),
+        ("--warmup_ratio 0.1 --lr_scheduler_type constant", ("constant", 0, None)),
+        ("--lr_scheduler_type constant_with_warmup --warmup_steps 9", ("constant", 9, None)),
+        ("--warmup_steps 9 --lr_scheduler_type constant --lr_scheduler_type linear", ("linear", 9, None)),
+    ],
+)
+def test_the_warm_up_is_transformers_own_in_any_order(
+    trl: Path, words: str, expected: tuple[str, int, float | None]
+) -> None:
+    assert warm_up(words) == expected
+
+
+def test_a_warm_up_that_does_not_count_is_named(trl: Path) -> None:
+    notes = " ".join(planned(f"{SFT} --max_steps 100 --warmup_steps 9 --warmup_ratio 0.1").notes)
+    assert "--warmup_ratio 0.1 has no effect beside --warmup_steps 9" in notes
+    notes = " ".join(planned(f"{SFT} --lr_scheduler_type constant --warmup_steps 9").notes)
+    assert "--warmup_steps 9 has no effect beside --lr_scheduler_type constant; use constant_with_warmup" in notes
+
+
+def test_of_a_flag_given_twice_nothing_of_the_first_remains(trl: Path) -> None:
+    training = planned(f"{SFT} --max_steps 100 --max_steps -1").config.training
+    assert (training.train_iters, training.num_epochs) == (None, 3)
+    assert "--save-at-epoch" not in script_flags(f"{SFT} --save_strategy epoch --save_strategy steps")
+    assert "--num-buckets" not in script_flags(f"{SFT} --num_buckets 8 --num_buckets -1")
+    assert planned(f"{SFT} --seed 1 --seed=2").config.training.seed == 2
+
+
+def script_flags(words: str) -> list[str]:
+    line = gaudi_spawn.read_line(words.split())
+    return script_request("sft", line.words, {"HL_DEVICE": "cpu"}, gaudi_spawn.ranks_of(line))[0].train_flags
+
+
+def test_all_checkpoints_are_kept_unless_a_limit_is_given(trl: Path) -> None:
+    """As transformers does without save_total_limit, where run_sft.sh keeps the newest."""
+    assert planned(SFT).config.checkpoint.keep_last is None
+    assert planned("dpo.py --model_name_or_path stack-llama-2").config.checkpoint.keep_last is None
+    assert planned(f"{SFT} --save_total_limit 2").config.checkpoint.keep_last == 2
+
+
+def test_an_empty_subset_is_none_as_in_published_commands(trl: Path) -> None:
+    words = ["sft.py", "--model_name_or_path", LLAMA, "--dataset_name", f"{PAIRED}/data/rl", "--subset", ""]
+    line = planned(words)
+    assert line.fine_tuning is not None
+    assert str(line.fine_tuning.data).count("data/rl/train-0000") == 2
+
+
 def test_graphs_of_validations_are_for_hpus_that_validate(trl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, hpu = f"{SFT} --use_lazy_mode --use_hpu_graphs_for_inference", {"HL_DEVICE": "hpu"}
     plan = planned(command, HL_EVAL_ITERS="2", **hpu)
@@ -378,6 +439,9 @@ SFT = f"sft.py --model_name_or_path {LLAMA} --dataset_name chats.jsonl"
         (f"{SFT} --max_steps many", "--max_steps='many' must be a whole number"),
         (f"{SFT} --learning_rate fast", "optimizer.lr='fast'"),
         (f"{SFT} --learning_rate fast", "(--learning_rate sets lr)"),
+        (f"{SFT} --max_steps 5 --warmup_steps 9", "lower lr_warmup_iters=9\n  (--warmup_steps sets lr_warmup_iters)"),
+        (f"{SFT} --max_grad_norm -1", "(--max_grad_norm sets clip_grad)"),
+        (f"{SFT} --lr_scheduler_type constant --warmup_ratio x", "--warmup_ratio='x' must be a number from 0 to 1"),
         (f"{SFT} --logging_steps 0", "--logging_steps='0' must be a whole number, 1 or more"),
         (f"{SFT} --per_device_train_batch_size 0", "--per_device_train_batch_size='0' must be a whole number"),
         (f"{SFT} --optim adafactor", "--optim='adafactor' must be paged_adamw_32bit, adamw_torch"),

@@ -10,7 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron.options.dialect import Entry, WrongValueError, honoured, is_true, no_effect, one_in, refused, sets, whole
+from megatron.options.dialect import (
+    Entry,
+    WrongValueError,
+    honoured,
+    is_true,
+    no_effect,
+    number,
+    one_in,
+    refused,
+    sets,
+    whole,
+)
 
 
 def _to(name: str, target: str, more: str = "", *, default: str | None = None) -> Entry:
@@ -76,8 +87,7 @@ def _epochs(text: str) -> str:
     return str(int(number))
 
 
-def _warmup(text: str) -> list[tuple[str, str]]:
-    return [("--lr-warmup-fraction", "none"), ("--lr-warmup-iters", text)]  # a preset may have a fraction
+_RATIO = number(lambda value: 0 <= value <= 1, "must be a number from 0 to 1")
 
 
 def _buckets(text: str) -> list[tuple[str, str]]:
@@ -106,8 +116,8 @@ _SHAPES = {
     "cosine": [("--lr-decay-style", "cosine")],
     "linear": [("--lr-decay-style", "linear")],
     "constant_with_warmup": [("--lr-decay-style", "constant")],
-    # transformers warms up under constant_with_warmup alone, and a preset may have a warm-up
-    "constant": [("--lr-decay-style", "constant"), ("--lr-warmup-fraction", "none"), ("--lr-warmup-iters", "0")],
+    # transformers warms up under constant_with_warmup alone
+    "constant": [("--lr-decay-style", "constant"), ("no_warmup", "1")],
     "inverse_sqrt": [("--lr-decay-style", "inverse-square-root")],
 }
 _VALIDATION = (
@@ -115,6 +125,7 @@ _VALIDATION = (
     "`-- --split 949,50,1` at the end of the command"
 )
 _TOKEN = "tokens are the hub's own matter: `hf auth login`, or `HF_TOKEN`; leave it out"
+_NOT_OF_DPO = "; dpo.py has no such flag and always uses the default"
 _UPLOAD = "merge or convert the export with --push-to-hub NAME, or use `hf upload`; leave it out"
 
 
@@ -142,7 +153,7 @@ def _schedule_flags(*, rate: str, shape: str, warmup: str, optimizer: str, seed:
     return [
         _to("--learning_rate", "HL_LR", default=rate),
         _choice("--lr_scheduler_type", _SHAPES, "`--lr-decay-style`", default=shape),
-        Entry("--warmup_steps", "sets", "`--lr-warmup-iters`", convert=_warmup, default=warmup),
+        sets("--warmup_steps", "warmup_steps", "`--lr-warmup-iters`; 0 under `constant`", whole(), default=warmup),
         _to("--weight_decay", "--weight-decay", of_decay, default="0.0"),
         _choice(
             "--optimizer_type" if optimizer == "paged_adamw_32bit" else "--optim",
@@ -176,11 +187,12 @@ def _batch_flags(batch: str, accumulation: str) -> list[Entry]:
     ]
 
 
-def _output_flags(folder: str | None, save: str, logging: str | None) -> list[Entry]:
+def _output_flags(folder: str | None, save: str, logging: str | None, note: str) -> list[Entry]:
     return [
         _to("--output_dir", "HL_RESULTS_DIR", ": in it checkpoints/ and hf_format/, the exports", default=folder),
         _to("--logging_steps", "HL_LOG_INTERVAL", default=logging),
         _to("--save_steps", "HL_SAVE_INTERVAL", default=save),
+        _to("--save_total_limit", "--keep-last", f"; `none` keeps all{note}", default="none"),
         _to("--eval_steps", "HL_EVAL_INTERVAL", ", where `HL_EVAL_ITERS` is set"),
         sets(
             "--report_to",
@@ -221,7 +233,7 @@ SFT: tuple[Entry, ...] = (
     # model and data
     *_model_flags("meta-llama/Llama-2-7b-hf"),
     _to("--dataset_name", "dataset", "`HL_DATA`: a file, a folder, or a dataset on the hub"),
-    _to("--subset", "subset", "a configuration or a folder of `--dataset_name`", default="data/finetune"),
+    sets("--subset", "subset", "a configuration or folder of `--dataset_name`, or `None`", default="data/finetune"),
     _to("--split", "split", "the files of that split in the folder", default="train"),
     honoured("--streaming", "files of any size are read in blocks, and mapped into memory as tokens"),
     no_effect("--shuffle_buffer", "each epoch shuffles all samples"),
@@ -250,13 +262,13 @@ SFT: tuple[Entry, ...] = (
     honoured("--remove_unused_columns", "columns that a form of rows does not name are not read"),
     # schedule and length
     *_schedule_flags(rate="5e-5", shape="linear", warmup="0", optimizer="adamw_torch", seed="42"),
-    _to("--warmup_ratio", "--lr-warmup-fraction"),
+    sets("--warmup_ratio", "warmup_ratio", "`--lr-warmup-fraction`; `--warmup_steps` above 0 counts before it", _RATIO),
     *_adam_flags(),
     *_batch_flags("8", "1"),
     Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs` counts", convert=_steps),
     sets("--num_train_epochs", "HL_NUM_EPOCHS", "`HL_NUM_EPOCHS`", _epochs, default="3"),
     # results: a second command of the same folder goes on with its run
-    *_output_flags(None, "500", None),
+    *_output_flags(None, "500", None, ""),
     no_effect("--overwrite_output_dir", "the same command resumes its run; another run needs another folder", "switch"),
     honoured("--resume_from_checkpoint", "the same command resumes from the newest checkpoint of its folder", "value"),
     Entry("--do_train", "honoured", "training is all that sft.py does here", _trains, takes="switch"),
@@ -267,10 +279,9 @@ SFT: tuple[Entry, ...] = (
     _choice(
         "--save_strategy",
         {"steps": [], "epoch": [("--save-at-epoch", "true")]},
-        "`--save-at-epoch` for `epoch`",
+        "`--save-at-epoch` for `epoch`; `no` is refused, since the end of a run is always saved",
         no="the end of a run is always saved, so for fewer checkpoints raise --save_steps",
     ),
-    _to("--save_total_limit", "--keep-last"),
     honoured("--save_safetensors", "exports are safetensors"),
     no_effect("--logging_strategy", "`--logging_steps` counts"),
     no_effect("--logging_first_step", "`--logging_steps` counts", "switch"),
@@ -359,11 +370,11 @@ DPO: tuple[Entry, ...] = (
     ),
     # schedule and results
     *_schedule_flags(rate="5e-4", shape="cosine", warmup="100", optimizer="paged_adamw_32bit", seed="0"),
-    *_adam_flags("; dpo.py has no such flag and always uses the default"),
+    *_adam_flags(_NOT_OF_DPO),
     *_batch_flags("1", "4"),
     Entry("--max_steps", "sets", "`HL_TRAIN_ITERS`; -1: `--num_train_epochs`", convert=_steps, default="1000"),
     sets("--num_train_epochs", "HL_NUM_EPOCHS", "`HL_NUM_EPOCHS`, with `--max_steps -1`", _epochs),
-    *_output_flags("./results", "100", "10"),
+    *_output_flags("./results", "100", "10", _NOT_OF_DPO),
     no_effect("--log_freq", "`--logging_steps` counts"),
     _variable("--gradient_checkpointing", "HL_CKP_ACT"),
     no_effect("--gradient_checkpointing_use_reentrant", "there is one kind of recomputation", "switch"),

@@ -19,7 +19,7 @@ from megatron.data.read.search import find_sources
 from megatron.hub.download import downloaded_dataset
 from megatron.hub.names import DATASETS, name_of
 from megatron.launch.dialects.finetune_file import deepspeed_flags
-from megatron.launch.dialects.hl_requests import from_environment, hl_variables
+from megatron.launch.dialects.hl_requests import from_environment, hl_variables, legend
 from megatron.launch.dialects.spawn_flags import FINETUNE, TABLES
 from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
@@ -97,6 +97,7 @@ def script_request(
     if "HL_DEVICE" in variables:
         command.settings.pop("HL_DEVICE", None)
     _join_lengths(command, variables)
+    _join_warmups(command)
     _name_modules(command, variables)
     _without_adapters(command)
     _name_batch(kind, command)
@@ -146,7 +147,12 @@ def read_words(script: str, rows: tuple[Entry, ...], words: Sequence[str]) -> Sp
     own, train_flags = cut(words)
     faults: list[str] = []
     dialect = Dialect(rows, unknown, prefix="--", no_effect="{name} {value} has no effect: {reason}")
-    result = dialect.translate(_values(own, {row.name: row for row in rows}, faults))
+    values = dict[str, str]()
+    for name, value in _values(own, {row.name: row for row in rows}, faults):
+        # of a flag that is given twice the last value counts, in its place, and nothing that the first would set
+        values.pop(name, None)
+        values[name] = value
+    result = dialect.translate(values.items())
     command = SpawnCommand(**vars(result), train_flags=train_flags)
     command.faults[:0] = faults
     for row, (target, value) in dialect.defaults():
@@ -171,6 +177,9 @@ def _values(words: Sequence[str], table: Mapping[str, Entry], faults: list[str])
             text = shlex.join(values)
         elif table[name].takes == "switch" and not values:
             text = "True"
+        # published commands have `--subset ''`
+        if not text and values and name == "--subset":
+            text = "None"
         if text:
             yield name, text
         else:
@@ -212,6 +221,24 @@ def _join_lengths(command: SpawnCommand, variables: Mapping[str, str]) -> None:
             command.defaults.pop(name, None)
     elif steps in command.defaults:
         command.defaults.pop(epochs, None)
+
+
+def _join_warmups(command: SpawnCommand) -> None:
+    """Set the warm-up: steps count before a ratio, and under a constant rate neither does, as transformers has it."""
+    steps, ratio = command.get("warmup_steps"), command.settings.get("warmup_ratio")
+    ignored, reason = list[str](), ""
+    if "no_warmup" in command.settings:
+        ignored, reason = ["warmup_steps", "warmup_ratio"], "--lr_scheduler_type constant; use constant_with_warmup"
+        steps, ratio = 0, None
+    elif ratio is not None and steps > 0:
+        ignored, reason = ["warmup_ratio"], f"--warmup_steps {steps}"
+        ratio = None
+    for name in ignored:
+        if float(command.settings.get(name, 0)) != 0:
+            command.notes.append(f"--{name} {command.settings[name]} has no effect beside {reason}")
+    # both, since a preset may have either
+    command.settings |= {"--lr-warmup-fraction": ratio or "none", "--lr-warmup-iters": str(steps)}
+    command.sources |= {"--lr-warmup-fraction": "--warmup_ratio", "--lr-warmup-iters": "--warmup_steps"}
 
 
 def _name_modules(command: SpawnCommand, variables: Mapping[str, str]) -> None:
@@ -370,6 +397,17 @@ def _report(command: SpawnCommand) -> None:
 def named(text: str, sources: Mapping[str, str]) -> str:
     """Return a text with the flags that set HL_* variables in place of these."""
     return re.sub(r"\bHL_[A-Z_]+\b", lambda match: sources.get(match[0], match[0]), text)
+
+
+def names_in(faults: list[str], kind: Kind, sources: Mapping[str, str]) -> str:
+    """Return `--warmup_steps sets lr_warmup_iters` for the options that faults name and a script's flags set."""
+    names = [named(legend(faults, kind), sources)]
+    words = set(re.findall(r"\w+(?==)", " ".join(faults)))
+    for target, name in sources.items():
+        option = target.removeprefix("--").replace("-", "_")
+        if target.startswith("--") and option in words and name != f"--{option}":
+            names.append(f"{name} sets {option}")
+    return "; ".join(filter(None, names))
 
 
 def finetune_request(script: str, words: Sequence[str], environment: Mapping[str, str], ranks: Ranks) -> LaunchRequest:
