@@ -49,9 +49,9 @@ class RandomStreams:
             "loss": (layout.batch_rank, "loss"),
         }
         for name, parts in own.items():
-            generator.manual_seed(derive_seed(seed, consumed_samples, stage, *parts))
+            _start(generator, derive_seed(seed, consumed_samples, stage, *parts))
             self._states[name] = generator.get_rng_state()
-        generator.manual_seed(derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
+        _start(generator, derive_seed(seed, consumed_samples, stage, grad_rank, "replicated"))
 
     @contextmanager
     def apart(self, seed: int, consumed_samples: int, layout: Layout) -> Iterator[None]:
@@ -121,6 +121,16 @@ def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
+
+
+def _start(accelerator: Any, seed: int) -> None:
+    """Start the default generator of the device from a seed."""
+    if accelerator.device_name() == "cpu":
+        # torch.manual_seed would also note for CUDA, XPU and MTIA, which are not there, from where it was called, and
+        # look on the disk at each file of that stack: milliseconds a step
+        torch.default_generator.manual_seed(seed)
+    else:
+        accelerator.manual_seed(seed)
 
 
 def dropout(x: Tensor, probability: float, training: bool, streams: RandomStreams, *, sharded: bool) -> Tensor:

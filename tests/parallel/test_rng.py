@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron.parallel.layout import Layout
@@ -44,6 +45,16 @@ def test_derive_seed_keeps_its_parts_apart() -> None:
 
 def test_same_place_and_samples_draw_the_same() -> None:
     assert draw() == draw()
+
+
+def test_streams_are_those_of_torchs_generator_and_look_at_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("traceback.format_stack", lambda: pytest.fail("torch notes a stack for CUDA, which is not there"))
+        replicated, sharded = draw(tensor_rank=1)
+    torch.manual_seed(derive_seed(1234, 96, 0, 0, "replicated"))
+    assert torch.rand(8).tolist() == replicated
+    torch.manual_seed(derive_seed(1234, 96, 0, 0, "sharded", 1))
+    assert torch.rand(8).tolist() == sharded
 
 
 def test_streams_of_one_rank_differ() -> None:
