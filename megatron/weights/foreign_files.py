@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron.checkpoint.folders import open_file
 from megatron.checkpoint.format import PIECE_BYTES, CheckpointError
+from megatron.runtime.commands import UserError
 from megatron.weights.folder_files import real_path
 from megatron.weights.zip_frame import ZipEntry, zip_entries
 
@@ -245,8 +246,15 @@ def dense(tensor: Any, path: Path, what: str) -> Tensor:
     raise CheckpointError(f"{path} holds {kind} as {what}; it must be a dense floating point tensor")
 
 
-def is_plain(value: Any) -> bool:
-    """Return True for what JSON can hold: others, such as enumerations, are records without meaning."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)
+@contextlib.contextmanager
+def as_damage(folder: Path, what: str) -> Iterator[None]:
+    """Turn the exceptions that files of another structure than that of `what` cause into CheckpointError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} does not have the structure of {what} ({type(error).__name__}: {error}); copy it again from its "
+            "source"
+        ) from error

@@ -6,14 +6,16 @@ Source: NVIDIA/Megatron-LM, megatron/training/arguments.py and checkpointing.py 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatron.checkpoint.format import CheckpointError
+from megatron.checkpoint.model_options import check_known_options
 from megatron.options.config import Config, ModelConfig, TrainingConfig
+from megatron.weights.foreign_files import Inert
 
 _NAMES = {
     "num_layers": ("num_layers",),
@@ -72,6 +74,22 @@ _EXPERTS = {
     "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 """Arguments of a mixture that are options of ours."""
+
+
+def plain_arguments(saved: Any) -> dict[str, Any]:
+    """Return the arguments in a file, those that are plain values; empty where another program saved."""
+    # an argparse.Namespace, which is read as a record without behaviour
+    state = saved.state if isinstance(saved, Inert) else None
+    if not isinstance(state, dict):
+        return {}
+    return {name: value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for what JSON can hold: others, such as enumerations, are records without meaning."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
 
 
 def model_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +183,21 @@ def check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
             f"{folder} is of a model that no family computes: {'; '.join(faults)}. A family of your own may: see "
             "docs/internals/extending.md"
         )
+
+
+def described_config(
+    arguments: Mapping[str, Any], config: Config | None, folder: Path, file: Path, vocabulary_rows: Callable[[], int]
+) -> tuple[Config, list[str]]:
+    """Return the model of a checkpoint, and the options of a run's `config` that could not be compared.
+
+    `config` counts where it is given; None: the model that the arguments in the file describe. Raises CheckpointError.
+    """
+    if config is not None:
+        check_arguments(arguments, folder)
+        return config, check_known_options(folder, model_options(arguments), config)
+    if not arguments:
+        raise CheckpointError(f"{file} holds no args, which describe the model; describe it with --config PRESET")
+    return config_of(arguments, folder, vocabulary_rows()), []
 
 
 def config_of(arguments: Mapping[str, Any], folder: Path, vocab_size: int) -> Config:

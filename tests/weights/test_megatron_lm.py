@@ -347,7 +347,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another activation": (argument("squared_relu", True), r"squared_relu=True \(its activation is ReLU squared\)"),
     "an exact GELU": (argument("bias_gelu_fusion", False), "its GELU is exact"),
     "experts": (argument("num_experts", 8), "8 experts.*torch_dist"),
-    "no arguments": (in_all(lambda content: content.pop("args")), "has no args.*--config"),
+    "no arguments": (in_all(lambda content: content.pop("args")), "holds no args.*--config"),
     "a copy that drifted": (other_tied_copy, "word_embeddings_for_head.*the same tied weight"),
     "code": (
         lambda folder: edit(folder, lambda content: content.update(rng_state=Command())),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +29,8 @@ from megatron.weights.deepspeed.files import (
     numbered,
 )
 from megatron.weights.deepspeed.origins import Origin, is_megatron, megatron_origins, our_origins
-from megatron.weights.foreign_files import Inert, is_plain
-from megatron.weights.megatron_args import model_options
+from megatron.weights.foreign_files import as_damage
+from megatron.weights.megatron_args import model_options, plain_arguments
 from megatron.weights.model import check_parameters
 
 log = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
     folder = deepspeed_folder(path)
     if folder is None:
         raise CheckpointError(not_deepspeed(path))
-    with _as_damage(folder):
+    with as_damage(folder, "a DeepSpeed checkpoint"):
         source = _source_of(folder)
         facts = _facts(folder, source)
         uncompared = []
@@ -233,18 +232,6 @@ def read(path: Path, config: Config | None = None, max_drift: float = MAX_DRIFT)
         checkpoint = DeepSpeedCheckpoint(folder, layout, source, origins, facts, config, frozen, max_drift)
         checkpoint.uncompared = uncompared
         return checkpoint
-
-
-@contextlib.contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
-    """Turn the exceptions that files of an unexpected structure cause into CheckpointError."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder} does not have the structure of a DeepSpeed checkpoint ({type(error).__name__}: {error}); copy "
-            "it again from its source"
-        ) from error
 
 
 def _source_of(folder: Path) -> RankTensors:
@@ -299,12 +286,7 @@ def _progress(folder: Path) -> dict[str, Any]:
 
 def _facts(folder: Path, source: RankTensors) -> dict[str, Any]:
     client = source.client
-    args: dict[str, Any] = {}
-    arguments = client.get("args")
-    # Megatron saves an argparse.Namespace, which is read as a record without behaviour
-    if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
-        # what JSON can hold: other values, such as enumerations, are records without meaning here
-        args = {name: value for name, value in arguments.state.items() if is_plain(value)}
+    args = plain_arguments(client.get("args"))
     progress = _progress(folder).get("progress") or {}
     # our counters first, then Megatron's, then those of DeepSpeed's engine
     candidates: dict[str, list[Any]] = {

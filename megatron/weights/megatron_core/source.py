@@ -12,17 +12,16 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign import megatron_core_folder
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.model_options import check_known_options
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.weights.distributed.folder import DistributedFolder
 from megatron.weights.folder_files import own_file
-from megatron.weights.foreign_files import ForeignFiles, Inert, is_plain
+from megatron.weights.foreign_files import ForeignFiles
 from megatron.weights.huggingface import NameMap, parameters_of
 from megatron.weights.huggingface_config import form_of
 from megatron.weights.huggingface_files import StoredTensor, some
 from megatron.weights.huggingface_source import MappedSource
-from megatron.weights.megatron_args import check_arguments, config_of, model_options
+from megatron.weights.megatron_args import described_config, plain_arguments
 from megatron.weights.megatron_core.flat import unflattened
 from megatron.weights.megatron_core.names import VOCABULARY, Place, parts, places, stack_lengths
 
@@ -54,19 +53,11 @@ class CoreSource(MappedSource):
         """
         # small: what is the same on all ranks
         common = _common(folder)
-        arguments = _arguments(common)
+        arguments = plain_arguments(common.get("args"))
         files = DistributedFolder(folder)
-        uncompared: list[str] = []
-        # a run's options count, and are compared with what the arguments state
-        if config is not None:
-            check_arguments(arguments, folder)
-            uncompared = check_known_options(folder, model_options(arguments), config)
-        elif not arguments:
-            raise CheckpointError(
-                f"{folder / COMMON} holds no args, which describe the model; describe it with --config PRESET"
-            )
-        else:
-            config = config_of(arguments, folder, _vocabulary_rows(files))
+        config, uncompared = described_config(
+            arguments, config, folder, folder / COMMON, lambda: _vocabulary_rows(files)
+        )
         shards = parameters_of(config)
         # names and shapes of every tensor are compared before a number is read
         by_kind = _tensors_by_kind(files)
@@ -113,15 +104,6 @@ def _common(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold values by name")
     return content
-
-
-def _arguments(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments, those that are plain values; none where another program saved."""
-    arguments = common.get("args")
-    state = arguments.state if isinstance(arguments, Inert) else None
-    if not isinstance(state, dict):
-        return {}
-    return {name: value for name, value in state.items() if is_plain(value)}
 
 
 def _vocabulary_rows(files: DistributedFolder) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign import MODEL_OPTIM_RNG
 from megatron.checkpoint.format import CheckpointError
-from megatron.weights.foreign_files import ForeignFiles, Inert, dense, is_plain
+from megatron.weights.foreign_files import ForeignFiles, dense
+from megatron.weights.megatron_args import plain_arguments
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,7 @@ class RankContent:
     @property
     def arguments(self) -> dict[str, Any]:
         """The run's arguments that are plain values; empty where the file has none."""
-        arguments = self.content.get("args")
-        if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
-            return {name: value for name, value in arguments.state.items() if is_plain(value)}
-        return {}
+        return plain_arguments(self.content.get("args"))
 
     @property
     def version(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign import megatron_lm_folder
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.model_options import check_known_options
 from megatron.checkpoint.source import Slice, WeightSource, read_windows
 from megatron.options.config import Config
 from megatron.parallel.shards import Shard
 from megatron.weights.deepspeed.deepspeed_checkpoint import MAX_DRIFT, agreed_copy
 from megatron.weights.deepspeed.origins import VOCABULARY, WORD_EMBEDDING
+from megatron.weights.foreign_files import as_damage
 from megatron.weights.huggingface import CHUNK_BYTES, parameters_of
 from megatron.weights.huggingface_files import some
-from megatron.weights.megatron_args import check_arguments, config_of, model_options
+from megatron.weights.megatron_args import described_config
 from megatron.weights.megatron_lm.distributed_optimizer import Buffers
 from megatron.weights.megatron_lm.files import ModelParallelFiles, RankContent
 from megatron.weights.megatron_lm.names import (
@@ -75,21 +74,15 @@ class MegatronLMCheckpoint(WeightSource):
         """
         ranks = ModelParallelFiles(folder)
         self._files, self._max_drift = ranks.files, max_drift
-        arguments, uncompared = ranks.first.arguments, list[str]()
+        arguments = ranks.first.arguments
         if arguments.get("num_experts"):
             raise CheckpointError(
                 f"{folder} is of a model with {arguments['num_experts']} experts, which is read from the format "
                 "torch_dist alone; save it in that (--ckpt-format torch_dist)"
             )
-        if config is not None:
-            check_arguments(arguments, folder)
-            uncompared = check_known_options(folder, model_options(arguments), config)
-        elif not arguments:
-            raise CheckpointError(
-                f"{ranks.first.path} has no args, which describe the model; describe it with --config PRESET"
-            )
-        else:
-            config = config_of(arguments, folder, _vocabulary_rows(ranks))
+        config, uncompared = described_config(
+            arguments, config, folder, ranks.first.path, lambda: _vocabulary_rows(ranks)
+        )
         order = RowOrder(config.model, ranks.tensor_size, ranks.first.version)
         check_version(folder, order)
         states, fault = _states(ranks, config)
@@ -188,22 +181,8 @@ def open_megatron_lm(path: Path, config: Config | None = None, max_drift: float 
     folder = megatron_lm_folder(path)
     if folder is None:
         raise CheckpointError(f"{path} holds no checkpoint of Megatron-LM; give the folder that it saved to")
-    with _as_damage(folder):
+    with as_damage(folder, "Megatron-LM's checkpoints"):
         return MegatronLMCheckpoint(folder, config, MAX_DRIFT if max_drift is None else max_drift)
-
-
-@contextlib.contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
-    """Turn the exceptions that files of an unexpected structure cause into CheckpointError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} does not have the structure of Megatron-LM's checkpoints ({type(error).__name__}: {error}); "
-            "copy it again from its source"
-        ) from error
 
 
 def _vocabulary_rows(ranks: ModelParallelFiles) -> int:
