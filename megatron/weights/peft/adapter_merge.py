@@ -110,7 +110,7 @@ class _Expected:
         for step in change.added:
             if isinstance(step, BiasUpdate):
                 self._add_bias(step)
-            elif isinstance(step, LowRankUpdate):
+            else:
                 self._add_product(step)
 
     def _inputs_of(self, shape: Sequence[int]) -> int:

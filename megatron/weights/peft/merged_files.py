@@ -15,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,19 +34,11 @@ Rows = Callable[[Tensor, int, int], object]
 """(rows, first, end): change those rows of a tensor, in place, from the base's to the result's."""
 
 
-class Change(Protocol):
-    """Change of one tensor."""
-
-    def prepare(self, base: StoredTensor) -> Rows:
-        """Read what all rows need. Called once, before the first of them."""
-        ...
-
-
 def copy_changed(
     source: Path,
     target: Path,
     tensors: Mapping[str, StoredTensor],
-    changes: Mapping[str, Change],
+    changes: Mapping[str, TensorChange],
     progress: Callable[[int], object],
 ) -> None:
     """Write a durable copy of the files that hold `tensors`, with `changes` of some of them, from folder to folder.
@@ -62,7 +52,11 @@ def copy_changed(
 
 
 def _copy_file(
-    source: Path, target: Path, changed: Mapping[str, StoredTensor], changes: Mapping[str, Change], workers: _Workers
+    source: Path,
+    target: Path,
+    changed: Mapping[str, StoredTensor],
+    changes: Mapping[str, TensorChange],
+    workers: _Workers,
 ) -> None:
     # closed by the workers, which may still use them after an error here
     given = os.open(real_path(source), os.O_RDONLY)
@@ -154,9 +148,7 @@ class _Workers:
     def __enter__(self) -> _Workers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 self.finish()
@@ -177,24 +169,16 @@ Update = Callable[[Tensor, Tensor, int, int], object]
 """(rows, base, first, end): change the rows in place; `base` holds them as no adapter has changed them."""
 
 
-class Step(Protocol):
-    """Change of one tensor by one adapter."""
-
-    def prepare(self, base: StoredTensor) -> Update:
-        """Read and compute what all rows need."""
-        ...
-
-
 @dataclass
 class TensorChange:
     """All changes of one tensor: first what replaces it, then what is added, adapter by adapter."""
 
     whole: list[tuple[float, StoredTensor]] = field(default_factory=list)
     """(weight, tensor) of adapters that replace it."""
-    added: list[Step] = field(default_factory=list)
+    added: list[LowRankUpdate | BiasUpdate] = field(default_factory=list)
 
     def prepare(self, base: StoredTensor) -> Rows:
-        """Return the function that applies all changes to rows."""
+        """Return the function that applies all changes to rows. Called once: what all of them need is read here."""
         updates = [step.prepare(base) for step in self.added]
 
         # DoRA's norms are of the base's own rows: they are kept where an earlier step changes these
