@@ -49,7 +49,7 @@ def test_same_place_and_samples_draw_the_same() -> None:
 
 def test_streams_are_those_of_torchs_generator_and_look_at_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("traceback.format_stack", lambda: pytest.fail("torch notes a stack for CUDA, which is not there"))
+        patched.setattr("traceback.format_stack", lambda: pytest.fail("torch notes a stack for a CUDA not there"))
         replicated, sharded = draw(tensor_rank=1)
     torch.manual_seed(derive_seed(1234, 96, 0, 0, "replicated"))
     assert torch.rand(8).tolist() == replicated
