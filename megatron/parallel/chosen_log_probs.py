@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import mappings
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layout import Layout
 from megatron.parallel.losses import Head, InputGradients, head_of, join_rows, label_log_probs
-from megatron.parallel.mappings import all_places, gather_places, own_numbers, own_places, sum_over_context
 from megatron.parallel.operators import products
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, sum_dtype
-from megatron.parallel.phase_clock import WAIT
 
 
 class _ChosenLogProbs(torch.autograd.Function):
@@ -79,27 +77,9 @@ def chosen_log_probs(hidden: Tensor, weight: Tensor, ids_BSK: Tensor, ctx: Paral
     hidden and weight are those of `linear_cross_entropy`. An id outside of the vocabulary has -inf.
     """
     rows, _, chosen = ids_BSK.shape
-    head = head_of(hidden, weight, own_places(ids_BSK.transpose(0, 1), ctx).flatten(0, 1), ctx)
+    head = head_of(hidden, weight, mappings.own_places(ids_BSK.transpose(0, 1), ctx).flatten(0, 1), ctx)
     log_probs_NK = _ChosenLogProbs.apply(head.hidden_NH, head.weight, head)
-    return gather_places(log_probs_NK.view(-1, rows, chosen), ctx).transpose(0, 1)
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    """[N, V / tp] of each rank -> [N, V], for a loss that all ranks compute alike: backward keeps own columns."""
-
-    @staticmethod
-    def forward(function: Any, own_NV: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx, own_NV = ctx, own_NV.contiguous()
-        parts = [torch.empty_like(own_NV) for _ in range(ctx.tensor_size)]
-        ctx.state.checks.partial(own_NV)
-        with ctx.state.clock.phase(WAIT):
-            dist.all_gather(parts, own_NV, group=ctx.tensor_group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad_NV: Tensor) -> Any:
-        return grad_NV.chunk(function.ctx.tensor_size, -1)[function.ctx.tensor_rank], None
+    return mappings.gather_places(log_probs_NK.view(-1, rows, chosen), ctx).transpose(0, 1)
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, ctx: ParallelContext) -> Tensor:
@@ -113,11 +93,9 @@ def whole_logits(hidden: Tensor, weight: Tensor, ctx: ParallelContext) -> Tensor
         logits = logits + products.linear(head.hidden_NH[:, : head.base.shape[1]], head.base)
     if head.cap is not None:
         logits = head.cap * torch.tanh(logits / head.cap)
-    logits = logits.float()
-    if ctx.tensor_size > 1:
-        logits = _GatherVocabulary.apply(logits, ctx)
+    logits = mappings.gather_vocabulary(logits.float(), ctx)
     # padded rows are no tokens
-    return gather_places(logits[:, : head.vocabulary].unflatten(0, (-1, hidden.shape[1])), ctx).transpose(0, 1)
+    return mappings.gather_places(logits[:, : head.vocabulary].unflatten(0, (-1, hidden.shape[1])), ctx).transpose(0, 1)
 
 
 @torch.no_grad()
@@ -143,7 +121,7 @@ def top_log_probs(hidden: Tensor, weight: Tensor, count: int, ctx: ParallelConte
         found.append((sums.log_probs(values), ids))
     log_probs, ids = (torch.cat(parts).view(-1, hidden.shape[1], count) for parts in zip(*found, strict=True))
     if ctx.context_size > 1:
-        log_probs, ids = all_places(log_probs, ctx), all_places(ids, ctx)
+        log_probs, ids = mappings.all_places(log_probs, ctx), mappings.all_places(ids, ctx)
     return log_probs.transpose(0, 1), ids.transpose(0, 1)
 
 
@@ -175,7 +153,7 @@ class _PartOfLabels(NamedTuple):
         length, num_rows = hidden.shape[:2]
         if ctx.sequence_parallel:
             length *= ctx.tensor_size
-        own_K = own_numbers(places_K, num_rows, length, ctx)
+        own_K = mappings.own_numbers(places_K, num_rows, length, ctx)
         return cls(own_K.clamp(min=0), labels_K.masked_fill(own_K < 0, -1))
 
 
@@ -202,7 +180,7 @@ def log_probs_of(
     if own_K is not None:
         found = found.new_zeros(len(labels_K)).index_copy(0, own_K, found)
     # each number is that of one rank, and 0 on the others, so that the sum is exact
-    return sum_over_context(found, ctx)
+    return mappings.sum_over_context(found, ctx)
 
 
 @torch.no_grad()
@@ -223,7 +201,7 @@ def label_scores(
     if ctx.context_size == 1:
         return log_probs_K, is_largest_K
     both = torch.stack([log_probs_K, is_largest_K.to(log_probs_K.dtype)]).masked_fill(part.labels_K < 0, 0.0)
-    log_probs_K, is_largest = sum_over_context(both, ctx)
+    log_probs_K, is_largest = mappings.sum_over_context(both, ctx)
     return log_probs_K, is_largest > 0
 
 

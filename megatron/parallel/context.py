@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.parallel import plain_data
 from megatron.parallel.layout import AXES, EXPERT_AXES, Cut, Layout
@@ -20,8 +21,6 @@ from megatron.runtime.accelerator import quiet
 from megatron.runtime.devices import find_device
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from megatron.options.config import ParallelConfig
     from megatron.runtime.device import Device
 
@@ -33,8 +32,6 @@ LARGEST_TAG = 1  # of messages from rank to rank; DeepSpeed's pipeline sends wit
 @functools.cache
 def _register_rendezvous() -> str:
     """Return the URL under which torch finds `_open_store`."""
-    import torch.distributed as dist
-
     dist.register_rendezvous_handler("megatron", _open_store)
     return "megatron://"
 
@@ -44,8 +41,6 @@ def _open_store(url: str, timeout: timedelta, **ignored: Any) -> Iterator[tuple[
 
     As torch's env:// does, except that rank 0 listens on the address MASTER_ADDR alone instead of on all of them.
     """
-    import torch.distributed as dist
-
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port, listener = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None
     if rank == 0 and not _has_agent_store():
@@ -109,8 +104,6 @@ def _join_process_group(device: Device, timeout: timedelta) -> None:
 
 def _group_of(layout: Layout, peers: Callable[[Layout], list[int]]) -> dist.ProcessGroup:
     """Return the group of the ranks that are this one's peers, itself included. Collective."""
-    import torch.distributed as dist
-
     # every rank makes all groups, in one order
     places = (dataclasses.replace(layout, rank=rank) for rank in range(layout.world_size))
     groups = dict.fromkeys(tuple(peers(place)) for place in places)
@@ -200,7 +193,6 @@ class ParallelContext(Layout):
 
         `device_name`: that which was chosen. Raises LayoutError where the layout does not fill the world.
         """
-        import torch.distributed as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
@@ -290,8 +282,6 @@ class ParallelContext(Layout):
         """Return rank 0's number, on every rank. Collective."""
         if self.world_size == 1:
             return number
-        import torch.distributed as dist
-
         tensor = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(tensor, src=0, group=self.control_group)
         return int(tensor.item())
@@ -304,8 +294,6 @@ class ParallelContext(Layout):
         """
         if self.world_size == 1:
             return number
-        import torch.distributed as dist
-
         largest = torch.tensor([number], dtype=torch.int64)
         theirs = torch.empty_like(largest)
         distance = 1
@@ -337,8 +325,6 @@ class ParallelContext(Layout):
 
     def _gather_bytes(self, mine: bytes, length: int) -> list[bytes]:
         """Return every rank's bytes, padded with blanks to a length, in order of rank. Collective."""
-        import torch.distributed as dist
-
         padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
         gathered = torch.empty(self.world_size, length, dtype=torch.uint8)
         dist.all_gather(list(gathered), padded, group=self.control_group)
@@ -348,8 +334,6 @@ class ParallelContext(Layout):
         """Return rank 0's object, on every rank. Collective. Raises TypeError unless it is plain data."""
         if self.world_size == 1:
             return mine
-        import torch.distributed as dist
-
         content = bytearray()
         if self.rank == 0:
             content += plain_data.encode(mine)
@@ -362,8 +346,6 @@ class ParallelContext(Layout):
         """Return the number of this pipeline's first stage, on every stage. Collective in the pipeline."""
         if self.num_stages == 1:
             return number
-        import torch.distributed as dist
-
         tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
         dist.broadcast(tensor, src=self.grid.stage_to_global(stage_id=0), group=self.grid.get_pipe_parallel_group())
         return float(tensor.item())
@@ -372,8 +354,6 @@ class ParallelContext(Layout):
         """Sum over the ranks of batch_group. Collective in that group."""
         if self.batch_group is None:
             return number
-        import torch.distributed as dist
-
         tensor = torch.tensor([number], dtype=torch.float32, device=self.device)
         dist.all_reduce(tensor, group=self.batch_group)
         return float(tensor.item())
@@ -381,8 +361,6 @@ class ParallelContext(Layout):
 
 def group_of_stage(ctx: ParallelContext) -> dist.ProcessGroup | None:
     """Return the group of all ranks that hold layers of this rank's stage; None: it is alone. Collective."""
-    import torch.distributed as dist
-
     if ctx.world_size == ctx.num_stages:
         return None
     if ctx.tensor_size == 1:

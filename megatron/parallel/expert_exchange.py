@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.mappings import all_gather_rows, all_to_all_rows
+from megatron.parallel.mappings import all_gather_rows, all_to_all_rows, autograd_pair
 from megatron.parallel.phase_clock import WAIT
 
 
@@ -189,33 +189,17 @@ def exchange_evenly(rows: Tensor, ctx: ParallelContext) -> Tensor:
     return _AllToAll.apply(rows, sizes, sizes, ctx)  # type: ignore[no-any-return]
 
 
-class _OwnTokens(torch.autograd.Function):
-    """This tensor-parallel rank's share of tokens that all of them hold; backward gathers."""
-
-    @staticmethod
-    def forward(function: Any, tokens: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        return tokens.chunk(ctx.tensor_size)[ctx.tensor_rank].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return all_gather_rows(grad, function.ctx), None
+def _share(tokens: Tensor, ctx: ParallelContext) -> Tensor:
+    return tokens.chunk(ctx.tensor_size)[ctx.tensor_rank].clone()
 
 
-class _AllTokens(torch.autograd.Function):
-    """The tokens of all tensor-parallel ranks; backward keeps this rank's share of a gradient that all of them hold."""
+def _own_gradient(grad: Tensor, ctx: ParallelContext) -> Tensor:
+    return grad.chunk(ctx.tensor_size)[ctx.tensor_rank]
 
-    @staticmethod
-    def forward(function: Any, tokens: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        return all_gather_rows(tokens, ctx)
 
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        ctx = function.ctx
-        return grad.chunk(ctx.tensor_size)[ctx.tensor_rank], None
+# of tokens that all tensor-parallel ranks hold, and of gradients that all of them hold
+_own_share = autograd_pair(_share, all_gather_rows)
+_all_shares = autograd_pair(all_gather_rows, _own_gradient)
 
 
 def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
@@ -223,12 +207,12 @@ def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
     missing = -len(tokens) % ctx.tensor_size
     if missing:
         tokens = torch.cat([tokens, tokens.new_zeros((missing, *tokens.shape[1:]))])
-    return _OwnTokens.apply(tokens, ctx)  # type: ignore[no-any-return]
+    return _own_share(tokens, ctx)
 
 
 def all_tokens(tokens: Tensor, num_tokens: int, ctx: ParallelContext) -> Tensor:
     """The shares of `own_tokens` -> [num_tokens, ...] on all tensor-parallel ranks."""
-    return _AllTokens.apply(tokens, ctx)[:num_tokens]  # type: ignore[no-any-return]
+    return _all_shares(tokens, ctx)[:num_tokens]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel import mappings
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.mappings import all_places, enter_tensor_region, gather_places, mean_over_context, own_places
 from megatron.parallel.operators import products
 from megatron.parallel.operators.block_sizes import chunk_size, chunks
 from megatron.parallel.operators.softmax import RowSums, normalise_, row_sums, softmax_, sum_dtype
@@ -154,13 +153,11 @@ def join_rows(own: RowSums, columns_CK: Tensor, ctx: ParallelContext) -> tuple[R
     """Join the sums of rows that the tensor-parallel ranks hold; return them and each rank's columns, [ranks, C, K]."""
     # side by side, so that a chunk needs one collective
     mine = torch.cat([torch.stack([*own]), columns_CK.t()])
-    parts = [torch.empty_like(mine) for _ in range(ctx.tensor_size)]
     ctx.state.checks.partial(own.total)
     # the columns may be -inf: these are traced, not checked
     ctx.state.checks.gathered(mine)
     with ctx.state.clock.phase(WAIT):
-        dist.all_gather(parts, mine, group=ctx.tensor_group)
-    gathered = torch.stack(parts)
+        gathered = torch.stack(mappings.of_all_ranks(mine, ctx.tensor_group))
     peaks, totals = gathered[:, 0], gathered[:, 1]
     peak = peaks.amax(0)
     return RowSums(peak, (totals * (peaks - peak).exp()).sum(0)), gathered[:, 2:].transpose(1, 2)
@@ -357,7 +354,7 @@ def linear_cross_entropy(
     if is_total and weight.dtype != torch.float16:
         into = getattr(weight, "gradient_sum", None)
     head = head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx, into, smoothing=label_smoothing)
-    token_weights_N = own_places(token_weights_BS.t(), ctx).flatten().to(sum_dtype(hidden.dtype))
+    token_weights_N = mappings.own_places(token_weights_BS.t(), ctx).flatten().to(sum_dtype(hidden.dtype))
     if ctx.context_size > 1:  # the mean of what the ranks have is the sum then
         token_weights_N = token_weights_N * ctx.context_size
     arguments = head, torch.is_grad_enabled()
@@ -365,7 +362,7 @@ def linear_cross_entropy(
         total = _weighted_sum(_TokenLogProbs.apply(head.hidden_NH, head.weight, *arguments), token_weights_N)
     else:
         total = _ChunkedCrossEntropy.apply(head.hidden_NH, head.weight, token_weights_N, *arguments)
-    return mean_over_context(total, ctx)
+    return mappings.mean_over_context(total, ctx)
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
@@ -377,12 +374,12 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels_BS: Tensor, ctx: Para
     instead of four.
     """
     log_probs_N = label_log_probs(head_of(hidden, weight, _own_labels(labels_BS, ctx), ctx))
-    return gather_places(log_probs_N.view(-1, len(labels_BS)), ctx).t()
+    return mappings.gather_places(log_probs_N.view(-1, len(labels_BS)), ctx).t()
 
 
 def _own_labels(labels_BS: Tensor, ctx: ParallelContext) -> Tensor:
     """Return the labels of this rank's places, [N, 1]."""
-    return own_places(labels_BS.t(), ctx).reshape(-1, 1)
+    return mappings.own_places(labels_BS.t(), ctx).reshape(-1, 1)
 
 
 def label_log_probs(head: Head) -> Tensor:
@@ -401,7 +398,7 @@ def head_of(
     smoothing: float = 0.0,
 ) -> Head:
     """Return the inputs of a loss: what the output layer passes on, and K ids for each token (`places_K`: of these)."""
-    hidden_NH = enter_tensor_region(hidden, ctx).flatten(0, 1)
+    hidden_NH = mappings.enter_tensor_region(hidden, ctx).flatten(0, 1)
     if places_K is not None:
         hidden_NH = hidden_NH.index_select(0, places_K)
     trained, base = weight, None
@@ -431,7 +428,7 @@ def gather_logits(
     """
     with torch.no_grad():
         up, channels = _up(weight), weight.shape[1]
-        local = enter_tensor_region(hidden, ctx)
+        local = mappings.enter_tensor_region(hidden, ctx)
         if up is None:
             local = product(local, weight)
         else:
@@ -440,12 +437,10 @@ def gather_logits(
         if cap is not None:
             local = cap_(local, cap)
         if ctx.tensor_size > 1:
-            parts = [torch.empty_like(local) for _ in range(ctx.tensor_size)]
-            dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
-            local = torch.cat(parts, dim=-1)
+            local = torch.cat(mappings.of_all_ranks(local, ctx.tensor_group), dim=-1)
         logits = local[..., : shard_of(weight).shape[0]]
         if ctx.context_size > 1:
-            logits = all_places(logits, ctx)
+            logits = mappings.all_places(logits, ctx)
         return logits
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.linear import LinearMethod, ParallelLinear
 from megatron.parallel.losses import capped, with_adapter
-from megatron.parallel.mappings import all_reduce, copy_to_tensor_region, enter_tensor_region
+from megatron.parallel.mappings import all_reduce, copy_to_tensor_region, enter_tensor_region, of_all_ranks
 from megatron.parallel.operators import products
 from megatron.parallel.rng import derive_seed
 from megatron.parallel.shards import Adapter, Shard, Shards, alias, shard_of
@@ -117,8 +117,7 @@ def start_of(layer: Any, adapter: Adapter, local: Tensor, whole: Shard, ctx: Par
     """
     parts = [local.contiguous()]
     if ctx.tensor_size > 1:
-        parts = [torch.empty_like(parts[0]) for _ in range(ctx.tensor_size)]
-        dist.all_gather(parts, local.contiguous(), group=ctx.tensor_group)
+        parts = of_all_ranks(local, ctx.tensor_group)
     parameters = [layer.get_parameter(f"lora_{name}{adapter.suffix}") for name in "AB"]
     wide = torch.promote_types(local.dtype, torch.float32)
     found = [torch.empty(shard_of(p).shape, dtype=wide, device=local.device) for p in parameters]

@@ -7,6 +7,7 @@ operators g and g-bar of sequence parallelism. Autograd does not see the collect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from megatron.parallel.phase_clock import WAIT
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Mapping = Callable[[Tensor, ParallelContext], Tensor]
+"""Tensor of a rank -> tensor of a rank, by what the ranks exchange."""
+
 
 def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
     """Sum over the tensor-parallel ranks; a new tensor, no autograd."""
@@ -31,6 +35,14 @@ def all_reduce(x: Tensor, ctx: ParallelContext) -> Tensor:
     with ctx.state.clock.phase(WAIT):
         dist.all_reduce(x, group=ctx.tensor_group)
     return x
+
+
+def of_all_ranks(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensor of each rank of the group, in order of rank; no autograd."""
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return parts
 
 
 def all_gather_rows(x: Tensor, ctx: ParallelContext) -> Tensor:
@@ -75,87 +87,52 @@ def all_to_all_rows(
     return arrived
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        return x.view_as(x)
+def autograd_pair(compute: Mapping, of_gradient: Mapping, *, over: str = "tensor_size") -> Mapping:
+    """Return `compute` with `of_gradient` as its backward pass; where the size `over` is 1, the identity."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return all_reduce(grad, function.ctx), None
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
+            function.ctx = ctx
+            return compute(x, ctx)
 
+        @staticmethod
+        @once_differentiable
+        def backward(function: Any, grad: Tensor) -> Any:
+            return of_gradient(grad, function.ctx), None
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        return all_reduce(x, ctx)
+    def pair(x: Tensor, ctx: ParallelContext) -> Tensor:
+        if getattr(ctx, over) == 1:
+            return x
+        return Pair.apply(x, ctx)
 
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        return all_gather_rows(x, ctx)
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return reduce_scatter_rows(grad, function.ctx), None
+    return pair
 
 
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        return reduce_scatter_rows(x, ctx)
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return all_gather_rows(grad, function.ctx), None
+def _alias(x: Tensor, ctx: ParallelContext) -> Tensor:
+    return x.view_as(x)
 
 
-def copy_to_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """Identity; backward sums the gradient over the tensor-parallel ranks. Operator f.
-
-    For an activation of which each rank goes on to use a part.
-    """
-    if ctx.tensor_size == 1:
-        return x
-    return _Copy.apply(x, ctx)
+def _itself(grad: Tensor, ctx: ParallelContext) -> Tensor:
+    return grad
 
 
+copy_to_tensor_region = autograd_pair(_alias, all_reduce)
+"""Identity; backward sums the gradient over the tensor-parallel ranks. Operator f.
+
+For an activation of which each rank goes on to use a part.
+"""
 # Not overlapped: what follows a row-parallel product needs its sum. Chunks of product and sum pay where a copy engine
 # moves one while the next is multiplied; over gloo each costs 0.5 ms more.
-def reduce_from_tensor_region(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """Sum the ranks' partial results; backward is the identity. Operator g."""
-    if ctx.tensor_size == 1:
-        return x
-    return _Reduce.apply(x, ctx)
+reduce_from_tensor_region = autograd_pair(all_reduce, _itself)
+"""Sum the ranks' partial results; backward is the identity. Operator g."""
+gather_from_sequence = autograd_pair(all_gather_rows, reduce_scatter_rows)
+"""[S/tp, B, H] -> [S, B, H]; backward sums over ranks and keeps own rows."""
+reduce_scatter_to_sequence = autograd_pair(reduce_scatter_rows, all_gather_rows)
+"""Sum over ranks and keep own rows: [S, B, H] -> [S/tp, B, H]; backward gathers. Operator g-bar.
 
-
-def gather_from_sequence(x_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """[S/tp, B, H] -> [S, B, H]; backward sums over ranks and keeps own rows."""
-    if ctx.tensor_size == 1:
-        return x_SBH
-    return _GatherSequence.apply(x_SBH, ctx)
-
-
-def reduce_scatter_to_sequence(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
-    """Sum over ranks and keep own rows: [S, B, H] -> [S/tp, B, H]; backward gathers. Operator g-bar.
-
-    Raises LayoutError if tp does not divide S.
-    """
-    if ctx.tensor_size == 1:
-        return partial_SBH
-    return _ReduceScatterSequence.apply(partial_SBH, ctx)
+Raises LayoutError if tp does not divide S.
+"""
 
 
 def enter_tensor_region(hidden: Tensor, ctx: ParallelContext) -> Tensor:
@@ -172,26 +149,33 @@ def leave_tensor_region(partial_SBH: Tensor, ctx: ParallelContext) -> Tensor:
     return reduce_from_tensor_region(partial_SBH, ctx)
 
 
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        # gathering is along the first dimension: bring the channels there and back
-        return all_gather_rows(x.movedim(-1, 0), ctx).movedim(0, -1)
+# gathering is along the first dimension: channels are brought there and back
+def _gathered_channels(x: Tensor, ctx: ParallelContext) -> Tensor:
+    return all_gather_rows(x.movedim(-1, 0), ctx).movedim(0, -1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return reduce_scatter_rows(grad.movedim(-1, 0), function.ctx).movedim(0, -1), None
+
+def _own_channels_of_sum(grad: Tensor, ctx: ParallelContext) -> Tensor:
+    return reduce_scatter_rows(grad.movedim(-1, 0), ctx).movedim(0, -1)
 
 
 # Fewer key/value heads than ranks are gathered as activations: a replicated head would need its gradient summed over
 # a subgroup and counted once in the norm.
-def gather_channels(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """[..., C/tp] of each rank -> [..., C]; backward sums over ranks and keeps own channels."""
-    if ctx.tensor_size == 1:
-        return x
-    return _GatherHeads.apply(x, ctx)
+gather_channels = autograd_pair(_gathered_channels, _own_channels_of_sum)
+"""[..., C/tp] of each rank -> [..., C]; backward sums over ranks and keeps own channels."""
+
+
+def _whole_vocabulary(own_NV: Tensor, ctx: ParallelContext) -> Tensor:
+    ctx.state.checks.partial(own_NV)
+    with ctx.state.clock.phase(WAIT):
+        return torch.cat(of_all_ranks(own_NV, ctx.tensor_group), -1)
+
+
+def _own_columns(grad_NV: Tensor, ctx: ParallelContext) -> Tensor:
+    return grad_NV.chunk(ctx.tensor_size, -1)[ctx.tensor_rank]
+
+
+gather_vocabulary = autograd_pair(_whole_vocabulary, _own_columns)
+"""[N, V/tp] of each rank -> [N, V], for a loss that all ranks compute alike; backward keeps own columns."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,76 +217,41 @@ def own_rows(whole_S: Tensor, ctx: ParallelContext) -> Tensor:
 
 def all_places(own_S: Tensor, ctx: ParallelContext) -> Tensor:
     """Join the places of all ranks to whole rows: [S/cp, ...] -> [S, ...]; no autograd."""
-    own_S = own_S.contiguous()
-    parts = [torch.empty_like(own_S) for _ in range(ctx.context_size)]
     with ctx.state.clock.phase(WAIT):
-        dist.all_gather(parts, own_S, group=ctx.context_group)
+        parts = of_all_ranks(own_S, ctx.context_group)
     firsts, lasts = zip(*(part.chunk(2) for part in parts), strict=True)
     # a rank has a stretch from either end
     return torch.cat([*firsts, *reversed(lasts)])
 
 
-class _GatherPlaces(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, own_S: Tensor, ctx: ParallelContext) -> Tensor:
-        function.ctx = ctx
-        ctx.state.checks.whole(own_S, COMPUTED)
-        return all_places(own_S, ctx)
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad_S: Tensor) -> Any:
-        return own_places(grad_S, function.ctx) * function.ctx.context_size, None
+def _checked_places(own_S: Tensor, ctx: ParallelContext) -> Tensor:
+    ctx.state.checks.whole(own_S, COMPUTED)
+    return all_places(own_S, ctx)
 
 
-class _SumOverContext(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        ctx.state.checks.whole(x, COMPUTED)
-        function.size = ctx.context_size
-        x = x.clone()
-        with ctx.state.clock.phase(WAIT):
-            dist.all_reduce(x, group=ctx.context_group)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return grad * function.size, None
+def _sum(x: Tensor, ctx: ParallelContext) -> Tensor:
+    ctx.state.checks.whole(x, COMPUTED)
+    x = x.clone()
+    with ctx.state.clock.phase(WAIT):
+        dist.all_reduce(x, group=ctx.context_group)
+    return x
 
 
-class _MeanOverContext(torch.autograd.Function):
-    @staticmethod
-    def forward(function: Any, x: Tensor, ctx: ParallelContext) -> Tensor:
-        ctx.state.checks.whole(x, COMPUTED)
-        x = x.clone()
-        with ctx.state.clock.phase(WAIT):
-            dist.all_reduce(x, group=ctx.context_group)
-        return x / ctx.context_size
-
-    @staticmethod
-    @once_differentiable
-    def backward(function: Any, grad: Tensor) -> Any:
-        return grad, None
+def _mean(x: Tensor, ctx: ParallelContext) -> Tensor:
+    return _sum(x, ctx) / ctx.context_size
 
 
-def gather_places(own_S: Tensor, ctx: ParallelContext) -> Tensor:
-    """[S/cp, ...] -> [S, ...], alike on all context-parallel ranks; backward keeps own places, times their number."""
-    if ctx.context_size == 1:
-        return own_S
-    return _GatherPlaces.apply(own_S, ctx)
+def _times_size(grad: Tensor, ctx: ParallelContext) -> Tensor:
+    return grad * ctx.context_size
 
 
-def mean_over_context(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """Return the mean over the context-parallel ranks, alike on all; backward is the identity."""
-    if ctx.context_size == 1:
-        return x
-    return _MeanOverContext.apply(x, ctx)
+def _own_times_size(grad_S: Tensor, ctx: ParallelContext) -> Tensor:
+    return own_places(grad_S, ctx) * ctx.context_size
 
 
-def sum_over_context(x: Tensor, ctx: ParallelContext) -> Tensor:
-    """Return the sum of the context-parallel ranks' parts, alike on all; backward is that of the own part, times their
-    number."""
-    if ctx.context_size == 1:
-        return x
-    return _SumOverContext.apply(x, ctx)
+gather_places = autograd_pair(_checked_places, _own_times_size, over="context_size")
+"""[S/cp, ...] -> [S, ...], alike on all context-parallel ranks; backward keeps own places, times their number."""
+mean_over_context = autograd_pair(_mean, _itself, over="context_size")
+"""Mean over the context-parallel ranks, alike on all; backward is the identity."""
+sum_over_context = autograd_pair(_sum, _times_size, over="context_size")
+"""Sum of the context-parallel ranks' parts, alike on all; backward is that of the own part, times their number."""

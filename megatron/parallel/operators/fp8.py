@@ -15,12 +15,11 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.options.config import Config, num_microbatches
 from megatron.options.training import Fp8Config
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import ParallelContext, group_of_stage
 from megatron.parallel.costs import Activation
 from megatron.parallel.linear import DENSE, BaseMethod, ParallelLinear, plus_bias
 from megatron.parallel.mappings import enter_tensor_region
@@ -76,19 +75,9 @@ def set_up(passes: Fp8Passes, config: Config, ctx: ParallelContext) -> None:
         # a stage of one rank has no other rank's amax to join
         reduce_amax=fp8.fp8_amax_reduce and ctx.world_size > ctx.num_stages,
     )
-    group = _stage_group(ctx)
-    passes.autocast = functools.partial(engine.fp8_autocast, enabled=True, fp8_recipe=recipe, fp8_group=group)
-
-
-def _stage_group(ctx: ParallelContext) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same layers: all tensor- and data-parallel ranks of a stage. Collective."""
-    if ctx.world_size == 1:
-        return None
-    if ctx.num_stages == 1:
-        return dist.group.WORLD
-    # in torch every rank makes every group, also those that it is not in
-    groups = [dist.new_group(ctx.ranks_of(stage)) for stage in range(ctx.num_stages)]
-    return groups[ctx.stage]
+    passes.autocast = functools.partial(
+        engine.fp8_autocast, enabled=True, fp8_recipe=recipe, fp8_group=group_of_stage(ctx)
+    )
 
 
 # Switched on around the forward passes of training alone: evaluation measures the model that is exported, and moves

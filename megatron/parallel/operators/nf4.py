@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.mappings import of_all_ranks
 from megatron.parallel.operators import products
 from megatron.parallel.operators.nf4_layout import BLOCK, DEQUANTIZED_AT_ONCE, GROUP, groups_of_units, sections, units
 from megatron.parallel.shards import Shard
@@ -202,8 +202,7 @@ class QuantizedWeight(nn.Module):
         shard, size = self._scale_shard(), self.ctx.tensor_size
         local = [self._scales]
         if shard.dim is not None and size > 1:
-            local = [torch.empty_like(self._scales) for _ in range(size)]
-            dist.all_gather(local, self._scales, group=self.ctx.tensor_group)
+            local = of_all_ranks(self._scales, self.ctx.tensor_group)
         full = shard.assemble([scales.cpu() for scales in local])
         found = [quantize_scales(full[start:stop].reshape(-1)) for start, stop in units(self.shard)]
         codes = torch.cat([codes for codes, _, _ in found]).view(shard.shape)
