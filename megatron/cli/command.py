@@ -11,11 +11,14 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.runtime.commands import DONE, FAILED, UserError, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,6 +40,13 @@ def byte_size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def progress_bar(title: str, total: int, unit: str = "B") -> tqdm[Any]:
+    """Return a bar on stderr, which is shown on a terminal alone and removed when it ends."""
+    from tqdm import tqdm  # late: most commands show none
+
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=title, leave=False, disable=None)
 
 
 def jsonable(value: Any) -> Any:

@@ -21,9 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from megatron.cli.command import command, run_command
+from megatron.cli.command import command, progress_bar, run_command
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
@@ -85,6 +83,8 @@ NAMES = {
 }
 DTYPES: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+PARAMETERS = " parameters"
+"""Unit of the bars."""
 VERIFY_LIMIT = 2 * 10**9
 """Parameters of the largest model whose logits are compared by default: 8 GB in float32."""
 
@@ -224,15 +224,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("--verify needs transformers; install it, or leave the option out")
 
 
-def progress_bar(model: WholeModel, what: str) -> tqdm[Any]:
-    return tqdm(total=model.num_parameters, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
-
-
 def write(model: WholeModel, folder: Path, arguments: argparse.Namespace, workers: Workers | None) -> None:
     """Write the model into an empty folder."""
     from megatron.weights import conversion
 
-    with progress_bar(model, "writing") as bar:
+    with progress_bar("writing", model.num_parameters, PARAMETERS) as bar:
         if arguments.to == "native":
             conversion.write_native(model, folder, bar.update, workers)
             return
@@ -266,7 +262,7 @@ def verify(source: WholeModel, opening: Opening, precision: Precision, limit: in
     from megatron.weights import conversion
 
     result = conversion.open_model(opening.path, opening.preset, architecture=opening.architecture)
-    with progress_bar(source, "verifying") as bar:
+    with progress_bar("verifying", source.num_parameters, PARAMETERS) as bar:
         if workers is None:
             compared = conversion.compare_tensors(source, result, precision, bar.update)
         else:

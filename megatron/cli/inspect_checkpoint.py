@@ -18,9 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from megatron.cli.command import byte_size, command, jsonable
+from megatron.cli.command import byte_size, command, jsonable, progress_bar
 from megatron.runtime.commands import DONE, FAILED, command_name, counted
 
 if TYPE_CHECKING:
@@ -64,15 +62,11 @@ def opened(path: str) -> Checkpoint:
     return checkpoint
 
 
-def bar(total: int, title: str) -> Any:
-    return tqdm(total=total, unit="B", unit_scale=True, desc=title, leave=False, disable=None)
-
-
 def verify(checkpoint: Checkpoint) -> str | None:
     """Return the damage found; None if there is none."""
     from megatron.checkpoint.format import CheckpointError
 
-    with bar(sum(at.num_bytes for at in checkpoint.fragments), "verify") as progress:
+    with progress_bar("verify", sum(at.num_bytes for at in checkpoint.fragments)) as progress:
         try:
             checkpoint.verify(progress=progress.update)
         except CheckpointError as error:
@@ -198,7 +192,7 @@ def inspect(path: str, arguments: argparse.Namespace) -> bool:
         damage = verify(checkpoint)
         found["verified"] = {"damage": damage}
     if arguments.norms:
-        with bar(sum(at.num_bytes for at in checkpoint.fragments), "norms") as progress:
+        with progress_bar("norms", sum(at.num_bytes for at in checkpoint.fragments)) as progress:
             for name, by_kind in inspection.norms(checkpoint, progress.update).items():
                 found["parameters"][name]["norms"] = by_kind
     if arguments.json:
@@ -261,7 +255,7 @@ def diff(arguments: argparse.Namespace) -> bool:
     pairs = inspection.comparable(first, second)
     # each pair has one shape: the bytes of one side are those of the other
     num_bytes = sum(ITEM_BYTES * math.prod(first.parameters[name].shape) for name, _ in pairs)
-    with bar(num_bytes, "diff") as progress:
+    with progress_bar("diff", num_bytes) as progress:
         found = inspection.compare(first, second, progress.update)
     if arguments.json:
         print(json.dumps(jsonable(found)))

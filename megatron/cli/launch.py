@@ -80,8 +80,13 @@ def _wrapped(text: str, label: str) -> str:
 
 
 def command_text(plan: LaunchPlan) -> str:
-    """Return the command that launches the plan, a flag a line, ready to paste."""
-    first, *words = launch_command(plan)
+    """Return the command that launches the plan, ready to paste."""
+    return pasted(launch_command(plan))
+
+
+def pasted(command: Sequence[str]) -> str:
+    """Return a command as a shell reads it, a flag a line."""
+    first, *words = command
     text = shlex.quote(first)
     for word in words:
         # a flag begins a line, its values follow it
@@ -102,11 +107,11 @@ def launch_words(plan: LaunchPlan) -> list[str]:
     # the plan has the default resolved; the command leaves it out
     if plan.min_nodes == plan.nodes:
         given["min_nodes"] = None
-    words = _flag_words(LaunchOptions, given)
+    words = changed_flags(LaunchOptions, given)
     data = plan.fine_tuning
     if data is not None:
         rows = {field.name: getattr(data, field.name) for field in dataclasses.fields(RowOptions)}
-        words += _flag_words(ChatOptions, {"chats": data.data or data.folder, **rows})
+        words += changed_flags(ChatOptions, {"chats": data.data or data.folder, **rows})
     threads = threads_per_rank(plan.devices_per_node)
     # what the launcher derives again needs no --env
     derived = rank_variables(plan.config.parallel.device) | {"OMP_NUM_THREADS": threads}
@@ -116,7 +121,7 @@ def launch_words(plan: LaunchPlan) -> list[str]:
     return [*words, "--", *plan.train_flags]
 
 
-def _flag_words(cls: type, options: Mapping[str, Any]) -> list[str]:
+def changed_flags(cls: type, options: Mapping[str, Any]) -> list[str]:
     """Return the flags of the options that are not at their defaults, with their values."""
     return flag_words({flag(name): value for name, value in options.items() if value != getattr(cls, name)})
 

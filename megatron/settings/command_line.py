@@ -260,6 +260,17 @@ def presets_of(namespace: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(reversed(names)))[::-1]
 
 
+def without_preset(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the words of a command line without a preset."""
+    rest, words = list[str](), iter(arguments)
+    for word in words:
+        # argparse takes both forms: two words, or one with =
+        given = [word, next(words, "")] if word == "--config" else [word]
+        if given not in (["--config", name], [f"--config={name}"]):
+            rest += given
+    return rest
+
+
 def _stray_words(arguments: Sequence[str], rest: Sequence[str]) -> list[str]:
     """Describe `rest`, the words that argparse did not recognise: unknown flags, and values without a flag."""
     unknown = [word for word in rest if word.startswith("-")]

@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from megatron.cli.command import byte_size, command
+from megatron.cli.command import byte_size, command, progress_bar
 from megatron.cli.data.flags import TOKENIZER, add_flags, tokenizer_of
 from megatron.data.index import verification
 from megatron.data.index.checksums import read_checksums
@@ -182,7 +180,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
     if arguments.verify:
         expected = expectation(arguments, tokenizer, checksums.notes if checksums else {})
         total = verification.num_bytes_to_verify(data, checksums)
-        with tqdm(total=total, unit="B", unit_scale=True, desc=Path(prefix).name, leave=False, disable=None) as bar:
+        with progress_bar(Path(prefix).name, total) as bar:
             verified = {"verified": verification.verify(data, expected, checksums, bar.update)}
     else:
         _check_index(data)

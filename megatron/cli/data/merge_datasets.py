@@ -17,9 +17,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from tqdm import tqdm
-
-from megatron.cli.command import command, run_command
+from megatron.cli.command import command, progress_bar, run_command
 from megatron.cli.data.flags import SHUFFLE_MEMORY_GB, add_flags, check
 from megatron.data.index.checksums import ReportBytes
 from megatron.data.index.merge import merge, open_inputs
@@ -47,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def bar(phase: str, num_bytes: int) -> Iterator[ReportBytes]:
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=phase, leave=False, disable=None) as shown:
+    with progress_bar(phase, num_bytes) as shown:
         yield shown.update
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,13 +21,12 @@ from typing import Any
 import yaml
 
 from megatron.cli.command import command
-from megatron.cli.launch import launcher_words, run_request
+from megatron.cli.launch import changed_flags, launcher_words, pasted, run_request
 from megatron.launch.dialects.megatron_requests import FlagRow, TranslatedCommand, translate
 from megatron.launch.dialects.megatron_starters import Started, StartError, read_started
 from megatron.launch.options import LaunchOptions
 from megatron.launch.shell.syntax import ShellError
-from megatron.options.dialect import flag_words
-from megatron.options.flags import cut, flag
+from megatron.options.flags import cut
 from megatron.parallel.layout import Layout
 from megatron.runtime.commands import DONE, REFUSED, command_name, counted, folded, for_stderr
 from megatron.runtime.files import replacing
@@ -67,16 +65,11 @@ def shown(result: TranslatedCommand, train_flags: Sequence[str], preset: str | N
 def command_text(result: TranslatedCommand, train_flags: Sequence[str]) -> str:
     """Return the command that launches the translation, a flag a line, ready to paste."""
     request = result.request(train_flags)
-    given = {name: value for name, value in request.options().items() if value != getattr(LaunchOptions, name)}
-    words = [*launcher_words(), *flag_words({flag(name): value for name, value in given.items()})]
+    words = [*launcher_words(), *changed_flags(LaunchOptions, request.options())]
     # variables that stood in front of the command
     for name, value in sorted(request.environment.items()):
         words += ["--env", f"{name}={value}"]
-    lines = [shlex.quote(words[0])]
-    for word in [*words[1:], "--", *train_flags]:
-        begins = word.startswith("--")
-        lines.append(f" \\\n  {shlex.quote(word)}" if begins else f" {shlex.quote(word)}")
-    return "".join(lines) + "\n"
+    return pasted([*words, "--", *train_flags]) + "\n"
 
 
 def preset_text(result: TranslatedCommand) -> str:

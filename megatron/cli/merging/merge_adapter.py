@@ -15,12 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tqdm import tqdm
-
-from megatron.cli.command import command, run_command
-from megatron.cli.convert_checkpoint import add_push_flag
+from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.convert_checkpoint import PARAMETERS, add_push_flag
 from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import EXPORT_NAME, newest_export
 
@@ -102,19 +99,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def progress_bar(numel: int, what: str) -> tqdm[Any]:
-    return tqdm(total=numel, unit=" parameters", unit_scale=True, desc=what, leave=False, disable=None)
-
-
-def run(
-    base_text: str,
-    given: Sequence[tuple[str, float]],
-    save: Path,
-    *,
-    verify: bool,
-    allow_other_base: bool,
-    push_to_hub: str | None,
-) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Merge. Raises CheckpointError, HubError or OSError, with nothing left behind."""
     from megatron.hub import upload
     from megatron.hub.download import whole_folder
@@ -122,24 +107,25 @@ def run(
     from megatron.weights.peft.adapter_merge import Merge
 
     began_s = time.monotonic()
-    target = upload.check_target(push_to_hub) if push_to_hub else None
-    base = whole_folder(base_text, "--base")
-    adapters = [(whole_folder(text, "--adapter"), weight) for text, weight in given]
+    target = upload.check_target(arguments.push_to_hub) if arguments.push_to_hub else None
+    base, save = whole_folder(arguments.base, "--base"), arguments.save
+    adapters = [(whole_folder(text, "--adapter"), weight) for text, weight in arguments.adapter]
     # once, before the work: a run that still trains may write another export meanwhile
     found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
-        merge = Merge(base, found, allow_other_base=allow_other_base)
+        merge = Merge(base, found, allow_other_base=arguments.allow_other_base)
         for note in (*notes_on(adapters, found), *merge.notes):
             print(note, flush=True)
         # only changed tensors take time: others are copied
         total = sum(math.prod(merge.tensors[name].shape) for name in merge.changes)
-        with progress_bar(total, "merging") as bar:
+        with progress_bar("merging", total, PARAMETERS) as bar:
             copied, left = merge.write(work, bar.update)
         print(f"copied: {', '.join(copied)}")
         if left:
             print(f"left out: {', '.join(left)}")
-        if verify:
-            with progress_bar(sum(math.prod(tensor.shape) for tensor in merge.tensors.values()), "verifying") as bar:
+        if arguments.verify:
+            whole = sum(math.prod(tensor.shape) for tensor in merge.tensors.values())
+            with progress_bar("verifying", whole, PARAMETERS) as bar:
                 print(f"verified: {merge.verify(work, bar.update)}")
     num_bytes = sum(path.stat().st_size for path in save.iterdir())
     changed = f"{len(merge.changes)} of {len(merge.tensors)} tensors merged"
@@ -148,31 +134,14 @@ def run(
         print(f"pushed: {upload.push(save, target, 'Upload merged model')}")
 
 
-def merge_command(
-    base: str,
-    adapters: Sequence[tuple[str, float]],
-    save: Path,
-    *,
-    verify: bool = False,
-    allow_other_base: bool = False,
-    push_to_hub: str | None = None,
-) -> int:
-    """Merge, and return the exit status."""
+def merge_command(arguments: argparse.Namespace) -> int:
+    """Merge, and return the exit status. `arguments`: those of `parse_arguments`."""
     from megatron.runtime import accelerator
 
     accelerator.choose_device("cpu")  # before anything imports deepspeed
-    options: dict[str, Any] = {"verify": verify, "allow_other_base": allow_other_base, "push_to_hub": push_to_hub}
-    return run_command(lambda: run(base, adapters, save, **options), str(save))
+    return run_command(lambda: run(arguments), str(arguments.save))
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    return merge_command(
-        arguments.base,
-        arguments.adapter,
-        arguments.save,
-        verify=arguments.verify,
-        allow_other_base=arguments.allow_other_base,
-        push_to_hub=arguments.push_to_hub,
-    )
+    return merge_command(parse_arguments(argv))

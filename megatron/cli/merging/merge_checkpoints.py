@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, run_command
-from megatron.cli.convert_checkpoint import DTYPES, add_weights_flag, progress_bar
+from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.convert_checkpoint import DTYPES, PARAMETERS, add_weights_flag
 from megatron.cli.merging.merge_adapter import weighted
 from megatron.options.schedule import ANNEALING
 from megatron.runtime.commands import command_name
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_space(work, conversion.needed_bytes(mean, arguments.to, precision), "--save")
         # before the result is written, whose own checksums fit damaged weights too
         print(f"checked: {mean.source.verify()}", flush=True)
-        with progress_bar(mean, "averaging") as bar:
+        with progress_bar("averaging", mean.num_parameters, PARAMETERS) as bar:
             if arguments.to == "native":
                 conversion.write_native(mean, work, bar.update)
             else:
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
                     tokenizer=tokenizer,
                     progress=bar.update,
                 )
-        with progress_bar(mean, "verifying") as bar:
+        with progress_bar("verifying", mean.num_parameters, PARAMETERS) as bar:
             result = conversion.open_model(work, architecture=_family(mean.config.model.architecture, arguments.to))
             compared = conversion.compare_tensors(mean, result, precision, bar.update)
     print(f"wrote {arguments.save}: {compared} tensors, verified, in {time.monotonic() - began_s:.1f} s")

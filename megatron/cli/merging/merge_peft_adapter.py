@@ -23,12 +23,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Merge an adapter of PEFT into its base, under the flags of TRL's script.",
         allow_abbrev=False,
     )
-    for flag, text in (
-        ("--base_model_name", "folder of the Hugging Face model, or its name on the hub"),
-        ("--adapter_model_name", "folder of the adapter, or its name on the hub"),
-        ("--output_name", "folder to write; must be new or empty"),
+    # `dest`: the name of merge_adapter's flag
+    for flag, name, read, text in (
+        ("--base_model_name", "base", str, "folder of the Hugging Face model, or its name on the hub"),
+        ("--adapter_model_name", "adapter", _whole, "folder of the adapter, or its name on the hub"),
+        ("--output_name", "save", Path, "folder to write; must be new or empty"),
     ):
-        parser.add_argument(flag, required=True, metavar="FOLDER", help=text)
+        parser.add_argument(flag, dest=name, type=read, required=True, metavar="FOLDER", help=text)
+    parser.set_defaults(verify=False)
     parser.add_argument(
         # not TRL's: in our spelling, and in that of its other flags
         "--allow-other-base",
@@ -40,13 +42,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _whole(text: str) -> list[tuple[str, float]]:
+    """Return the one adapter, of weight 1: a name with = is a folder's here."""
+    return [(text, 1.0)]
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    return merge_command(
-        arguments.base_model_name,
-        [(arguments.adapter_model_name, 1.0)],
-        Path(arguments.output_name),
-        allow_other_base=arguments.allow_other_base,
-        push_to_hub=arguments.push_to_hub,
-    )
+    return merge_command(parse_arguments(argv))

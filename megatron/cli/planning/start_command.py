@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, MIXTRAL_PRESETS
 from megatron.options.dialect import WrongValueError, flag_words
 from megatron.options.flags import flag
 from megatron.plan.search.found import Found
+from megatron.settings.command_line import without_preset
 
 SCRIPTS: Mapping[str, Script] = {
     "bloom_13b": "bloom13b",
@@ -74,7 +75,7 @@ class StartCommand:
                 words += flag_words(_by_words({name: value}))
             else:
                 variables |= variable
-        rest = _without_preset(self.flags, self.presets[0])
+        rest = without_preset(self.flags, self.presets[0])
         return variables, [f"scripts/run_{script}.sh", *rest, *words]
 
 
@@ -106,20 +107,6 @@ def _variable(script: Script, name: str, value: Any) -> dict[str, str] | None:
 
 def _text(value: Any) -> str:
     return " ".join(flag_words({"--": value})[1:])
-
-
-def _without_preset(flags: Sequence[str], preset: str) -> Iterator[str]:
-    """Yield the flags without the preset that a variable names."""
-    words = iter(flags)
-    for word in words:
-        if word == f"--config={preset}":
-            continue
-        if word == "--config":
-            name = next(words, "")
-            if name != preset:
-                yield from (word, name)
-            continue
-        yield word
 
 
 def command_lines(words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:

@@ -33,6 +33,7 @@ from megatron.options.dialect import Dialect, Translation, flag_words, one_of, s
 from megatron.options.flags import dashed, flag
 from megatron.options.stored import ALTERNATIVES, UNSET, read_preset
 from megatron.runtime.device_hpu import HPU
+from megatron.settings.command_line import without_preset
 from megatron.settings.parser import build_parser
 from megatron.weights.huggingface_config import preset_of
 from megatron.weights.model_folder import find_model
@@ -184,17 +185,7 @@ def _with_file(
     # the file counts the samples of a rank, and a global batch that is given wins over what follows from them
     if "HL_GBS" not in given and arguments["global_batch_size"] is None:
         request.samples_per_rank = file.samples_per_rank
-    return file.variables | given, _without_config(passed_on, name), file.flags
-
-
-def _without_config(arguments: list[str], name: str) -> list[str]:
-    rest, words = list[str](), iter(arguments)
-    for word in words:
-        # argparse takes both forms: two words, or one with =
-        given = [word, next(words, "")] if word == "--config" else [word]
-        if given not in (["--config", name], [f"--config={name}"]):
-            rest += given
-    return rest
+    return file.variables | given, without_preset(passed_on, name), file.flags
 
 
 def _option(flag: str) -> str:
