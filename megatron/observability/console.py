@@ -161,36 +161,31 @@ TIMER_SUFFIX = "-time"
 def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name: str) -> str:
     """Return Megatron's log line. Its `memory (GB)` is the peak so far."""
     # Megatron's own words and order, which tools that read its logs look for
-    parts = [
-        f" iteration {step.iteration:8d}/{total_iterations:8d}",
-        f"consumed samples: {step.consumed_samples:12d}",
-        f"consumed tokens: {step.consumed_tokens:12d}",
-        f"elapsed time per iteration (ms): {step.elapsed_s * 1000:.1f}",
-        f"learning rate: {step.learning_rate:.3E}",
-        *_decoupled(step),
-        *_of_muon(step),
-        f"global batch size: {step.global_batch_size:5d}",
-        f"{loss_name}: {step.lm_loss:.6E}",
-        *(f"{name}: {value:.6E}" for name, value in step.metrics.items()),
-        f"loss scale: {step.loss_scale:.1f}",
+    values: list[tuple[str, str, float | None]] = [
+        ("consumed samples", "12d", step.consumed_samples),
+        ("consumed tokens", "12d", step.consumed_tokens),
+        ("elapsed time per iteration (ms)", ".1f", step.elapsed_s * 1000),
+        ("learning rate", ".3E", step.learning_rate),
+        ("decoupled learning rate", ".3E", step.decoupled_learning_rate),
+        ("muon learning rate", ".3E", step.muon_learning_rate),
+        ("global batch size", "5d", step.global_batch_size),
+        (loss_name, ".6E", step.lm_loss),
+        *((name, ".6E", value) for name, value in step.metrics.items()),
+        ("loss scale", ".1f", step.loss_scale),
+        ("grad norm", ".3f", step.grad_norm),
+        ("max attention logit", ".3f", step.max_attention_logit),
+        ("number of skipped iterations", "3d", step.skipped_iterations),
+        ("number of nan iterations", "3d", step.nan_iterations),
+        ("samples per second", ".3f", speed.samples_per_second),
+        ("tokens/s/device", ".1f", speed.tokens_per_second_per_device),
+        ("TFLOP/s/device", ".4g", speed.tflops_per_device),
+        ("MFU", ".1%", speed.mfu),
+        ("memory (GB)", ".2f", step.memory.get(MAX_ALLOCATED)),
+        ("compiled graphs", "d", step.compiled_graphs),
     ]
-    if step.grad_norm is not None:
-        parts.append(f"grad norm: {step.grad_norm:.3f}")
-    if step.max_attention_logit is not None:
-        parts.append(f"max attention logit: {step.max_attention_logit:.3f}")
-    parts += [
-        f"number of skipped iterations: {step.skipped_iterations:3d}",
-        f"number of nan iterations: {step.nan_iterations:3d}",
-        f"samples per second: {speed.samples_per_second:.3f}",
-        f"tokens/s/device: {speed.tokens_per_second_per_device:.1f}",
-        f"TFLOP/s/device: {speed.tflops_per_device:.4g}",
-    ]
-    if speed.mfu is not None:
-        parts.append(f"MFU: {speed.mfu:.1%}")
-    if MAX_ALLOCATED in step.memory:
-        parts.append(f"memory (GB): {step.memory[MAX_ALLOCATED]:.2f}")
-    if step.compiled_graphs is not None:
-        parts.append(f"compiled graphs: {step.compiled_graphs}")
+    parts = [f" iteration {step.iteration:8d}/{total_iterations:8d}"]
+    # what this run does not have is left out
+    parts += [f"{name}: {value:{form}}" for name, form, value in values if value is not None]
     if step.experts is not None:
         share, layer, expert = step.experts.largest
         parts.append(f"largest share of an expert: {share:.3f} (layer {layer}, expert {expert})")
@@ -199,18 +194,6 @@ def step_line(step: StepMetrics, speed: Speed, total_iterations: int, loss_name:
     if step.straggler is not None:
         parts.append(str(step.straggler))
     return " | ".join(parts) + " |"
-
-
-def _decoupled(step: StepMetrics) -> list[str]:
-    if step.decoupled_learning_rate is None:
-        return []
-    return [f"decoupled learning rate: {step.decoupled_learning_rate:.3E}"]
-
-
-def _of_muon(step: StepMetrics) -> list[str]:
-    if step.muon_learning_rate is None:
-        return []
-    return [f"muon learning rate: {step.muon_learning_rate:.3E}"]
 
 
 def validation_line(name: str, iteration: int, found: Validation, loss_name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from megatron.observability.timers import PHASES
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.phase_clock import ticks_of
+from megatron.runtime.files import replacing
 
 TRACE_FILE = "profile_instructions.json.gz"
 PASSES = ("ForwardPass", "BackwardPass", "WeightPass")
@@ -116,20 +117,8 @@ def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     """Replace the file in one piece. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # a viewer must not find half a file
-    part = path.with_name("part_" + path.name)
-    try:
-        with gzip.open(part, "wt", encoding="utf-8") as file:
-            json.dump(trace, file)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        trace: dict[str, Any] = json.load(file)
-    return trace
+    with replacing(path, partial_name=f"part_{path.name}") as file, gzip.open(file, "wt", encoding="utf-8") as packed:
+        json.dump(trace, packed)
 
 
 def idle_shares(trace: Mapping[str, Any]) -> list[float]:

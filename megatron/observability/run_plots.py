@@ -73,18 +73,16 @@ def curve(rows: Sequence[Row], kind: str, key: str) -> Points:
     return [row["iteration"] for row in chosen], values
 
 
-def memory_curve(rows: Sequence[Row], key: str) -> Points:
-    """Return the gigabytes of a memory key on the rank with the most; on rank 0 where the run recorded no others.
+def memory_curve(rows: Sequence[Row], key: str, which: str = "max") -> Points:
+    """Return the gigabytes of a memory key over the ranks: their min, mean or max.
 
     Of several records of one iteration the last counts.
     """
-    records = [row for row in rows if row.get("kind") == "memory" and key in row]
+    records = [row for row in rows if row.get("kind") == "memory" and isinstance(row.get(key), dict)]
     # records of a start or a resume would be dents in the curve
     records = [row for row in records if row.get("event") in ("first_step", "interval")] or records
-    recorded = {row["iteration"]: float(row[key]["max"]) for row in records}
-    if recorded:
-        return list(recorded), list(recorded.values())
-    return curve(rows, "train", key)
+    recorded = {row["iteration"]: float(row[key][which]) for row in records if row[key].get(which) is not None}
+    return list(recorded), list(recorded.values())
 
 
 def timer_curves(rows: Sequence[Row]) -> dict[str, Points]:
@@ -274,8 +272,14 @@ def draw_run(panels: Sequence[Panel], rows: Sequence[Row], style: Style) -> None
     draw_loss_of(loss, rows, style)
     for panel, key in ((rate, "learning_rate"), (norm, "grad_norm"), (speed, "tokens_per_second")):
         panel.line(curve(rows, "train", key), style.color)
-    memory.line(memory_curve(rows, MAX_ALLOCATED), style.color, style.labels.get("peak"))
-    memory.line(memory_curve(rows, ALLOCATED), style.second, style.labels.get("now"), "--")
+    for key, color, label, dashes in (
+        (MAX_ALLOCATED, style.color, "peak", "-"),
+        (ALLOCATED, style.second, "now", "--"),
+    ):
+        points = memory_curve(rows, key)
+        if not points[0]:  # the run recorded rank 0 alone
+            points = curve(rows, "train", key)
+        memory.line(points, color, style.labels.get(label), dashes)
     iterations, seconds = curve(rows, "train", "iteration_time_s")
     step.line((iterations, [1e3 * value for value in seconds]), style.color, style.labels.get("step"))
     if style.shows_timers:

@@ -37,6 +37,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def option_of(word: str) -> str:
+    """Return the name in a flag, with a value or without: `--num-layers=4` -> `num_layers`."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
 def dashed(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with each flag spelled in dashes; Megatron's users also write underscores."""
     words = []
@@ -177,7 +182,7 @@ def unset(hint: Any, value: Any) -> Any:
 
 def read_flags(cls: type[Options], namespace: argparse.Namespace, faults: list[str]) -> Options | None:
     """Return the options of a dataclass from parsed flags; None where one cannot be read, with each fault added."""
-    values, without_value = _flag_values(cls, namespace)
+    values, without_value = flag_values(cls, namespace)
     faults += [f"{flag(name)} needs a value" for name in without_value]
     return read_values(cls, values, faults)
 
@@ -188,8 +193,9 @@ def read_known_flags(cls: type[Options], namespace: argparse.Namespace, faults: 
     These have their defaults, and a fault each is added.
     """
     # a flag without a value has its default too: rules on it would report what the user did not say
-    values, unread = _flag_values(cls, namespace)
-    faults += [f"{flag(name)} needs a value" for name in unread]
+    values, without_value = flag_values(cls, namespace)
+    faults += [f"{flag(name)} needs a value" for name in without_value]
+    unread = set(without_value)
     try:
         return TypeAdapter(cls).validate_python(values), unread
     except ValidationError as error:
@@ -200,14 +206,15 @@ def read_known_flags(cls: type[Options], namespace: argparse.Namespace, faults: 
     return TypeAdapter(cls).validate_python(known), unread
 
 
-def _flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, Any], set[str]]:
+def flag_values(cls: type, namespace: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what the flags of a dataclass give, as plain values, and the names of those without a value."""
     values: dict[str, Any] = {}
-    without_value: set[str] = set()
+    without_value: list[str] = []
     for name, hint in hints_of(cls).items():
         value = getattr(namespace, name)
+        # as the parser gives a flag without its value; a flag that is not given is None
         if value in ("", []):
-            without_value.add(name)
+            without_value.append(name)
         elif value is not None:
             # a word without = is a list of one, which pydantic reports as missing the second
             if _is_pairs(hint):

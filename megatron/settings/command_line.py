@@ -17,7 +17,7 @@ from megatron.hub.names import HubError, name_of, pinned
 from megatron.options.config import Config, ConfigError, options, sections
 from megatron.options.dialect import nearest, suggestion
 from megatron.options.extension import with_lengths, without_replaced_scaling
-from megatron.options.flags import dashed, flag, hints_of, unset
+from megatron.options.flags import dashed, flag, flag_values, option_of
 from megatron.options.stored import CONFIG, known_values, merged, read_preset, to_yaml
 from megatron.runtime.files import show
 from megatron.settings.parser import answer_to, build_parser, help_text, help_topic
@@ -85,7 +85,7 @@ def read_command_line(arguments: Sequence[str], unread: Collection[str] = ()) ->
     # the option that a misspelt flag is most like may be meant: rules that need it are not reported
     for word in rest:
         if word.startswith("-"):
-            reading.unread |= set(filter(None, [nearest(_option_name(word), options())]))
+            reading.unread |= set(filter(None, [nearest(option_of(word), options())]))
     tree = _preset_values(presets_of(namespace), notes, reading)
     flags = _flag_values(namespace, reading)
     # last: a flag counts more than any preset
@@ -236,21 +236,10 @@ def _flag_values(namespace: argparse.Namespace, reading: _Reading) -> dict[str, 
     """Return the values of the given flags, by section."""
     tree: dict[str, dict[str, Any]] = {}
     for section, cls in sections().items():
-        tree[section] = {}
-        for name, hint in hints_of(cls).items():
-            value = getattr(namespace, name)
-            # as the parser gives a flag without its value; a flag that is not given is None
-            if value in ("", []):
-                reading.faults.append(f"{flag(name)} needs a value")
-                reading.unread.add(name)
-            elif value is not None:
-                tree[section][name] = unset(hint, value)
+        tree[section], without_value = flag_values(cls, namespace)
+        reading.faults += [f"{flag(name)} needs a value" for name in without_value]
+        reading.unread |= set(without_value)
     return tree
-
-
-def _option_name(word: str) -> str:
-    """Return the option's name in a flag: `--num-layers=4` -> `num_layers`."""
-    return word.split("=", 1)[0].removeprefix("--").replace("-", "_")
 
 
 def presets_of(namespace: argparse.Namespace) -> list[str]:
@@ -300,7 +289,7 @@ def _unknown_flag(word: str) -> str:
     answer = answer_to(name)
     if answer is not None:
         return f"{name} of Megatron {answer}"
-    near = nearest(_option_name(word), options())
+    near = nearest(option_of(word), options())
     return f"unknown flag {name}; {suggestion(near and flag(near), 'see --help')}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,7 +18,6 @@ from megatron.observability.instruction_trace import (
     TRACE_FILE,
     InstructionTrace,
     idle_shares,
-    read_trace,
     simulated_idle_shares,
 )
 from megatron.observability.profiling import Profile
@@ -76,7 +77,7 @@ def test_idle_time_of_a_run_in_instructions_is_the_formula(
     flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size {num_stages} {options}"
     flags += f" --micro-batch-size 1 --num-layers {num_stages * num_chunks}"
     said = ranks(num_stages)(traced_steps, flags, str(tmp_path))
-    trace, num_microbatches = read_trace(tmp_path / TRACE_FILE), 8
+    trace, num_microbatches = json.loads(gzip.decompress((tmp_path / TRACE_FILE).read_bytes())), 8
     waits = (num_stages - 1) * (1 if schedule == "zero-bubble" else 2) / num_chunks
     expected = waits / (num_microbatches * num_passes + waits)
     if schedule == "1f1b":
@@ -114,7 +115,7 @@ def test_idle_time_of_a_run_in_instructions_is_the_formula(
 def test_microbatches_pass_from_stage_to_stage_by_one_clock(ranks: RankPools, tmp_path: Path) -> None:
     flags = f"{layouts.MODELS['llama_gqa']} --pipeline-model-parallel-size 2 --micro-batch-size 1"
     ranks(2)(traced_steps, flags, str(tmp_path))
-    trace = read_trace(tmp_path / TRACE_FILE)
+    trace = json.loads(gzip.decompress((tmp_path / TRACE_FILE).read_bytes()))
     ends = {
         (one["pid"], one["args"]["iteration"], one["name"]): one["ts"] + one["dur"]
         for rank in range(2)
@@ -129,7 +130,7 @@ def test_microbatches_pass_from_stage_to_stage_by_one_clock(ranks: RankPools, tm
 @pytest.mark.parametrize("arguments", ["--zero-stage 2", "--zero-stage 1"])
 def test_one_stage_is_traced_and_never_idle_by_its_order(ranks: RankPools, tmp_path: Path, arguments: str) -> None:
     ranks(2)(traced_steps, f"{layouts.MODELS['llama_gqa']} {arguments}", str(tmp_path))
-    trace = read_trace(tmp_path / TRACE_FILE)
+    trace = json.loads(gzip.decompress((tmp_path / TRACE_FILE).read_bytes()))
     assert simulated_idle_shares(trace) == [0]
     assert {"ForwardPass", "BackwardPass", "OptimizerStep"} <= {one["args"]["instruction"] for one in spans(trace, 1)}
 

@@ -30,7 +30,7 @@ from megatron.launch.plan import FineTuning, LaunchRequest
 from megatron.launch.preflight import UNREADABLE
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Translation, flag_words, one_of, suggestion
-from megatron.options.flags import dashed, flag
+from megatron.options.flags import dashed, flag, option_of
 from megatron.options.stored import ALTERNATIVES, UNSET, read_preset
 from megatron.runtime.device_hpu import HPU
 from megatron.settings.command_line import without_preset
@@ -131,7 +131,7 @@ def _translate(
     settings = {name: value for name, value in result.settings.items() if name not in replaced}
     request.faults += result.faults
     request.notes += result.notes
-    request.unread |= {_option(name) for name in result.unread - replaced if name.startswith("--")}
+    request.unread |= {option_of(name) for name in result.unread - replaced if name.startswith("--")}
     request.unread |= result.unread & UNREADABLE
     for name in FIELDS:
         if name in settings:
@@ -186,10 +186,6 @@ def _with_file(
     if "HL_GBS" not in given and arguments["global_batch_size"] is None:
         request.samples_per_rank = file.samples_per_rank
     return file.variables | given, without_preset(passed_on, name), file.flags
-
-
-def _option(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _requests_adapters(settings: Mapping[str, Any], arguments: Mapping[str, object]) -> bool:
@@ -426,7 +422,7 @@ def legend(faults: list[str], script: Script) -> str:
     # a single word may be plain English, or the name of a section
     words = set(re.findall(r"\w+(?==)|\w+_\w+", " ".join(faults)))
     # the first of two variables of an option names it: reversed, it comes last
-    variables = {_option(row.flags[0]): row.name for row in reversed(variables_of(script)) if row.flags}
+    variables = {option_of(row.flags[0]): row.name for row in reversed(variables_of(script)) if row.flags}
     named = []
     for option, variable in variables.items():
         if option in words and variable not in words:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.options.config import options, sections
-from megatron.options.flags import flag, hints_of, sequence
+from megatron.options.flags import flag, hints_of, option_of, sequence
 
 Outcome = Literal["translated", "no effect", "refused"]
 LEAST = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
@@ -59,7 +59,7 @@ class Reading:
 
 def option_words(name: str, value: Any) -> Any:
     """Return the value of one of our flags: several words where it takes several."""
-    option = name.removeprefix("--").replace("-", "_")
+    option = option_of(name)
     if option not in options() or not isinstance(value, str) or " " not in value:
         return value
     section, _ = options()[option]

@@ -6,12 +6,13 @@ must work: TorchrunArgs() needs no arguments here. `mapping.py` translates each 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron.options.dialect import nearest, suggestion
 
 logger = logging.getLogger("megatron.api")
 
@@ -64,8 +65,7 @@ class Arguments(BaseModel):
         if isinstance(values, dict):
             for name in values:
                 if name not in cls.model_fields:
-                    near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
-                    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(cls.model_fields)}"
+                    hint = suggestion(nearest(str(name), cls.model_fields), f"it has {', '.join(cls.model_fields)}")
                     cls._refuse(f"{cls.__name__} has no {name}; {hint}")
         return values
 

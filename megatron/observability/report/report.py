@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 from megatron.observability.report.curves import Curve, color, curve_chart, number_text
 from megatron.observability.report.history import hosts_of, layout_text, moment, starts_table, time_line
 from megatron.observability.report.recorded import ReportedRun
-from megatron.observability.run_plots import Row, curve, timer_curves
+from megatron.observability.run_plots import Row, curve, memory_curve, timer_curves
 from megatron.plan.page.content import Fact, Figure
 from megatron.plan.page.marks import element
 from megatron.plan.page.parts import facts_table, header, number_cell, section, table, whole_page
@@ -168,7 +168,7 @@ def _median(run: ReportedRun, key: str) -> float | None:
 
 
 def _peak_memory(run: ReportedRun) -> float | None:
-    return max(_of_memory(run, MAX_ALLOCATED, "max")[1], default=None)
+    return max(memory_curve(run.rows, MAX_ALLOCATED)[1], default=None)
 
 
 # Curves
@@ -250,16 +250,6 @@ def _step_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
         yield curve_chart(title, unit, curves, from_zero=key.endswith("learning_rate"))
 
 
-def _of_memory(run: ReportedRun, key: str, which: str) -> tuple[list[int], list[float]]:
-    """Return the values of a key over the ranks: their min, mean or max."""
-    rows = [row for row in run.of_kind("memory") if isinstance(row.get(key), dict)]
-    # records of a start or a resume would be dents in the curve
-    rows = [row for row in rows if row.get("event") in ("first_step", "interval")] or rows
-    # of several records of one iteration the last counts
-    recorded = {row["iteration"]: float(row[key][which]) for row in rows if row[key].get(which) is not None}
-    return list(recorded), list(recorded.values())
-
-
 def _memory_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
     for key, title in ((MAX_ALLOCATED, "Peak of the process so far"), (ALLOCATED, "In use at the moment")):
         curves = []
@@ -270,7 +260,7 @@ def _memory_charts(runs: Sequence[ReportedRun]) -> Iterator[Element | None]:
                 ("min", "the emptiest", " faint"),
             ):
                 name = words if len(runs) == 1 else f"{run.name}, {words}"
-                curves.append(Curve(name, f"{color(number)}{kind}", *_of_memory(run, key, which)))
+                curves.append(Curve(name, f"{color(number)}{kind}", *memory_curve(run.rows, key, which)))
         yield curve_chart(title, "GB of 2^30 bytes", curves, from_zero=True)
     # of several runs the curves are enough
     if len(runs) > 1:
