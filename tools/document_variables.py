@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.launch.dialects.hl_refused import REFUSED
-from megatron.launch.dialects.hl_variables import VARIABLES
+from megatron.launch.dialects.hl_variables import REFUSED, VARIABLES
 from megatron.options.dialect import Entry
 
 HEADER = """# HL_* variables

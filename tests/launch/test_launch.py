@@ -21,9 +21,8 @@ import pytest
 from megatron.cli import launch
 from megatron.launch import checks
 from megatron.launch.agents import agent, hosts, node_ranks
-from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_requests import from_environment
-from megatron.launch.dialects.hl_variables import VARIABLES, Script
+from megatron.launch.dialects.hl_variables import REFUSED, VARIABLES, Script
 from megatron.launch.plan import FineTuning, Host, LaunchPlan, LaunchRequest, RefusedError, parse_hostsfile
 from megatron.launch.preflight import preflight
 from megatron.options.stored import PRESETS_DIR

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_requests import from_environment
-from megatron.launch.dialects.hl_variables import MIXTRAL_PRESETS, variables_of
+from megatron.launch.dialects.hl_variables import MIXTRAL_PRESETS, REFUSED, variables_of
 from tests.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.launch.dialects.hl_help import script_help
-from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_requests import from_environment
-from megatron.launch.dialects.hl_variables import ALL, LLAMA_PRESETS, VARIABLES, Script
+from megatron.launch.dialects.hl_variables import ALL, LLAMA_PRESETS, REFUSED, VARIABLES, Script
 from megatron.options.config import ConfigError
 from tests.ranks import HANG_S
 

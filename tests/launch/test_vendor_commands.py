@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli import launch
-from megatron.launch.dialects.hl_refused import REFUSED
-from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, VARIABLES
+from megatron.launch.dialects.hl_variables import LLAMA_PRESETS, REFUSED, VARIABLES
 from megatron.settings.command_line import read_command_line
 
 HOSTS = "HL_HOSTSFILE=hostsfile "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.launch.dialects.hl_refused import REFUSED
-from megatron.launch.dialects.hl_variables import VARIABLES, Script, variables_of
+from megatron.launch.dialects.hl_variables import REFUSED, VARIABLES, Script, variables_of
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Entry
 from megatron.runtime.commands import folded

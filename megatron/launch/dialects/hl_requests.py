@@ -14,12 +14,12 @@ from megatron.checkpoint.folders import CheckpointError
 from megatron.hub.names import is_dataset
 from megatron.launch.dialects.finetune_file import read_finetune_file
 from megatron.launch.dialects.hl_environment import add_fp8, given_text, rank_environment
-from megatron.launch.dialects.hl_refused import REFUSED
 from megatron.launch.dialects.hl_variables import (
     FINE_TUNING,
     LLAMA_PRESETS,
     MIXTRAL_PRESETS,
     PRETRAINING,
+    REFUSED,
     VARIABLES,
     Script,
     variables_of,

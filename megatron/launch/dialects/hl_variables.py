@@ -2,20 +2,21 @@
 
 A variable sets flags of the command (`--lr`), fields of the launch request (`nodes`), or what hl_requests.py joins with
 others (`data_root`). Defaults that are not in a preset are in the scripts. A value that cannot be used is a fault, an
-empty one counts as unset. Variables of Habana's scripts that are not supported are in hl_refused.py.
+empty one counts as unset. Variables of Habana's scripts that are not supported are in hl_refused.tsv.
 """
 
 # Long: a row for each variable.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from megatron.generation.options import OF_TRAINING
 from megatron.options.data import DataConfig
-from megatron.options.dialect import Entry, Setting, WrongValueError, one_in, one_of, sets, whole
+from megatron.options.dialect import Entry, Outcome, Setting, WrongValueError, one_in, one_of, sets, whole
 from megatron.options.optimizer import OPTIMIZERS
 from megatron.options.types import TooLong, TrainOn
 from megatron.runtime.devices import device_fault
@@ -631,6 +632,21 @@ _THERE = {
 VARIABLES = tuple(
     replace(row, scripts=(*row.scripts, *INFERENCE)) if row.name in _OF_INFERENCE else row for row in _VARIABLES
 )
+
+
+def _refused() -> Iterator[Entry]:
+    """Yield the rows of hl_refused.tsv: variables of one reason, the outcome, accepted values and the reason."""
+    for line in Path(__file__).with_name("hl_refused.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        names, outcome, accepts, reason = line.split("\t")
+        for name in names.split():
+            yield Entry(name, cast(Outcome, outcome), reason, accepts=tuple(accepts.split()))
+
+
+# a value that it accepts requests what is done anyway, so a command that spells it out still runs
+REFUSED = tuple(_refused())
+"""Variables of Habana's scripts that are recognised but not supported, with the reason and the remedy."""
 
 
 def variables_of(script: Script) -> tuple[Entry, ...]:
