@@ -24,55 +24,25 @@ LEFT_OUT = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER
 # the text of an indent does not count: tabs, or another width, make no other code
 LAYOUT = {tokenize.NEWLINE: "\n", tokenize.INDENT: ">", tokenize.DEDENT: "<"}
 # digests of the published files, by name
-PUBLISHED: dict[str, tuple[str, ...]] = {
+_DIGESTS = {
     "sft": (
-        "78e62794b7ac19e2",
-        "a16139a9f78feae3",
-        "b0364b38d1b71c48",
-        "e4cb5047c2db5457",
-        "edc5384a7db9c03f",
-        "afcb7c0efce5a833",
-        "0bf9c2e53c9d00d7",
+        "78e62794b7ac19e2 a16139a9f78feae3 b0364b38d1b71c48 e4cb5047c2db5457 edc5384a7db9c03f afcb7c0efce5a833 "
+        "0bf9c2e53c9d00d7"
     ),
-    "dpo": (
-        "9e1c17cfcb1c77af",
-        "d471b207d8d3daf2",
-        "d15979f9f6452c53",
-        "302aec89af44af20",
-    ),
-    "merge_peft_adapter": ("495aa260d374aa9f",),
+    "dpo": "9e1c17cfcb1c77af d471b207d8d3daf2 d15979f9f6452c53 302aec89af44af20",
+    "merge_peft_adapter": "495aa260d374aa9f",
     "run_generation": (
-        "25688dfe7df18072",
-        "9b0a483a05f731c6",
-        "7fe448d6e2eb84d8",
-        "944aa9f1429fc8bf",
-        "4903c12ca47102c8",
-        "50a9c63e83c31181",
-        "8d0cdd3bcf217fe5",
-        "66d96937172bcca1",
-        "ed57a98cb79c470e",
-        "3ee24b332a68077f",
-        "a3ab38145b403742",
-        "0240bcd118cd6010",
-        "0d092114b6756948",
-        "6b66c7a571fcf442",
-        "7f0e1ba0d9f23bfa",
-        "864eaf87a742afd2",
-        "7026d9c9d5df603d",
-        "40423a32324d6aea",
-        "0bad3cf0de015cda",
-        "b70c9f6a90918bd6",
-        "4ecd69c1d27de266",
+        "25688dfe7df18072 9b0a483a05f731c6 7fe448d6e2eb84d8 944aa9f1429fc8bf 4903c12ca47102c8 50a9c63e83c31181 "
+        "8d0cdd3bcf217fe5 66d96937172bcca1 ed57a98cb79c470e 3ee24b332a68077f a3ab38145b403742 0240bcd118cd6010 "
+        "0d092114b6756948 6b66c7a571fcf442 7f0e1ba0d9f23bfa 864eaf87a742afd2 7026d9c9d5df603d 40423a32324d6aea "
+        "0bad3cf0de015cda b70c9f6a90918bd6 4ecd69c1d27de266"
     ),
-    "finetune": (
-        "3832bcda7132d278",
-        "7cb4e6f561467bd4",
-        "50c6548ce28c63f1",
-    ),
-    "dataloader": ("6ca880186932d291",),
-    "data_module": ("257a96b2276d3272",),
-    "utils": ("d483edd7acdf8283",),
+    "finetune": "3832bcda7132d278 7cb4e6f561467bd4 50c6548ce28c63f1",
+    "dataloader": "6ca880186932d291",
+    "data_module": "257a96b2276d3272",
+    "utils": "d483edd7acdf8283",
 }
+PUBLISHED = {name: tuple(digests.split()) for name, digests in _DIGESTS.items()}
 BESIDE = {"finetune": ("dataloader", "data_module", "utils")}
 """Modules beside a script that it takes its code from."""
 TRAINED, TRAINER = "finetune", "CustomTrainer"
