@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import io
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megatron.runtime.commands import DONE, FAILED, UserError, for_stderr
+from megatron.runtime.commands import DONE, FAILED, UserError, command_name, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends
 
@@ -30,6 +31,11 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__()
         self.signum = signum
+
+
+def command_parser(tool: str, description: str, *, allow_abbrev: bool = False, **more: Any) -> argparse.ArgumentParser:
+    """Return a parser of the flags of megatron/cli/`tool`.py; `more`: further arguments of argparse's."""
+    return argparse.ArgumentParser(command_name(tool), description=description, allow_abbrev=allow_abbrev, **more)
 
 
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

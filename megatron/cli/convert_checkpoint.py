@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.command import command, command_parser, progress_bar, run_command
 from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
@@ -134,11 +134,10 @@ def add_push_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("convert_checkpoint"),
-        description="Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal, megatron-core; "
+    parser = command_parser(
+        "convert_checkpoint",
+        "Convert the weights of a checkpoint: Hugging Face, native, DeepSpeed universal, megatron-core; "
         "adapters to PEFT.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--load",

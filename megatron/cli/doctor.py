@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, jsonable
+from megatron.cli.command import command, command_parser, jsonable
 from megatron.launch.addresses import is_own, is_this_machine
 from megatron.launch.child_processes import python_path
 from megatron.launch.doctor.examination import HERE, Examined, Wanted, examine
@@ -33,13 +33,12 @@ LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model
 
 def doctor_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("doctor"),
-        description="Examine the hosts of a hostsfile, or this machine, before a run: devices and versions, clocks, "
+    parser = command_parser(
+        "doctor",
+        "Examine the hosts of a hostsfile, or this machine, before a run: devices and versions, clocks, "
         "memory, disks, products bit for bit, links in a tournament. The exit status is 1 if a host stands out.",
         epilog="See docs/guides/reliability.md.",
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--hostsfile", metavar="FILE", help="a line `<host> slots=<n>` for each (default: this machine)"

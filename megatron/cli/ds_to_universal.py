@@ -14,17 +14,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, run_command
+from megatron.cli.command import command, command_parser, run_command
 from megatron.cli.convert_checkpoint import add_source_flags
-from megatron.runtime.commands import command_name
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("ds_to_universal"),
-        description="Convert a checkpoint to DeepSpeed's universal folder.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("ds_to_universal", "Convert a checkpoint to DeepSpeed's universal folder.")
     parser.add_argument(
         "--input_folder",
         required=True,

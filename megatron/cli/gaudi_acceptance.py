@@ -22,9 +22,9 @@ from pathlib import Path
 from megatron.cli.acceptance import runs
 from megatron.cli.acceptance.kernels import read_checks
 from megatron.cli.acceptance.report import AcceptanceReport, Check, Group, check_software, summary
-from megatron.cli.command import command, run_command
+from megatron.cli.command import command, command_parser, run_command
 from megatron.launch.child_processes import InterruptedBySignal, interruptible
-from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, counted, for_stderr, shell_status
+from megatron.runtime.commands import DONE, FAILED, REFUSED, counted, for_stderr, shell_status
 from megatron.runtime.device_hpu import count_devices, has_gaudi_plugin
 
 PARTS = ("kernels", "losses", "throughput")
@@ -35,9 +35,7 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
 def build_acceptance_parser() -> argparse.ArgumentParser:
     lines = (__doc__ or "").strip().splitlines()
-    parser = argparse.ArgumentParser(
-        prog=command_name("gaudi_acceptance"), description=lines[0], epilog=" ".join(lines[4:]), allow_abbrev=False
-    )
+    parser = command_parser("gaudi_acceptance", lines[0], epilog=" ".join(lines[4:]))
     parser.add_argument("--devices", type=int, metavar="INT", help="cards of this machine (default: all)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="new folder (default: gaudi_acceptance_TIME)")
     models = tuple(runs.MODELS)

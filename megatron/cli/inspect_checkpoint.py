@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.command import byte_size, command, jsonable, progress_bar
-from megatron.runtime.commands import DONE, FAILED, command_name, counted
+from megatron.cli.command import byte_size, command, command_parser, jsonable, progress_bar
+from megatron.runtime.commands import DONE, FAILED, counted
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import Checkpoint
@@ -28,10 +28,11 @@ SHOWN_DIFFERENCES = 20
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("inspect_checkpoint"),
-        description="Print the content of a checkpoint, verify it, or compare two.",
+    parser = command_parser(
+        "inspect_checkpoint",
+        "Print the content of a checkpoint, verify it, or compare two.",
         epilog="Exit status: 0 success, 1 damaged, unreadable or (with --diff) different.",
+        allow_abbrev=True,
     )
     parser.add_argument(
         "path", nargs="?", metavar="PATH", help="a checkpoint, or a folder of checkpoints (uses the newest)"

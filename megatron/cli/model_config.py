@@ -16,18 +16,15 @@ from typing import Any
 
 import yaml
 
-from megatron.cli.command import command, run_command
+from megatron.cli.command import command, command_parser, run_command
 from megatron.options.config import option_doc
-from megatron.runtime.commands import command_name
 
 WIDTH = 100
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("model_config"),
-        description="Print the model of a Hugging Face folder as the preset of a run that starts from it.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "model_config", "Print the model of a Hugging Face folder as the preset of a run that starts from it."
     )
     parser.add_argument(
         "--load", required=True, metavar="FOLDER", help="a Hugging Face folder, or a model's name on the hub"

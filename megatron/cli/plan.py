@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.planning.measuring import add_measure_flags, check_measure_flags, measure
 from megatron.cli.planning.search import add_search, check_search, search_text
 from megatron.cli.planning.times import add_compare, planned_times, times_text, with_run
@@ -26,7 +26,7 @@ from megatron.plan.page.content import PageContent
 from megatron.plan.page.page import PlannedTimes, check_output, plan_content, write_page
 from megatron.plan.timing.cluster import Cluster
 from megatron.plan.timing.text import for_rates, rates_of_plan
-from megatron.runtime.commands import DONE, FAILED, REFUSED, command_name, for_stderr
+from megatron.runtime.commands import DONE, FAILED, REFUSED, for_stderr
 from megatron.runtime.devices import known_chip
 from megatron.settings.command_line import load_config, presets_of, read_command_line
 from megatron.settings.parser import build_parser
@@ -131,14 +131,13 @@ def title_of(flags: Sequence[str]) -> str:
 
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own flags, a group for each question."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("plan"),
+    parser = command_parser(
+        "plan",
+        DESCRIPTION,
         usage="%(prog)s --config PRESET [--num-devices N] [--devices-per-node N]\n    [--flag VALUE ...]",
-        description=DESCRIPTION,
         epilog="All other flags are those of megatron.train. --device takes a chip's name too: gaudi2 stands for its "
         "device and its memory. See docs/guides/planning.md.",
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     _add_devices(parser.add_argument_group("devices"))
     add_search(parser.add_argument_group("search of the fastest layout"))

@@ -5,22 +5,22 @@ python tools/plot_run.py RESULTS_DIR [RESULTS_DIR ...] --output run.png
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.observability.run_plots import PlotError, draw, draw_experts, draw_loss, read_run, run_names
-from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.runtime.commands import DONE, REFUSED
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=command_name("plot_run"),
-        description="Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput, "
+    parser = command_parser(
+        "plot_run",
+        "Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput, "
         "memory, time of a step.",
+        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="picture to write (default: run.png)")

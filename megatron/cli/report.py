@@ -5,26 +5,26 @@ python tools/report.py RESULTS_DIR [RESULTS_DIR ...] --output run.html
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.observability.report.recorded import ReportError, read_recorded
 from megatron.observability.report.report import write_report
 from megatron.observability.run_plots import run_names
-from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.runtime.commands import DONE, REFUSED
 
 PAGE = "report.html"
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=command_name("report"),
-        description="Write a page about training runs: loss, throughput, memory by rank, restarts and their causes, "
+    parser = command_parser(
+        "report",
+        "Write a page about training runs: loss, throughput, memory by rank, restarts and their causes, "
         "stragglers, evaluation, samples of text, options, environment. It opens without a network.",
+        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="results folder of a run")
     parser.add_argument("--output", metavar="HTML", help=f"file to write (default: {PAGE} in the first folder)")

@@ -5,7 +5,6 @@ python tools/status.py RESULTS_DIR [RESULTS_DIR ...]
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -13,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.observability.report.recorded import ReportError, read_recorded
 from megatron.observability.status import MARGIN, status_of
-from megatron.runtime.commands import DONE, REFUSED, command_name, folded
+from megatron.runtime.commands import DONE, REFUSED, folded
 
 UNWELL = 1
 """Exit status where a run has failed, or is silent."""
@@ -32,10 +31,11 @@ def _shown(line: str) -> str:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=command_name("status"),
-        description="Print the state of training runs by the files of their results folders. The exit status is 1 if "
+    parser = command_parser(
+        "status",
+        "Print the state of training runs by the files of their results folders. The exit status is 1 if "
         "one has failed or is silent.",
+        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="results folder of a run")
     parser.add_argument("--json", action="store_true", help="print a JSON object a run")

@@ -6,15 +6,14 @@ megatron-run --copy work                            writes work/scripts, work/ex
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command
-from megatron.runtime.commands import DONE, REFUSED, command_name
+from megatron.cli.command import command, command_parser
+from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.files import IMPORT_ROOT
 
 INSTALLED = IMPORT_ROOT / "megatron" / "share"
@@ -49,11 +48,12 @@ def copy(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     known = scripts()
-    parser = argparse.ArgumentParser(
-        prog=command_name("run"),
+    parser = command_parser(
+        "run",
+        "Run a script, with the HL_* variables that are set (docs/reference/variables.md).",
         usage="%(prog)s SCRIPT [FLAG VALUE ...]\n       %(prog)s --copy FOLDER",
-        description="Run a script, with the HL_* variables that are set (docs/reference/variables.md).",
         epilog="Flags after the name are the script's: `%(prog)s llama --help` shows its page.",
+        allow_abbrev=True,
     )
     parser.add_argument("script", nargs="?", choices=sorted(known), metavar="SCRIPT", help=", ".join(known))
     parser.add_argument(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -277,6 +277,8 @@ TEXT_INPUT = (
     ".zst, .xz, .bz2"
 )
 
+TOKENIZER_FOLDER = "tokenizer.json, its folder, or a model's name on the hub"
+
 
 def add_flags(group: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
     """Add flags; what is declared may be changed for a command, such as `help`."""
@@ -284,12 +286,17 @@ def add_flags(group: argparse._ActionsContainer, *names: str, **changes: Any) ->
         group.add_argument(name, **{**FLAGS[name], **changes})
 
 
-def add_text_flags(parser: argparse.ArgumentParser, keys_help: str) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("input")
-    helps = {"--input": TEXT_INPUT, "--json-keys": keys_help}
-    for name in TEXT:
-        add_flags(group, name, **({"help": helps[name]} if name in helps else {}))
-    return group
+def add_groups(
+    parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]], helps: Mapping[str, str], required: str = ""
+) -> None:
+    """Add flags in groups by title. `helps`: texts of this command alone; `required`: flags that it needs too."""
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            own: dict[str, Any] = {"required": True} if name in required.split() else {}
+            if name in helps:
+                own["help"] = helps[name]
+            add_flags(group, name, **own)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.command import byte_size, command, progress_bar
+from megatron.cli.command import byte_size, command, command_parser, progress_bar
 from megatron.cli.data.flags import TOKENIZER, add_flags, tokenizer_of
 from megatron.data.index import verification
 from megatron.data.index.checksums import read_checksums
 from megatron.data.index.indexed import DataError, IndexedDataset
-from megatron.runtime.commands import DONE, FAILED, command_name
+from megatron.runtime.commands import DONE, FAILED
 
 if TYPE_CHECKING:
     from megatron.data.tokenizers.base import Tokenizer
@@ -36,11 +36,7 @@ BAR_WIDTH = 40
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("inspect_dataset"),
-        description="Print statistics and documents of indexed datasets, and verify them.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("inspect_dataset", "Print statistics and documents of indexed datasets, and verify them.")
     parser.add_argument(
         "prefix", nargs="+", metavar="PREFIX", help="datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx"
     )

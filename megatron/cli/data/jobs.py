@@ -30,6 +30,8 @@ FLAG_OF = {
 """Field of a job -> name of its flag, where they differ."""
 
 Job = TypeVar("Job", bound="PreparationJob")
+Rows = TypeVar("Rows", bound="RowsJob")
+Totals = TypeVar("Totals")
 
 
 def job_of(kind: type[Job], arguments: argparse.Namespace, **values: Any) -> Job:
@@ -143,6 +145,25 @@ def samples_to_show(job: RowsJob, files: JobInput, count: int) -> tuple[Any, Ite
     # bad rows are passed over here, and named by `note` if samples run short
     rows = replace(job, bad_rows="skip").encoder()
     return rows, first_samples(rows, files, count, ProgressReport().note)
+
+
+def prepare_rows(
+    job: Rows,
+    num_shown: int,
+    show: Callable[[Rows, JobInput, int], None],
+    preprocess: Callable[[Rows, ProgressReport, JobInput], Totals],
+    summarize: Callable[[Rows, Totals, float], None],
+) -> None:
+    """Show the first samples of a job, and where it has an output, do it. Raises DataError, OSError and Finished."""
+    from megatron.data.prepare.block_encoder import find_input
+
+    files = find_input(job)
+    if num_shown:
+        show(job, files, num_shown)
+    if job.output_prefix:
+        started_s = time.monotonic()
+        totals = preprocess(job, ProgressReport(), files)
+        summarize(job, totals, time.monotonic() - started_s)
 
 
 def run_preparation(work: Callable[[], None], output_prefix: str | None) -> int:

@@ -17,20 +17,16 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.command import command, command_parser, progress_bar, run_command
 from megatron.cli.data.flags import SHUFFLE_MEMORY_GB, add_flags, check
 from megatron.data.index.checksums import ReportBytes
 from megatron.data.index.merge import merge, open_inputs
 from megatron.data.index.shuffle import Shuffle
-from megatron.runtime.commands import command_name, counted
+from megatron.runtime.commands import counted
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("merge_datasets"),
-        description="Join indexed datasets into one, end to end or shuffled.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("merge_datasets", "Join indexed datasets into one, end to end or shuffled.")
     datasets = "folders of datasets, and datasets: PREFIX for PREFIX.bin and PREFIX.idx, or PREFIX.idx"
     add_flags(parser, "--input", help=datasets)
     files = "files are PREFIX.bin, .idx, .sha256, .manifest.json"

@@ -7,20 +7,19 @@ the data are wrong (message on stderr).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.data.blend import BlendedDataset, sets_of
 from megatron.data.gpt import SPLITS, build_datasets, cache_folder, open_datasets, samples_needed
 from megatron.data.index.indexed import DataError
 from megatron.options.config import Config, ConfigError
 from megatron.parallel.layout import Layout
-from megatron.runtime.commands import command_name, train_name
+from megatron.runtime.commands import train_name
 from megatron.settings.command_line import load_config, read_command_line
 
 COLUMNS = "{:<6} {:>14} {:>18} {:>7} {:>14} {:>20} {:>8}"
@@ -92,12 +91,11 @@ def prepare(config: Config) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog=command_name("prepare_cache"),
-        usage="%(prog)s --config PRESET [--flag VALUE ...]",
-        description="Build the index arrays of a run before it starts. Takes the flags of megatron.train; "
+    parser = command_parser(
+        "prepare_cache",
+        "Build the index arrays of a run before it starts. Takes the flags of megatron.train; "
         f"`{train_name()} --help` lists them.",
-        allow_abbrev=False,
+        usage="%(prog)s --config PRESET [--flag VALUE ...]",
     )
     _, flags = parser.parse_known_args(arguments)
     try:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.data import flags, jobs
-from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.chat.encoder import Sample
@@ -31,39 +29,37 @@ WITHOUT_COLOUR = ("\u27e6", "\u27e7")
 """Brackets around trained tokens on output without colour."""
 SHOWN_LINES_OF_A_SAMPLE = 60
 
+GROUPS = {
+    "input": (
+        *flags.FILES,
+        *("--split", "--row-format", "--prompt-template", "--answer-key", "--ignore-columns"),
+        *(*flags.SHARE, "--bad-rows", "--skip-bad-rows"),
+    ),
+    "tokenizer and template": (
+        *("--tokenizer-model", "--chat-template", "--add-special-tokens", "--tokenizer-output", "--no-append-eos"),
+    ),
+    "samples": ("--max-length", "--too-long", "--min-length", "--train-on", "--turns"),
+    "output": ("--output-prefix", "--overwrite", "--workers", *flags.RESUME, "--show"),
+}
+HELPS = {
+    "--input": "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, "
+    ".parquet and .arrow with one a row, .tar of JSONL; all but tables also compressed: .gz, .zst, .xz, .bz2",
+    "--split": "read this split of a dataset, also on the hub, such as train",
+    "--tokenizer-model": flags.TOKENIZER_FOLDER,
+    "--chat-template": "a preset, a .jinja file, or a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS (default: the "
+    "tokenizer's)",
+    "--no-append-eos": "do not append EOS to a last turn that the template leaves without an end (default: append it)",
+    "--output-prefix": "files are PREFIX.bin, PREFIX_loss_mask.bin, ...",
+    "--show": "print the first N samples with their trained tokens in colour; without --output-prefix do nothing else",
+}
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("preprocess_chat"),
-        description="Tokenize chats into PREFIX.bin and .idx, and what is trained into PREFIX_loss_mask.bin and .idx.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "preprocess_chat",
+        "Tokenize chats into PREFIX.bin and .idx, and what is trained into PREFIX_loss_mask.bin and .idx.",
     )
-    source = parser.add_argument_group("input")
-    files = (
-        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a conversation a line, .parquet "
-        "and .arrow with one a row, .tar of JSONL; all but tables also compressed: .gz, .zst, .xz, .bz2"
-    )
-    flags.add_flags(source, "--input", help=files)
-    flags.add_flags(source, *flags.FILES[1:])
-    flags.add_flags(source, "--split", help="read this split of a dataset, also on the hub, such as train")
-    flags.add_flags(source, "--row-format", "--prompt-template", "--answer-key", "--ignore-columns", *flags.SHARE)
-    flags.add_flags(source, "--bad-rows", "--skip-bad-rows")
-    text = parser.add_argument_group("tokenizer and template")
-    flags.add_flags(
-        text, "--tokenizer-model", required=True, help="tokenizer.json, its folder, or a model's name on the hub"
-    )
-    template = "a preset, a .jinja file, or a .py file with CHAT_TEMPLATE and SPECIAL_TOKENS (default: the tokenizer's)"
-    flags.add_flags(text, "--chat-template", help=template)
-    flags.add_flags(text, "--add-special-tokens", "--tokenizer-output")
-    append = "do not append EOS to a last turn that the template leaves without an end (default: append it)"
-    flags.add_flags(text, "--no-append-eos", help=append)
-    samples = parser.add_argument_group("samples")
-    flags.add_flags(samples, "--max-length", "--too-long", "--min-length", "--train-on", "--turns")
-    output = parser.add_argument_group("output")
-    flags.add_flags(output, "--output-prefix", help="files are PREFIX.bin, PREFIX_loss_mask.bin, ...")
-    flags.add_flags(output, "--overwrite", "--workers", *flags.RESUME)
-    shown = "print the first N samples with their trained tokens in colour; without --output-prefix do nothing else"
-    flags.add_flags(output, "--show", help=shown)
+    flags.add_groups(parser, GROUPS, HELPS, required="--tokenizer-model")
     return flags.parse(parser, argv)
 
 
@@ -129,16 +125,8 @@ def show_samples(job: ChatJob, files: JobInput, count: int) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written, and Finished."""
     from megatron.data.chat.preprocessing import ChatJob, preprocess_chats
-    from megatron.data.prepare.block_encoder import find_input
 
-    job = jobs.job_of(ChatJob, arguments)
-    files = find_input(job)
-    if arguments.show:
-        show_samples(job, files, arguments.show)
-    if job.output_prefix:
-        started_s = time.monotonic()
-        totals = preprocess_chats(job, jobs.ProgressReport(), files)
-        summarize(job, totals, time.monotonic() - started_s)
+    jobs.prepare_rows(jobs.job_of(ChatJob, arguments), arguments.show, show_samples, preprocess_chats, summarize)
 
 
 def summarize(job: ChatJob, totals: ChatTotals, elapsed_s: float) -> None:

@@ -14,32 +14,33 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.data import flags, jobs
-from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.prepare.text import TextCounts, TextJob
 
+GROUPS = {
+    "input": (*flags.TEXT, "--max-document-mb", *flags.SHARE),
+    "tokenizer": (*flags.TOKENIZER, "--append-eod", "--reference-tokenizer"),
+    "output": (
+        *("--output-prefix", "--overwrite", "--workers", "--partitions", "--keep-sequential-samples"),
+        *("--dataset-impl", "--keep-newlines", "--log-interval", *flags.RESUME),
+    ),
+}
+HELPS = {
+    "--input": flags.TEXT_INPUT,
+    "--json-keys": "keys or columns to tokenize, each into a dataset (default: text)",
+    "--output-prefix": "files are PREFIX_KEY_document.bin, .idx, .sha256",
+    "--workers": "threads (default: all cores)",
+}
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("preprocess_data"),
-        description="Tokenize text into PREFIX_KEY_document.bin and .idx, Megatron's indexed format.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "preprocess_data", "Tokenize text into PREFIX_KEY_document.bin and .idx, Megatron's indexed format."
     )
-    source = flags.add_text_flags(parser, "keys or columns to tokenize, each into a dataset (default: text)")
-    flags.add_flags(source, "--max-document-mb", *flags.SHARE)
-    tokenizer = parser.add_argument_group("tokenizer")
-    flags.add_flags(tokenizer, "--tokenizer-type", required=True)
-    flags.add_flags(tokenizer, *flags.TOKENIZER[1:], "--append-eod", "--reference-tokenizer")
-    output = parser.add_argument_group("output")
-    files = "files are PREFIX_KEY_document.bin, .idx, .sha256"
-    flags.add_flags(output, "--output-prefix", required=True, help=files)
-    flags.add_flags(output, "--overwrite")
-    flags.add_flags(output, "--workers", help="threads (default: all cores)")
-    flags.add_flags(output, "--partitions", "--keep-sequential-samples", "--dataset-impl", "--keep-newlines")
-    flags.add_flags(output, "--log-interval", *flags.RESUME)
+    flags.add_groups(parser, GROUPS, HELPS, required="--tokenizer-type --output-prefix")
     arguments = flags.parse(parser, argv)
     check_keys(parser, arguments.json_keys)
     if arguments.shard is not None and arguments.partitions > 1 and not arguments.keep_sequential_samples:

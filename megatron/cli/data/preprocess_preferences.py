@@ -10,53 +10,41 @@ has all formats. All that is left out is counted, and the files get their names 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.data import flags, jobs
-from megatron.runtime.commands import command_name
 
 if TYPE_CHECKING:
     from megatron.data.preference.encoder import PairCounts
     from megatron.data.preference.preprocessing import PreferenceJob, PreferenceTotals
     from megatron.data.prepare.block_encoder import JobInput
 
+GROUPS = {
+    "input": (*flags.FILES, "--split", "--ignore-columns", *flags.SHARE, "--bad-rows"),
+    "tokenizer and template": ("--tokenizer-model", "--chat-template", "--as-chat", "--no-append-eos"),
+    "output": ("--output-prefix", "--overwrite", "--workers", *flags.RESUME, "--show"),
+}
+HELPS = {
+    "--input": "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such "
+    "files, all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow",
+    "--split": "read this split of a dataset, also on the hub, such as train_prefs",
+    "--tokenizer-model": flags.TOKENIZER_FOLDER,
+    "--chat-template": "for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the "
+    "tokenizer's)",
+    "--no-append-eos": "do not append EOS to texts, and to conversations that the template leaves without an end "
+    "(default: append it)",
+    "--output-prefix": "files are PREFIX.bin and PREFIX.idx",
+    "--show": "print the first N pairs as they are tokenized; without --output-prefix do nothing else",
+}
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("preprocess_preferences"),
-        description="Tokenize preferences, a prompt and two answers a row, into PREFIX.bin and .idx.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "preprocess_preferences", "Tokenize preferences, a prompt and two answers a row, into PREFIX.bin and .idx."
     )
-    source = parser.add_argument_group("input")
-    files = (
-        "files, folders, globs, URLs, or - for standard input: .jsonl and .json with a row a line, .tar of such files, "
-        "all also compressed: .gz, .zst, .xz, .bz2; .parquet and .arrow"
-    )
-    flags.add_flags(source, "--input", help=files)
-    flags.add_flags(source, *flags.FILES[1:])
-    flags.add_flags(source, "--split", help="read this split of a dataset, also on the hub, such as train_prefs")
-    flags.add_flags(source, "--ignore-columns", *flags.SHARE, "--bad-rows")
-    text = parser.add_argument_group("tokenizer and template")
-    flags.add_flags(
-        text, "--tokenizer-model", required=True, help="tokenizer.json, its folder, or a model's name on the hub"
-    )
-    template = (
-        "for rows of messages: a preset, a .jinja file, or a .py file with CHAT_TEMPLATE (default: the tokenizer's)"
-    )
-    flags.add_flags(text, "--chat-template", help=template)
-    flags.add_flags(text, "--as-chat")
-    append = (
-        "do not append EOS to texts, and to conversations that the template leaves without an end (default: append it)"
-    )
-    flags.add_flags(text, "--no-append-eos", help=append)
-    output = parser.add_argument_group("output")
-    flags.add_flags(output, "--output-prefix", help="files are PREFIX.bin and PREFIX.idx")
-    flags.add_flags(output, "--overwrite", "--workers", *flags.RESUME)
-    shown = "print the first N pairs as they are tokenized; without --output-prefix do nothing else"
-    flags.add_flags(output, "--show", help=shown)
+    flags.add_groups(parser, GROUPS, HELPS, required="--tokenizer-model")
     return flags.parse(parser, argv)
 
 
@@ -73,16 +61,10 @@ def show_pairs(job: PreferenceJob, files: JobInput, count: int) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the command. Raises DataError or OSError, with no final file written, and Finished."""
     from megatron.data.preference.preprocessing import PreferenceJob, preprocess_preferences
-    from megatron.data.prepare.block_encoder import find_input
 
-    job = jobs.job_of(PreferenceJob, arguments)
-    files = find_input(job)
-    if arguments.show:
-        show_pairs(job, files, arguments.show)
-    if job.output_prefix:
-        started_s = time.monotonic()
-        totals = preprocess_preferences(job, jobs.ProgressReport(), files)
-        summarize(job, totals, time.monotonic() - started_s)
+    jobs.prepare_rows(
+        jobs.job_of(PreferenceJob, arguments), arguments.show, show_pairs, preprocess_preferences, summarize
+    )
 
 
 def summarize(job: PreferenceJob, totals: PreferenceTotals, elapsed_s: float) -> None:

@@ -14,21 +14,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, run_command
-from megatron.cli.data.flags import add_flags, add_text_flags, check, separator_of
-from megatron.runtime.commands import command_name
+from megatron.cli.command import command, command_parser, run_command
+from megatron.cli.data.flags import TEXT, TEXT_INPUT, add_flags, add_groups, check, separator_of
 
 # byte-level BPE begins with a symbol for each byte, so that no text has an unknown token
 NUM_BYTE_SYMBOLS = 256
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("train_tokenizer"),
-        description="Train a byte-level BPE tokenizer (GPT-2's kind) on text.",
-        allow_abbrev=False,
-    )
-    add_text_flags(parser, "keys of the text to learn from (default: text)")
+    parser = command_parser("train_tokenizer", "Train a byte-level BPE tokenizer (GPT-2's kind) on text.")
+    keys = "keys of the text to learn from (default: text)"
+    add_groups(parser, {"input": TEXT}, {"--input": TEXT_INPUT, "--json-keys": keys})
     add_flags(parser, "--vocab-size", required=True, help="entries, <|endoftext|> included")
     parser.add_argument(
         "--min-frequency", type=int, default=2, metavar="N", help="merge no pairs that are rarer (default: 2)"

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.launch import changed_flags, launcher_words, pasted, run_request
 from megatron.launch.dialects.megatron_requests import FlagRow, TranslatedCommand, translate
 from megatron.launch.dialects.megatron_starters import Started, StartError, read_started
@@ -28,20 +28,19 @@ from megatron.launch.options import LaunchOptions
 from megatron.launch.shell.syntax import ShellError
 from megatron.options.flags import cut
 from megatron.parallel.layout import Layout
-from megatron.runtime.commands import DONE, REFUSED, command_name, counted, folded, for_stderr
+from megatron.runtime.commands import DONE, REFUSED, counted, folded, for_stderr
 from megatron.runtime.files import replacing
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=command_name("from_megatron"),
+    parser = command_parser(
+        "from_megatron",
+        (__doc__ or "").split("\n")[0],
         usage="%(prog)s [--output FILE] [--run | --dry-run] COMMAND [-- FLAGS]",
-        description=(__doc__ or "").split("\n")[0],
         epilog="COMMAND: pretrain_gpt.py ARGS, also behind deepspeed, torchrun, mpirun or srun; or a shell script that "
         "starts it, and that script's arguments. FLAGS of megatron.train override the "
         "translated ones. Variables come from the script and from the environment. Exit status: "
         "2 if a flag is refused.",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", metavar="FILE", help="write the options to this preset (YAML), for --config")
     parser.add_argument("--run", action="store_true", help="launch the translated command, unless a flag is refused")

@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.command import command, command_parser, progress_bar, run_command
 from megatron.cli.convert_checkpoint import PARAMETERS, add_push_flag
-from megatron.runtime.commands import command_name
 from megatron.weights.folder_files import EXPORT_NAME, newest_export
 
 
@@ -62,11 +61,7 @@ def notes_on(given: Sequence[tuple[Path, float]], found: Sequence[tuple[Path, fl
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("merge_adapter"),
-        description="Merge LoRA adapters in PEFT's format into a Hugging Face model.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("merge_adapter", "Merge LoRA adapters in PEFT's format into a Hugging Face model.")
     parser.add_argument(
         "--base",
         required=True,

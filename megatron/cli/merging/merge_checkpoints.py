@@ -16,11 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command, progress_bar, run_command
+from megatron.cli.command import command, command_parser, progress_bar, run_command
 from megatron.cli.convert_checkpoint import DTYPES, PARAMETERS, add_weights_flag
 from megatron.cli.merging.merge_adapter import weighted
 from megatron.options.schedule import ANNEALING
-from megatron.runtime.commands import command_name
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -37,11 +36,7 @@ def decay(text: str) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("merge_checkpoints"),
-        description="Average the weights of checkpoints of one model.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("merge_checkpoints", "Average the weights of checkpoints of one model.")
     parser.add_argument(
         "--load",
         required=True,

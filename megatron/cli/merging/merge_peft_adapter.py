@@ -11,17 +11,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.command import command
+from megatron.cli.command import command, command_parser
 from megatron.cli.convert_checkpoint import add_push_flag
 from megatron.cli.merging.merge_adapter import merge_command
-from megatron.runtime.commands import command_name
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=command_name("merge_peft_adapter"),
-        description="Merge an adapter of PEFT into its base, under the flags of TRL's script.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "merge_peft_adapter", "Merge an adapter of PEFT into its base, under the flags of TRL's script."
     )
     # `dest`: the name of merge_adapter's flag
     for flag, name, read, text in (
