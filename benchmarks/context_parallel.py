@@ -71,8 +71,8 @@ def attention_sides(precision: str) -> dict[str, Callable[[], Any]]:
     """Return forward and backward of an attention by each side's kernel."""
     import torch
 
-    from megatron.models.attention.context_parallel import build_context_kernel
     from megatron.models.attention.kernels import build_kernel
+    from megatron.models.attention.layer import build_context_kernel
     from megatron.parallel.context import ParallelContext
     from megatron.settings.command_line import parse_arguments
 

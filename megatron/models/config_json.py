@@ -85,7 +85,7 @@ def gemma_options(
     fields.demand("attention_bias", False)
     options, length = rotary_options(fields, length=length, epsilon=1e-6, groups=4, head_size=256, tied=True, rope=rope)
     layers, width = options["num_layers"], options["hidden_size"]
-    window = fields.take("sliding_window", default=None if fields.has("sliding_window") else 4096, kind=int)
+    window = sliding_window(fields)
     kinds = fields.texts("layer_types") or [
         FULL if number % pattern == 0 else SLIDING for number in range(1, layers + 1)
     ]
@@ -121,6 +121,12 @@ def gemma_unsupported(model: ModelConfig) -> list[str]:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+def sliding_window(fields: ConfigFields) -> int | None:
+    """Read the window of many classes: left out, it is 4096; null: none."""
+    window: int | None = fields.take("sliding_window", default=None if fields.has("sliding_window") else 4096, kind=int)
+    return window
+
+
 def layered_window_options(fields: ConfigFields, num_layers: int) -> dict[str, Any]:
     """Options from use_sliding_window, sliding_window, max_window_layers and layer_types, as Qwen's classes have them.
 
@@ -128,7 +134,7 @@ def layered_window_options(fields: ConfigFields, num_layers: int) -> dict[str, A
     """
     if not fields.take("use_sliding_window", default=False):
         return {}
-    window = fields.take("sliding_window", default=None if fields.has("sliding_window") else 4096, kind=int)
+    window = sliding_window(fields)
     first = fields.take("max_window_layers", default=28)
     kinds = fields.texts("layer_types") or [SLIDING if number >= first else FULL for number in range(num_layers)]
     return window_options(fields, window, kinds, num_layers)

@@ -208,7 +208,3 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Recomputation of an output whose reader would keep it for its backward pass.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from megatron.models.attention.kv_cache import CachedTokens
 from megatron.models.attention.layer import Shared
-from megatron.models.mlp import MLP, activation_of, discard_output
+from megatron.models.mlp import MLP
 from megatron.models.positions import Packing
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.expert_exchange import Dispatch, all_tokens, own_tokens, through_all, through_slots
-from megatron.parallel.linear import DENSE, ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from megatron.parallel.linear import DENSE
 from megatron.parallel.mappings import (
     all_gather_rows,
     all_places,
@@ -133,36 +133,17 @@ class RouterBalance:
             bias.add_(move)
 
 
-class Expert(nn.Module):
+class Expert(MLP):
     """An MLP whose caller brings the tokens to it, and adds up its parts over tensor-parallel ranks."""
 
     def __init__(self, shards: Shards, shared: Shared, *, activation: str) -> None:
-        super().__init__()
         is_gated = bool(shards.below("gate_up"))
-        self._up, self.offload = "gate_up" if is_gated else "up", shared.offload
-        self.activation = activation_of(activation, shared, is_gated=is_gated)
-        self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
-        ctx = shared.ctx.of_experts
-        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), ctx))
-        self.down = RowParallelLinear(shards.below("down"), ctx)
-
-    # of another name than its module, which is `up` without a gate
-    @property
-    def first(self) -> ParallelLinear:
-        layer: ParallelLinear = getattr(self, self._up)
-        return layer
+        super().__init__(shards, shared, activation=activation, is_gated=is_gated, ctx=shared.ctx.of_experts)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, H] -> [n, H], this rank's part of the sum. n may be 0: the gradients are zeros then."""
         inside = self.first.method.product(self.first, tokens)
         return self.activated(inside, lambda x: self.down.method.product(self.down, x))
-
-    def activated(self, inside: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return down(activation(inside)), what lies between them recomputed where it is to be."""
-        # an empty output has no memory by which it could be recognised
-        if self.discards_activation and self.training and len(inside):
-            return discard_output(self.activation, down, inside, self.offload)  # type: ignore[no-any-return]
-        return down(self.activation(inside))
 
 
 class Experts(nn.Module):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megatron.models.attention.layer import Shared
 from megatron.models.offload import Offload
-from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.parallel.shards import Shards
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -34,19 +35,39 @@ def activation_of(name: str, shared: Shared, *, is_gated: bool) -> Callable[[Ten
 class MLP(nn.Module):
     """`up` (or the fused [gate; up]), activation, down."""
 
-    def __init__(self, shards: Shards, shared: Shared, *, activation: str, is_gated: bool = False) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        shared: Shared,
+        *,
+        activation: str,
+        is_gated: bool = False,
+        ctx: ParallelContext | None = None,
+    ) -> None:
+        """`ctx`: of its linear layers; None: that of the model."""
         super().__init__()
+        ctx = ctx or shared.ctx
         self._up, self.offload = "gate_up" if is_gated else "up", shared.offload
         self.activation = activation_of(activation, shared, is_gated=is_gated)
         self.discards_activation = "mlp_act" in shared.config.training.recomputed_modules
-        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), shared.ctx))
-        self.down = RowParallelLinear(shards.below("down"), shared.ctx)
+        self.add_module(self._up, ColumnParallelLinear(shards.below(self._up), ctx))
+        self.down = RowParallelLinear(shards.below("down"), ctx)
+
+    # of another name than its module, which is `up` without a gate
+    @property
+    def first(self) -> ParallelLinear:
+        layer: ParallelLinear = getattr(self, self._up)
+        return layer
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inside = getattr(self, self._up)(hidden)
-        if self.discards_activation and self.training:
-            return discard_output(self.activation, self.down, inside, self.offload)
-        return self.down(self.activation(inside))
+        return self.activated(self.first(hidden), self.down)
+
+    def activated(self, inside: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return down(activation(inside)), what lies between them recomputed where it is to be."""
+        # an empty output, as of an expert, has no memory by which it could be recognised
+        if self.discards_activation and self.training and len(inside):
+            return discard_output(self.activation, down, inside, self.offload)  # type: ignore[no-any-return]
+        return down(self.activation(inside))
 
 
 # torch.compile cannot trace the hooks; what is inside `function` and `reader` it still compiles

@@ -47,11 +47,7 @@ def check_ranks(config: Config, world_size: int) -> Iterator[str]:
 def check_tensor_parallel(config: Config) -> Iterator[str]:
     model = config.model
     tp, kv = config.parallel.tensor_model_parallel_size, config.model.num_kv_heads
-    if model.num_attention_heads % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide num_attention_heads={model.num_attention_heads}; "
-            f"use {divisors(model.num_attention_heads, 64)}"
-        )
+    yield from _undivided("tensor_model_parallel_size", tp, "num_attention_heads", model.num_attention_heads)
     if kv % tp and tp % kv:
         yield (
             f"tensor_model_parallel_size={tp} neither divides num_query_groups={kv} nor is a multiple of it; "
@@ -62,11 +58,12 @@ def check_tensor_parallel(config: Config) -> Iterator[str]:
             f"tensor_model_parallel_size={tp} does not divide num_query_groups x head size = {kv * model.head_size}; "
             f"use {divisors(kv * model.head_size, 64)}"
         )
-    if model.ffn_size % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide ffn_hidden_size={model.ffn_size}; "
-            f"use {divisors(model.ffn_size, 64)}"
-        )
+    yield from _undivided("tensor_model_parallel_size", tp, "ffn_hidden_size", model.ffn_size)
+
+
+def _undivided(name: str, size: int, of: str, whole: int, most: int = 64) -> Iterator[str]:
+    if whole % size:
+        yield f"{name}={size} does not divide {of}={whole}; use {divisors(whole, most)}"
 
 
 def row_multiple(config: Config) -> int:
@@ -108,8 +105,7 @@ def check_expert_ranks(config: Config, world_size: int) -> Iterator[str]:
         for name in (name for name, is_given in given.items() if is_given):
             yield f"{name}={getattr(parallel, name)} divides experts, but there are none; set num_experts, or unset it"
         return
-    if count % ep:
-        yield f"expert_model_parallel_size={ep} does not divide num_experts={count}; use {divisors(count, 64)}"
+    yield from _undivided("expert_model_parallel_size", ep, "num_experts", count)
     if etp not in (None, 1, tp):
         yield f"expert_tensor_parallel_size={etp} must be 1 or tensor_model_parallel_size={tp}; use either"
         return
@@ -164,11 +160,8 @@ def _check_expert_widths(model: ModelConfig, tp: int, *, is_cut: bool) -> Iterat
             f"tensor_model_parallel_size={tp} does not divide the experts' width, {width}; use {divisors(width, 64)}, "
             "or expert_tensor_parallel_size=1"
         )
-    if shared is not None and shared % tp:
-        yield (
-            f"tensor_model_parallel_size={tp} does not divide moe_shared_expert_intermediate_size={shared}; use "
-            f"{divisors(shared, 64)}"
-        )
+    if shared is not None:
+        yield from _undivided("tensor_model_parallel_size", tp, "moe_shared_expert_intermediate_size", shared)
 
 
 def check_family(config: Config) -> Iterator[str]:
@@ -185,11 +178,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"num_attention_heads={model.num_attention_heads} does not divide hidden_size={model.hidden_size}; "
             f"use {divisors(model.hidden_size, 128)}, or set kv_channels"
         )
-    if model.num_attention_heads % model.num_kv_heads:
-        yield (
-            f"num_query_groups={model.num_kv_heads} does not divide num_attention_heads={model.num_attention_heads}; "
-            f"use {divisors(model.num_attention_heads, 128)}"
-        )
+    yield from _undivided("num_query_groups", model.num_kv_heads, "num_attention_heads", model.num_attention_heads, 128)
     yield from _check_experts(model)
     if model.position_embedding_type == "rope":
         yield from check_rotary(model)

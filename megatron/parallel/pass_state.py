@@ -182,47 +182,12 @@ class LayerTerms:
         return joined
 
 
-class ExpertLoads:
-    """Choices of experts by the tokens of this rank in one training step, by layer. They stay on the device."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self._checks: FiniteChecks | None = None
-        self.by_layer: dict[int, Tensor] = {}
-        """int32 [E + 1] by number of the layer: choices of each expert, and how many were dropped. Alike on
-        tensor-parallel ranks that hold the same tokens."""
-
-    @contextlib.contextmanager
-    def step(self, checks: FiniteChecks) -> Iterator[None]:
-        """Count what is routed within, and forget the previous step."""
-        self.by_layer, self._checks, self.is_on = {}, checks, True
-        try:
-            yield
-        finally:
-            self.is_on = False
-
-    # as in LayerTerms: a compiled graph would know nothing of what the host adds to
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def add(self, layer: int, counts_E: Tensor, num_kept: Tensor | None) -> None:
-        """Add the choices of one pass. `num_kept`: how many are not dropped; None: all."""
-        # computed again in a backward pass, or no step of a training
-        if not self.is_on or (self._checks is not None and self._checks.place.direction == BACKWARD):
-            return
-        dropped = counts_E.new_zeros(1) if num_kept is None else (counts_E.sum() - num_kept).view(1)
-        # whole numbers: sums over microbatches are exact in any order
-        counts = torch.cat([counts_E, dropped]).round().to(torch.int32)
-        before = self.by_layer.get(layer)
-        self.by_layer[layer] = counts if before is None else before + counts
-
-
-class LargestLogits:
-    """Largest attention logits of this rank's heads in one training step, by layer. They stay on the device."""
+class _ByLayer:
+    """Numbers of one training step by layer. They stay on the device."""
 
     def __init__(self) -> None:
         self._checks: FiniteChecks | None = None
         self.by_layer: dict[int, Tensor] = {}
-        """float32 [n] by number of the layer, over all microbatches of this rank's own queries."""
 
     @contextlib.contextmanager
     def step(self, checks: FiniteChecks) -> Iterator[None]:
@@ -234,9 +199,42 @@ class LargestLogits:
             self._checks = None
 
     @property
+    def is_on(self) -> bool:
+        """The pass is of a training step."""
+        return self._checks is not None
+
+    @property
     def is_wanted(self) -> bool:
         """The pass is of a training step, and not computed again in a backward pass."""
         return self._checks is not None and self._checks.place.direction != BACKWARD
+
+
+class ExpertLoads(_ByLayer):
+    """Choices of experts by the tokens of this rank in one training step, int32 [E + 1] by number of the layer.
+
+    They are the choices of each expert, and how many were dropped. Alike on tensor-parallel ranks that hold the same
+    tokens.
+    """
+
+    # as in LayerTerms: a compiled graph would know nothing of what the host adds to
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def add(self, layer: int, counts_E: Tensor, num_kept: Tensor | None) -> None:
+        """Add the choices of one pass. `num_kept`: how many are not dropped; None: all."""
+        if not self.is_wanted:
+            return
+        dropped = counts_E.new_zeros(1) if num_kept is None else (counts_E.sum() - num_kept).view(1)
+        # whole numbers: sums over microbatches are exact in any order
+        counts = torch.cat([counts_E, dropped]).round().to(torch.int32)
+        before = self.by_layer.get(layer)
+        self.by_layer[layer] = counts if before is None else before + counts
+
+
+class LargestLogits(_ByLayer):
+    """Largest attention logits of this rank's heads in one training step, float32 [n] by number of the layer.
+
+    They are of all microbatches of this rank's own queries.
+    """
 
     def add(self, layer: int, largest_n: Tensor) -> None:
         """Keep the larger ones of these and those of earlier microbatches."""

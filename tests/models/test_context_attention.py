@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megatron.models.attention import block_kernels, head_exchange, ring
 from megatron.models.attention.block_kernels import FlashKernel, Inputs, Results
-from megatron.models.attention.context_parallel import build_context_kernel
 from megatron.models.attention.exchange_choice import exchange_faults, exchange_of
 from megatron.models.attention.head_exchange import HeadExchange
 from megatron.models.attention.kernels import SDPAttention
+from megatron.models.attention.layer import build_context_kernel
 from megatron.models.attention.ring import RingAttention
 from megatron.models.attention.ring_plan import Form, ScoreBlock, Visibility, plan_ring
 from megatron.models.attention.scores import Scores

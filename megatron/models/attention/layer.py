@@ -6,6 +6,7 @@ Shapes: S sequence, B batch, n query heads and k key/value heads of this rank, d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.models.attention.block_kernels import record_largest_logits
-from megatron.models.attention.context_parallel import build_context_kernel
+from megatron.models.attention.exchange_choice import exchange_of
 from megatron.models.attention.flex import FlexAttention
+from megatron.models.attention.head_exchange import HeadExchange
 from megatron.models.attention.kernels import SDPAttention, build_kernel
 from megatron.models.attention.kv_cache import CachedTokens
+from megatron.models.attention.ring import RingAttention
 from megatron.models.attention.scores import Scores, scores_of
 from megatron.models.offload import Offload
 from megatron.models.positions import Packing, RotaryEmbedding, own_slopes, rotary_embedding
@@ -27,6 +30,24 @@ from megatron.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mappings import gather_channels
 from megatron.parallel.operators.fused import choose_kernels
 from megatron.parallel.shards import Shards
+from megatron.runtime.devices import device_of
+
+
+def build_context_kernel(
+    config: Config, ctx: ParallelContext, *, packed: bool, window: int | None = None
+) -> Callable[..., Tensor]:
+    """Return the kernel that attends over the rows of all context ranks. Raises ConfigError.
+
+    As build_kernel's, but q, k and v are of this rank's own rows, and a packing is of whole ones. Collective.
+    """
+    model, scores = config.model, scores_of(config.model, ctx, window)
+    if exchange_of(config, device_of(ctx.device.type), window) == "ring":
+        return RingAttention(scores, ctx, is_plain=model.kernels == "plain")
+    if scores.slopes is not None:
+        scores = dataclasses.replace(scores, slopes=scores.slopes.chunk(ctx.context_size)[ctx.context_rank])
+    length = config.training.seq_length
+    kernel = build_kernel(model, ctx, packed=packed, window=window, length=length, scores=scores)
+    return HeadExchange(kernel, ctx)
 
 
 class Core(NamedTuple):

@@ -8,7 +8,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron.models.config_json import LLAMA_BUFFERS, LLAMA_MODULES, rotary_fields, rotary_only, rotary_options
+from megatron.models.config_json import (
+    LLAMA_BUFFERS,
+    LLAMA_MODULES,
+    rotary_fields,
+    rotary_only,
+    rotary_options,
+    sliding_window,
+)
 from megatron.models.decoder import DecoderBlock, decoder_layers
 from megatron.models.family import ConfigFields, Family, HuggingFaceForm
 from megatron.options.config import Config
@@ -19,9 +26,7 @@ BLOCK = DecoderBlock(norm="rms_norm", activation="silu", is_gated=True)
 def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
     fields.demand("hidden_act", "silu")
     options, length = rotary_options(fields, length=131072, epsilon=1e-6, groups=8)
-    # left out, it is 4096; null: no window
-    window = fields.take("sliding_window", default=None if fields.has("sliding_window") else 4096, kind=int)
-    return {**options, "attention_window": window}, length
+    return {**options, "attention_window": sliding_window(fields)}, length
 
 
 def _config_fields(config: Config) -> dict[str, Any]:

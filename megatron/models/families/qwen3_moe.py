@@ -28,8 +28,7 @@ def _options(fields: ConfigFields) -> tuple[dict[str, Any], Any]:
     options["moe_router_pre_softmax"] = not fields.take("norm_topk_prob", default=False)
     # all layers have it: the class reads no max_window_layers
     if fields.take("use_sliding_window", default=False):
-        default = None if fields.has("sliding_window") else 4096
-        options["attention_window"] = fields.take("sliding_window", default=default, kind=int)
+        options["attention_window"] = config_json.sliding_window(fields)
     return options, length
 
 
