@@ -7,6 +7,7 @@ an answer; those of a pair follow each other. A token sees its own sequence alon
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -137,16 +138,9 @@ class PreferenceData(PackedData):
         beside = self.packed_sequences(answers.mismatched_lengths.reshape(-1)[found], self.layout.num_batch_ranks)
         mismatched = [[found[row] for row in rows] for rows in beside]
         # one list of microbatches for both: the shorter is filled up with empty ones
-        count = max(len(cells), len(mismatched))
         empty: Rows = [numbers[:0]] * self.config.training.micro_batch_size
-        return [
-            StepRows(rows, step, others)
-            for rows, others in zip(
-                [*cells, *[empty] * (count - len(cells))],
-                [*mismatched, *[empty] * (count - len(mismatched))],
-                strict=True,
-            )
-        ]
+        pairs = itertools.zip_longest(cells, mismatched, fillvalue=empty)
+        return [StepRows(rows, step, others) for rows, others in pairs]
 
     def samples_of(self, key: StepRows) -> list[int]:
         return super().samples_of(key.rows)

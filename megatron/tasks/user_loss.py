@@ -173,7 +173,7 @@ class UserLoss(Objective):
             factors = counts * scale
         values = loss_function.LossArguments(first, batch, extras)
         returned = self._call(values, ctx)
-        losses, metrics = self._split(returned, left_out)
+        losses, metrics = self._split(returned)
         self._check(losses, left_out, first)
         # the first thing that the backward pass reaches: what follows, until its first argument, is the function's
         if losses.requires_grad:
@@ -319,7 +319,7 @@ class UserLoss(Objective):
 
     # What it returns
 
-    def _split(self, returned: Any, left_out: Tensor) -> tuple[Any, Mapping[str, Any]]:
+    def _split(self, returned: Any) -> tuple[Any, Mapping[str, Any]]:
         """Return the losses and the metrics of what the function returned."""
         declared, label = self.function.metrics, self.function.label
         if not declared:

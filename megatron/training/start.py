@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.format import CheckpointError
-from megatron.checkpoint.source import Slice
 from megatron.data.blend import digest
 from megatron.options.config import OptimizerConfig
 from megatron.options.schedule import ParamSchedule, Schedule
@@ -283,8 +282,7 @@ def fingerprint_of(engine: Engine) -> str:
     pieces = [piece for piece in engine.state.owned() if piece.is_saved_here]
     sums = BaseSums(own_parts({piece.name: piece.shard for piece in pieces}), rounded=False)
     for piece in pieces:
-        place = engine.ctx.cut_of(piece.shard)
-        sums.add(Slice(piece.name, piece.shard, piece.start, piece.weight.numel(), *place), piece.weight)
+        sums.add(engine.state.slice_of(piece), piece.weight)
     known: Any = joined(engine.ctx.gather_objects(sums.totals))
     if engine.base is not None:
         known = [known, _tensors_of(engine.base)]

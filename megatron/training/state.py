@@ -216,7 +216,7 @@ class EngineState:
             for owned in slices.values():
                 for kind in self._kinds_of(owned.shard):
                     if kind in moments:
-                        self._restore_moment(checkpoint, owned, kind)
+                        owned.moments[kind].copy_(checkpoint.read(self.slice_of(owned), kind))
         if self.average is not None:
             self.average.restore(average_steps, partial(self._saved_average, checkpoint, slices))
         if saved is not None and self._config.training.fp16:
@@ -243,19 +243,16 @@ class EngineState:
                 is_first = self._ctx.grad_place(weight.shard)[0] == 0 and self._ctx.counts(weight.shard)
                 weight.fill(partial(read, name, weight.shard, is_counted=is_first))
 
-    def _restore_moment(self, checkpoint: WeightSource, owned: OwnedSlice, kind: str) -> None:
-        target = owned.moments[kind]
-        at = Slice(owned.name, owned.shard, owned.start, target.numel(), *self._ctx.cut_of(owned.shard))
-        target.copy_(checkpoint.read(at, kind))
-
     def _saved_average(
         self, checkpoint: WeightSource, slices: Mapping[str, OwnedSlice], name: str, numel: int
     ) -> Tensor | None:
         if AVERAGE not in checkpoint.kinds_of(name):  # it was frozen
             return None
-        owned = slices[name]
-        at = Slice(name, owned.shard, owned.start, numel, *self._ctx.cut_of(owned.shard))
-        return checkpoint.read(at, AVERAGE)
+        return checkpoint.read(self.slice_of(slices[name]), AVERAGE)
+
+    def slice_of(self, owned: OwnedSlice) -> Slice:
+        """Return where an owned slice lies in the full parameter."""
+        return Slice(owned.name, owned.shard, owned.start, owned.weight.numel(), *self._ctx.cut_of(owned.shard))
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters, by name, to these local tensors, float32."""

@@ -6,7 +6,7 @@ import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,9 @@ class Interlude(ABC):
         if self._progress.iteration % self._interval:
             self.run()
 
-    @contextmanager
-    def _model(self) -> Iterator[InferenceModel]:
-        """Yield the model of now, without a copy of its weights."""
-        engine = self._engine
-        with training_model(engine.module, engine.config, engine.ctx) as model:
-            yield model
+    def _model(self) -> AbstractContextManager[InferenceModel]:
+        """Return a context with the model of now, without a copy of its weights."""
+        return training_model(self._engine.module, self._engine.config, self._engine.ctx)
 
 
 def tokenizer_of_texts(config: Config, folder: Path | None, option: str) -> Tokenizer:

@@ -51,9 +51,9 @@ class StepLog:
         self._slow_steps = watch_steps(engine.config, engine.ctx, log.message)
         # last: it starts the clock where nothing else has
         self._links = watch_links(engine.config, engine.ctx)
-        for watch in (self._slow_steps, self._links):
-            if watch is not None:
-                watch.is_busy = lambda iteration: is_saving() or engine.config.logging.traces(iteration)
+        self._watches = [watch for watch in (self._slow_steps, self._links) if watch is not None]
+        for watch in self._watches:
+            watch.is_busy = lambda iteration: is_saving() or engine.config.logging.traces(iteration)
         self._clocked: list[dict[str, float]] = []
         """Phases of the steps since the last log line, as far as they have been read."""
         self.restart()
@@ -74,10 +74,8 @@ class StepLog:
         self.loads.restart()
         self._read_clock()
         self._clocked.clear()
-        if self._slow_steps is not None:
-            self._slow_steps.drop()
-        if self._links is not None:
-            self._links.drop()
+        for watch in self._watches:
+            watch.drop()
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not training."""

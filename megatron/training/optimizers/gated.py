@@ -16,12 +16,49 @@ from megatron.training.optimizers.groups import Groups
 from megatron.training.optimizers.update_gate import UpdateGate
 
 
-class GatedOptimizer(torch.optim.Optimizer):
-    """An optimizer around another one, of torch, Habana or bitsandbytes, which updates only through an open gate."""
+class OptimizerAround(torch.optim.Optimizer):
+    """An optimizer around another one, of which it has the groups, states and defaults."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # without torch's constructor: groups, states and defaults are those of `inner`
+        # without torch's constructor, which would make its own
         self.inner: Any = inner
+
+    # DeepSpeed puts its flat partitions in the place of the parameters
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        return self.inner.param_groups  # type: ignore[no-any-return]
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults  # type: ignore[no-any-return]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class GatedOptimizer(OptimizerAround):
+    """An optimizer around one of torch, Habana or bitsandbytes, which updates only through an open gate."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
         self.gate: UpdateGate | None = None
         """None while DeepSpeed is being built, which steps once to allocate states."""
         self.divisor: Tensor | None = None
@@ -68,37 +105,6 @@ class GatedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if "step" in group:  # Habana's FusedAdamW counts in the group
                 group["step"] = int(step)
-
-    # DeepSpeed puts its flat partitions in the place of the parameters
-
-    @property
-    def param_groups(self) -> Groups:  # type: ignore[override]
-        return self.inner.param_groups  # type: ignore[no-any-return]
-
-    @param_groups.setter
-    def param_groups(self, groups: Groups) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults  # type: ignore[no-any-return]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
 
 
 class BareOptimizer(GatedOptimizer):

@@ -148,12 +148,7 @@ class MatrixExchange:
         ranks = ctx.ranks_of(ctx.stage)
         self._out = _Direction(to_owner, gathered, ranks)
         self._back = _Direction(to_holder, returned, ranks)
-        self._owned: dict[int, list[tuple[MatrixPart, int]]] = {}
-        for part, begin in self._out.received:
-            self._owned.setdefault(part.index, []).append((part, begin))
-        self._results: dict[int, list[tuple[MatrixPart, int]]] = {}
-        for part, begin in self._back.sent:
-            self._results.setdefault(part.index, []).append((part, begin))
+        self._owned, self._results = _by_matrix(self._out.received), _by_matrix(self._back.sent)
 
     def gather(self, read: Callable[[int], Tensor], dtype: torch.dtype) -> Arrival:
         """Send this rank's parts of matrices, which `read` returns, as `dtype`. Collective over the stage."""
@@ -205,6 +200,13 @@ class MatrixExchange:
         matrix = self._matrices[index]
         size = self._ctx.cut_of(matrix.shard)[1]
         return whole.chunk(size, dim=matrix.shard.dim or 0)[part.cut].reshape(-1)
+
+
+def _by_matrix(parts: Sequence[tuple[MatrixPart, int]]) -> dict[int, list[tuple[MatrixPart, int]]]:
+    found: dict[int, list[tuple[MatrixPart, int]]] = {}
+    for part, begin in parts:
+        found.setdefault(part.index, []).append((part, begin))
+    return found
 
 
 def _sources(held: Sequence[MatrixPart], owner: int) -> list[MatrixPart]:

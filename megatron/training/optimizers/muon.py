@@ -20,6 +20,7 @@ from megatron.options.optimizer import NS_COEFFICIENTS, OptimizerConfig
 from megatron.parallel.context import ParallelContext, group_of_stage
 from megatron.parallel.shards import shard_of
 from megatron.plan.matrices import Matrix, matrices_of, owners, scale_of
+from megatron.training.optimizers.gated import OptimizerAround
 from megatron.training.optimizers.groups import Groups
 from megatron.training.optimizers.matrix_exchange import MatrixExchange, gather_parts
 
@@ -73,13 +74,12 @@ class HeldStretch:
         return flat.view(-1).narrow(0, self.place, self.numel)
 
 
-class Muon(torch.optim.Optimizer):
-    """Updates the groups `by_muon` by Muon, and the others by AdamW. `place` comes before its first step."""
+class Muon(OptimizerAround):
+    """Updates the groups `by_muon` by Muon, and the others by the AdamW inside. `place` comes before its first step."""
 
     def __init__(self, adamw: torch.optim.Optimizer, options: OptimizerConfig) -> None:
         """`adamw` has all groups."""
-        # without torch's constructor: groups and states are those of `adamw`
-        self._adamw: Any = adamw
+        super().__init__(adamw)  # which counts the steps, and knows torch's forms
         self._options, self._dtype = options, torch.float32
         self.grad_scale: Tensor | None = None
         """Divisor of the gradients in the next update, where `defaults` has a fused AdamW: it reads it too."""
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
             finish()
 
     def _step_adamw(self, others: Groups) -> None:
-        adamw = self._adamw
+        adamw = self.inner
         groups = adamw.param_groups
         adamw.param_groups, adamw.grad_scale = others, self.grad_scale
         try:
@@ -195,37 +195,6 @@ class Muon(torch.optim.Optimizer):
             chosen = {index: each for index, each in enumerate(self._matrices) if self._group_of[each.name] in numbers}
             self._made[numbers] = self._make(chosen)
         return self._made[numbers]
-
-    # The groups and the state are AdamW's: it counts the steps, and knows torch's forms
-
-    @property
-    def param_groups(self) -> Groups:  # type: ignore[override]
-        return self._adamw.param_groups  # type: ignore[no-any-return]
-
-    @param_groups.setter
-    def param_groups(self, groups: Groups) -> None:
-        self._adamw.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._adamw.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._adamw.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._adamw.defaults  # type: ignore[no-any-return]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._adamw.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._adamw.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._adamw.load_state_dict(state_dict)
 
 
 def _tensors(groups: Groups) -> Iterator[Tensor]:
