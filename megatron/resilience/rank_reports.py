@@ -168,11 +168,12 @@ def _link_lines(answers: Mapping[int, Report], silent: Mapping[int, LastSign]) -
     """Return what is known of hosts that do not reach each other."""
     unreached = _unreached_hosts(answers, silent)
     lines = [_unreached_line(host, ranks, answers, silent) for host, ranks in unreached.items()]
-    pairs: set[tuple[str, str]] = set()
-    """Each in one order, since either host may have noticed."""
-    for report in answers.values():
-        for other in set(report.unreachable) - set(unreached):
-            pairs.add((min(report.host, other), max(report.host, other)))
+    # each in one order, since either host may have noticed
+    pairs = {
+        (min(report.host, other), max(report.host, other))
+        for report in answers.values()
+        for other in set(report.unreachable) - set(unreached)
+    }
     lines += [
         f"the link between {one} and {other} is broken: both run, and do not reach each other"
         for one, other in sorted(pairs)

@@ -182,18 +182,10 @@ class Shutdown:
 
     Every rank must enter it: a signal would otherwise end a rank within a step that the others finish.
 
-    `signals`: those received since the process began. `checks_kill_switch`: on this rank; None: on one rank of each
-    node, since each check queries the file system.
+    `signals`: those received since the process began.
     """
 
-    def __init__(
-        self,
-        training: TrainingConfig,
-        ctx: ParallelContext,
-        signals: Signals | None = None,
-        *,
-        checks_kill_switch: bool | None = None,
-    ) -> None:
+    def __init__(self, training: TrainingConfig, ctx: ParallelContext, signals: Signals | None = None) -> None:
         self.reason: str | None = None
         """Reason of the stop, once it is decided; the same on every rank."""
         self.is_error = False
@@ -203,9 +195,8 @@ class Shutdown:
         self._ctx = ctx
         self._exit_interval = training.exit_interval
         self._kill_switch: KillSwitch | None = None
-        if checks_kill_switch is None:
-            checks_kill_switch = os.environ.get("LOCAL_RANK", "0") == "0"
-        if checks_kill_switch and training.kill_switch_path is not None:
+        # on one rank of each node, since each check queries the file system
+        if os.environ.get("LOCAL_RANK", "0") == "0" and training.kill_switch_path is not None:
             self._kill_switch = KillSwitch(training.kill_switch_path)
         self._kill_switch_path = training.kill_switch_path
         self._limit_mins = training.exit_duration_in_mins

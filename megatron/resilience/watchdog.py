@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
@@ -101,25 +101,23 @@ class Watchdog:
         is_new = step > self._phase[1]
         # one assignment: the other thread reads all three at once
         self._phase = (name, step, now_s)
-        if is_new and self._agent is not None:  # which has to know it also of a rank that is killed
-            self._agent.send(step=step)
+        if is_new:  # the agent has to know it also of a rank that is killed
+            self._inform_agent(step=step)
 
     def saved(self, iteration: int) -> None:
         """Report a complete checkpoint to the agent, which counts restarts from there."""
-        if self._agent is not None:
-            self._agent.send(saved=iteration)
+        self._inform_agent(saved=iteration)
 
     def note(self, remark: str) -> None:
         """Report a fault of this rank's own part of a step, so that it is known if the rank ends."""
         self._remark = remark
-        if self._agent is not None:
-            self._send(self._report())
+        self._send(self._report())
 
     def alert(self, event: str, message: str) -> None:
         """Have the agent alert of an event of the run (`megatron.runtime.alerts`). From rank 0 alone."""
-        if self.rank == 0 and self._agent is not None:
+        if self.rank == 0:
             alert = Alert(event, shortened(message), self.rank, self.step or None)
-            self._agent.send(alert=dataclasses.asdict(alert))
+            self._inform_agent(alert=dataclasses.asdict(alert))
 
     def note_stragglers(self, stragglers: str) -> None:
         """Keep the text that names the slow ranks, empty where there are none, for the verdict. On rank 0."""
@@ -153,7 +151,7 @@ class Watchdog:
 
     def connect(self, ctx: ParallelContext) -> None:
         """Connect to the other ranks. Collective."""
-        if self._thread is None or self._agent is None:
+        if self._thread is None:
             return
         address = address_towards(os.environ["MASTER_ADDR"]) or LOOPBACK
         channel = Channel(ctx, address)
@@ -161,7 +159,7 @@ class Watchdog:
         if self._results_dir is not None:
             self._folder = Path(self._results_dir) / FOLDER / started
         self._channel = channel
-        self._agent.send(watchdogs=channel.for_agent())
+        self._inform_agent(watchdogs=channel.for_agent())
 
     def open(self) -> None:
         """Open the file for the stacks: while native code holds the interpreter's lock it cannot be opened."""
@@ -209,11 +207,10 @@ class Watchdog:
         if self._thread is not None:
             self._write_traceback(self._report(), error, LOST)
         self.phase("waiting for a new rank", self.step)
-        if self._agent is not None:
-            self._agent.send(left=True)
+        self._inform_agent(left=True)
         has_come = places.take_next(self.beat)
-        if not has_come and self._agent is not None:
-            self._agent.send(left=False)  # else the agent counts on this rank until it has ended
+        if not has_come:
+            self._inform_agent(left=False)  # else the agent counts on this rank until it has ended
         return has_come
 
     def fail(self, error: BaseException) -> BaseException:
@@ -313,8 +310,7 @@ class Watchdog:
         """Send a report to the other ranks and to the agent."""
         if self._channel is not None:
             self._channel.send(report)
-        if self._agent is not None:
-            self._agent.send(report=dataclasses.asdict(report))
+        self._inform_agent(report=dataclasses.asdict(report))
 
     @property
     def _called(self) -> bool:
@@ -386,7 +382,8 @@ class Watchdog:
         text = "\n".join(lines)
         self._print(text)
         # where no agent has informed how rank 0 ended, that one may be lost with its host
-        self._inform_agent(text, alone=self.rank != 0 and 0 not in channel.endings)
+        alone = self.rank != 0 and 0 not in channel.endings
+        self._inform_agent(verdict={"text": shortened(text), "alone": alone})
         with contextlib.suppress(OSError):
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -394,9 +391,9 @@ class Watchdog:
         channel.end()
         self._has_verdict.set()
 
-    def _inform_agent(self, verdict: str, *, alone: bool) -> None:
+    def _inform_agent(self, **message: Any) -> None:
         if self._agent is not None:
-            self._agent.send(verdict={"text": shortened(verdict), "alone": alone})
+            self._agent.send(**message)
 
     def _headline(self, call: str) -> str:
         if call == LOST:

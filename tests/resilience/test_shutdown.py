@@ -41,7 +41,7 @@ NAMES = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
 
 def alone(**options: Any) -> Shutdown:
-    return Shutdown(TrainingConfig(**options), ParallelContext.single(), checks_kill_switch=True)
+    return Shutdown(TrainingConfig(**options), ParallelContext.single())
 
 
 def at(iteration: int) -> Progress:
@@ -75,10 +75,7 @@ def ask_all(decisions: list[Shutdown], progress: Progress | None = None) -> list
 
 def of_world(world: World, **options: Any) -> list[Shutdown]:
     size = len(world.numbers)
-    return [
-        Shutdown(TrainingConfig(**options), world.context(rank), Signals(), checks_kill_switch=True)
-        for rank in range(size)
-    ]
+    return [Shutdown(TrainingConfig(**options), world.context(rank), Signals()) for rank in range(size)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
