@@ -17,7 +17,7 @@ import importlib.util
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,22 +32,28 @@ if TYPE_CHECKING:
 # Rules by which vLLM serves adapters in PEFT's format: those of its vllm/lora/peft_helper.py and lora_model.py.
 # vllm-gaudi is a plug-in of vLLM with the same loaders.
 
-WITH_ADAPTERS = ("llama",)
-"""Our families whose class in vLLM has the interface SupportsLoRA; those of Bloom and GPT-2 do not."""
+WITH_ADAPTERS = (
+    "gemma2", "gemma3", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+"""Our families whose class in vLLM has the interface SupportsLoRA, by its table of supported models. Those of Bloom,
+Falcon, GPT-2, GPT-NeoX and OLMoE do not; OLMo 2 and StarCoder2 have no class of their own in its newer releases."""
+WITH_EMBEDDINGS = ("llama",)
+"""Those of them whose class takes adapters of the embedding and the output; Mistral's, a subclass, declines them."""
+EMBEDDINGS = ("embed_tokens", "lm_head")
+EXPERTS = ".experts."
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
 
 
-def not_served(content: Mapping[str, Any], architecture: str) -> list[str]:
+def not_served(content: Mapping[str, Any], architecture: str, modules: Sequence[str] = ()) -> list[str]:
     """Return what vLLM does not take of adapters; none: it serves them.
 
     Args:
         content: adapter_config.json.
         architecture: our family of the base.
+        modules: transformers' names of what is adapted.
     """
-    found = []
-    if architecture not in WITH_ADAPTERS:
-        found.append(f"adapters of architecture={architecture}")
+    found = list(_targets_not_served(content["target_modules"], architecture, modules))
     if content.get("use_dora"):
         found.append("DoRA")
     if content.get("modules_to_save"):
@@ -62,9 +68,20 @@ def not_served(content: Mapping[str, Any], architecture: str) -> list[str]:
     return found
 
 
-def served(content: Mapping[str, Any], architecture: str) -> str:
+def _targets_not_served(targets: Sequence[str], architecture: str, modules: Sequence[str]) -> Iterator[str]:
+    embeddings = [name for name in EMBEDDINGS if any(target.endswith(name) for target in targets)]
+    if architecture not in WITH_ADAPTERS:
+        yield f"adapters of architecture={architecture}"
+    elif embeddings and architecture not in WITH_EMBEDDINGS:
+        yield f"adapters of {' and '.join(embeddings)} of architecture={architecture}"
+    # its names of them are those of PEFT in some releases alone
+    if any(EXPERTS in module for module in modules):
+        yield "adapters of experts"
+
+
+def served(content: Mapping[str, Any], architecture: str, modules: Sequence[str] = ()) -> str:
     """Return a line that says how vLLM serves adapters, or what to do where it does not. Arguments of `not_served`."""
-    if refused := not_served(content, architecture):
+    if refused := not_served(content, architecture, modules):
         return f"vLLM does not serve {', '.join(refused)}: for it, merge them with {command_name('merge_adapter')}"
     # vLLM takes these values alone
     rank = next(limit for limit in MAX_RANKS if limit >= content["r"])
@@ -370,7 +387,8 @@ def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     )
     print_copied(copied)
     content = export.adapter_config(source.config, source.base_name)
-    print(served(content, source.config.model.architecture), flush=True)
+    adapted = [module.names[0] for module in export.AdaptedModel(source.config).adapted]
+    print(served(content, source.config.model.architecture, adapted), flush=True)
     if source.config.lora.lora_init != "default":
         print(
             "PiSSA's factors lose a part of what was trained where they are held in 16 bits, 12 to 15 % in a small "

@@ -21,11 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.cli.convert_checkpoint import served
+from megatron.parallel.context import ParallelContext
 from megatron.weights.huggingface import export_huggingface
 from megatron.weights.huggingface_source import HuggingFaceSource
-from megatron.weights.peft.export import AdaptedModel, export_adapter
-from tests.models.outputs import config_of
+from megatron.weights.peft.export import AdaptedModel, adapter_config, export_adapter
+from tests.models.outputs import config_of, logits_of
 from tests.models.test_adapters import lora
+from tests.models.test_expert_families import adapters_of, with_adapters
 from tests.weights.test_huggingface import config_json, save, save_tokenizer, weights
 
 transformers = pytest.importorskip("transformers")
@@ -47,6 +49,7 @@ OTHERS = {
     "GPT2LMHeadModel": r"transformer\.(wte\.weight|wpe\.weight|ln_f\.(weight|bias))",
 }
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.word_embeddings.weight", "transformer.wte.weight")
+SERVED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite")
 LLAMA_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"}
 
 
@@ -136,6 +139,34 @@ def test_adapters_are_what_vllm_reads(more: str, tmp_path: Path) -> None:
         assert scale == alpha / (rank**0.5 if more else rank)
     content = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert served(content, "llama") == "vLLM serves these adapters with --enable-lora --max-lora-rank 8"
+
+
+@pytest.mark.parametrize("kind", [*SERVED, "mixtral", "qwen3_moe", "granitemoe"])
+def test_adapters_on_other_families_are_what_peft_reads(kind: str, tmp_path: Path) -> None:
+    """vLLM reads these names and joins them by the names of transformers' modules; its table names the classes."""
+    peft = pytest.importorskip("peft")
+    theirs, config, model = with_adapters(kind, 0, lora_target_modules=("qkv_proj",) if kind == "phi3" else ("q_proj",))
+    export_adapter(tmp_path, config, adapters_of(model).items(), base_name=None)
+    tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        plain = theirs(tokens, use_cache=False).logits
+        expected = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()(tokens, use_cache=False).logits
+    found = logits_of(model, tokens, ParallelContext.single()).transpose(0, 1)
+    error, change = ((one - expected).abs().max() / expected.abs().max() for one in (found, plain))
+    assert error < 1e-5 < 1e-2 < change
+    content = json.loads((tmp_path / "adapter_config.json").read_text())
+    adapted = [module.names[0] for module in AdaptedModel(config).adapted]
+    assert served(content, config.model.architecture, adapted).startswith("vLLM serves these adapters")
+
+
+def test_adapters_of_experts_and_of_embeddings_are_named(tmp_path: Path) -> None:
+    for kind, targets, said in (
+        ("qwen3_moe", "all-linear", "vLLM does not serve adapters of experts: "),
+        ("qwen3", "embed_tokens", "vLLM does not serve adapters of embed_tokens of architecture=qwen3: "),
+    ):
+        _, config, _ = with_adapters(kind, 0, lora_target_modules=(targets,))
+        adapted = [module.names[0] for module in AdaptedModel(config).adapted]
+        assert served(adapter_config(config, None), config.model.architecture, adapted).startswith(said)
 
 
 @pytest.mark.parametrize(
