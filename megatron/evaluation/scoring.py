@@ -138,8 +138,10 @@ class _Row:
     spans: list[_Span]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
-    places: NDArray[np.int64]
-    """Place of the token that predicts each scored id."""
+    read: NDArray[np.int64]
+    """Places of the tokens that predict scored ids, in order, each once."""
+    predictors: NDArray[np.int64]
+    """Index in `read` of the token that predicts each scored id."""
     labels: NDArray[np.int64]
 
 
@@ -203,16 +205,27 @@ def _row(documents: Sequence[_Document]) -> _Row:
             requests.append(number)
             span.ends.append(len(tokens))
         spans.append(span)
-    arrays = [np.array(part, dtype=np.int64) for part in (tokens, positions, places, labels)]
-    return _Row(requests, spans, *arrays)
+    tokens_S, positions_S, places_K, labels_K = (
+        np.array(part, dtype=np.int64) for part in (tokens, positions, places, labels)
+    )
+    read, predictors_K = np.unique(places_K, return_inverse=True)
+    return _Row(requests, spans, tokens_S, positions_S, read, predictors_K, labels_K)
 
 
 class _BranchingTokens(CachedTokens):
     """The tokens of a row: each sees its context and its own branch. Nothing is cached."""
 
-    def __init__(self, spans: list[_Span], num_positions: int, positions_BS: Tensor) -> None:
+    def __init__(self, spans: list[_Span], num_positions: int, positions_BS: Tensor, read: Tensor) -> None:
         self._spans, self.num_positions, self.positions_BS = spans, num_positions, positions_BS
+        self._read = read
         self._angles = {}
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """[S, 1, H] -> [read, 1, H]"""
+        # of a dataset's row every token is read
+        if len(self._read) == len(x):
+            return x
+        return x[self._read]
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the context of q [S, 1, n, d] over k and v [S, 1, k, d]: [S, 1, n d]."""
@@ -257,7 +270,7 @@ class RowGraphs:
         """Number of graphs captured."""
         return self._graphs.count
 
-    def run(self, layout: Hashable, forward: Callable[[Tensor, Tensor], Any], inputs: tuple[Tensor, Tensor]) -> Any:
+    def run(self, layout: Hashable, forward: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         """Return forward(*inputs); the next row may overwrite it."""
         # a capture runs the pass twice more; a layout that comes once is not worth it
         if layout in self._seen:
@@ -280,29 +293,39 @@ def _run(
         else:
             inside = messages.receive(num_tokens, 1)
         positions = torch.from_numpy(row.positions).unsqueeze(0).to(ctx.device)
-        outputs = _forward(model, row, inside, positions, graphs)
+        read, predictors, labels = (
+            torch.from_numpy(part).to(ctx.device) for part in (row.read, row.predictors, row.labels)
+        )
+        outputs = _forward(model, row, (inside, positions, read), graphs)
         if not ctx.is_last_stage:
             hidden = unpack(outputs)[0]
             hidden = hidden if graphs is None else hidden.clone()  # the next graph may overwrite it
             messages.send(hidden, num_tokens, 1)
             continue
-        places, labels = (torch.from_numpy(part).to(ctx.device) for part in (row.places, row.labels))
         hidden, weight = outputs
-        scores = label_scores(places, hidden, weight, labels, ctx)
+        scores = label_scores(predictors, hidden, weight, labels, ctx)
         if ctx.tensor_rank == 0:
             yield row, scores
     messages.end()
 
 
-def _forward(model: InferenceModel, row: _Row, inside: Tensor, positions: Tensor, graphs: RowGraphs | None) -> Any:
-    """Return what this stage makes of a row: its tokens [1, S], or the hidden states [S, 1, H] of the stage before."""
+def _forward(model: InferenceModel, row: _Row, inputs: tuple[Tensor, Tensor, Tensor], graphs: RowGraphs | None) -> Any:
+    """Return what this stage makes of a row; the last stage has the hidden states of the places that are read alone.
+
+    `inputs`: its tokens [1, S], or the hidden states [S, 1, H] of the stage before; positions [1, S]; places to read.
+    """
     num_positions = int(row.positions.max()) + 1
 
-    def forward(inside: Tensor, positions_BS: Tensor) -> Any:
-        return model.forward_stage((inside, _BranchingTokens(row.spans, num_positions, positions_BS)))
+    def forward(inside: Tensor, positions_BS: Tensor, read: Tensor) -> Any:
+        tokens = _BranchingTokens(row.spans, num_positions, positions_BS, read)
+        outputs = model.forward_stage((inside, tokens))
+        if not model.ctx.is_last_stage or model.drops_unwanted:
+            return outputs
+        hidden, weight = outputs
+        return tokens.wanted(hidden), weight
 
     if graphs is None:
-        return forward(inside, positions)
-    # the spans steer Python's slices and calls, which a graph has fixed
+        return forward(*inputs)
+    # the spans steer Python's slices and calls, which a graph has fixed; they decide how many places are read
     layout = num_positions, tuple((span.begin, span.context_end, *span.ends) for span in row.spans)
-    return graphs.run(layout, forward, (inside, positions))
+    return graphs.run(layout, forward, inputs)

@@ -80,6 +80,17 @@ def test_scores_are_those_of_transformers(ranks: RankPools, folders: dict[str, P
             assert is_greedy == is_their_greedy
 
 
+def test_the_last_layer_computes_what_predicts_a_scored_id(ranks: RankPools, folders: dict[str, Path]) -> None:
+    requests = requests_of(folders["llama_gqa"])
+    contexts = {context for context, _ in requests}
+    behind = sum(len(ids) - 1 for _, ids in requests)
+    (counts,) = ranks(1)(stages.tokens_of_mlps, {"load": str(folders["llama_gqa"])}, requests)
+    *others, last = counts
+    assert set(others) == {sum(map(len, contexts)) + behind}
+    # a context's last token predicts the first ids of all its continuations
+    assert last == len(contexts) + behind < others[0]
+
+
 def test_what_cannot_be_scored_is_named(ranks: RankPools, folders: dict[str, Path]) -> None:
     requests: list[Request] = [((1,), (2,)), ((), (3,)), ((4,), ()), ((5,), (VOCABULARY,)), ((6,) * 20, (7,) * 30)]
     with pytest.raises(RankFailure) as failure:

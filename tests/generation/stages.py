@@ -17,6 +17,7 @@ from megatron.generation.options import GenerationOptions, LoadOptions
 from megatron.generation.requests import Request
 from megatron.generation.saved_model import parallel_options
 from megatron.models.embedding import unpack
+from megatron.models.transformer import TransformerLayer
 from megatron.parallel.context import ParallelContext
 from tests.training import layouts
 
@@ -75,6 +76,21 @@ def scores(options: dict[str, Any], requests: list[tuple[tuple[int, ...], tuple[
     model.forward_stage = counted  # type: ignore[method-assign]
     found = score(model, [Continuation(*request) for request in requests], **settings)
     return [(each.logprobs, each.is_greedy) for each in found], sum(computed)
+
+
+def tokens_of_mlps(options: dict[str, Any], requests: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[int]:
+    """Number of tokens that each layer's MLP computes for these requests."""
+    model = loaded(options)
+    layers = [layer for layer in model.module.modules() if isinstance(layer, TransformerLayer)]
+    counts = [0] * len(layers)
+
+    def count(number: int, hidden: torch.Tensor) -> None:
+        counts[number] += len(hidden)
+
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda _, inputs, number=number: count(number, inputs[0]))
+    score(model, [Continuation(*request) for request in requests], row_tokens=40)
+    return counts
 
 
 def texts_by_form(
