@@ -45,6 +45,8 @@ class LayerMemory:
     """From the forward pass to the layer's backward pass."""
     backward: int
     """More than `kept` at the peak of the layer's backward pass: gradients of activations, and what is recomputed."""
+    forward: int = 0
+    """More than `kept` at the end of the layer's forward pass: the inside of an MLP that is recomputed."""
     products: tuple[GradientMoment, ...] = ()
     """Moments that may need more than that peak, once the gradients are counted."""
 
@@ -212,12 +214,13 @@ class _TransformerLayer:
             # the input is kept, and everything else is back when the backward pass begins
             again = self.kept - _kept_input(self._layer, sizes)
             backward = again + max(self._mlp_backward, self._attention_backward, self._core_backward)
-            return LayerMemory(sizes.stream_bytes, backward, tuple(self._weight_gradients(recomputed=again)))
-        no_core = no_mlp = no_norms = 0
+            moments = tuple(self._weight_gradients(recomputed=again))
+            return LayerMemory(sizes.stream_bytes, backward, self._inside_mlp, moments)
+        no_core = no_mlp = no_norms = forward = 0
         if "core_attn" in recomputed:
             no_core = self._of_cores - sum(core.recomputed_from_bytes for core in self._cores)
         if "mlp" in recomputed:
-            no_mlp = self._inside_mlp
+            no_mlp = forward = self._inside_mlp
         elif "mlp_act" in recomputed:
             no_mlp = self._activated + self._experts.activated
         if "layernorm" in recomputed:
@@ -225,7 +228,7 @@ class _TransformerLayer:
         # what is dropped is back during its own backward pass; the norms' outputs after its peak
         backward = no_mlp + max(self._mlp_backward, no_core + max(self._attention_backward, self._core_backward))
         moments = tuple(self._weight_gradients(recomputed=no_mlp))
-        return LayerMemory(self.kept - no_core - no_mlp - no_norms, backward, moments)
+        return LayerMemory(self.kept - no_core - no_mlp - no_norms, backward, forward, moments)
 
     # Kept from the forward pass
 

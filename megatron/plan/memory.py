@@ -62,7 +62,9 @@ class Stage:
 def memory_by_stage(config: Config, layout: Layout) -> list[Stage]:
     """Return what each rank of each pipeline stage needs, with the activations that its schedule keeps alive.
 
-    Not counted: what the allocator and the communication library keep for themselves, and kernels' work space.
+    Not counted: what the allocator and the communication library keep for themselves, and kernels' work space; and of
+    cuda_graph_impl=local the graphs' own memory, which holds inputs, activations and outputs of each microbatch in
+    flight from the second step on.
     """
     layers, stages = declared_layers(config), []
     schedule = schedule_of(config, num_microbatches(config.training, layout.num_batch_ranks))
@@ -291,7 +293,8 @@ class _BackwardPass:
             yield "loss, forward", self._at(last, loss.forward)
             yield "loss, backward", self._at(last, loss.backward)
         if state.prefetched:
-            work = state.prefetched if self._is_first else state.prefetched + state.still_gathered
+            # in the last transformer layer; its own sums and norms take no more than what is kept after it
+            work = state.prefetched + max(layer.memory.forward for layer in step.layers)
             yield "end of the forward pass", self._at(step.layers[-1], work)
         self._gradients += state.microbatch_gradients
         if self._is_first:
@@ -300,6 +303,8 @@ class _BackwardPass:
             work = max(layer.memory.backward, self._weight_gradients(layer))
             yield f"backward of {layer.name}", self._at(layer, work)
             numbers = layer.gradient // step.number_bytes
+            if layer.name == self._tied_name and not self._waiting:
+                numbers = 0  # a tied weight has one gradient, which comes with its second use
             if state.bucket and self._bucketed + numbers > state.bucket:
                 yield "reduction", self._at(layer, state.at_reduction)
                 self._bucketed = 0

@@ -21,6 +21,7 @@ from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import declared_layers, held_numel, held_shards, of_layers, parameters_of_layer
 from megatron.plan.matrices import MatrixUpdate
 from megatron.plan.microbatch import BYTES
+from megatron.plan.partitions import whole_parameters
 from megatron.plan.pipeline import stage_ranges
 from megatron.runtime.device import Device
 from megatron.runtime.devices import planned_device
@@ -38,6 +39,8 @@ PERSISTENT_PARAMETER = 100_000
 BUCKETS = 8
 """Into which we cut the gradients of a model, within the two sizes below: more overlap, and fewer large collectives."""
 SMALLEST_BUCKET, LARGEST_BUCKET = 1_000_000, 40_000_000
+GLOO_SEGMENT = 2**20
+"""Bytes of the largest piece in which gloo sums over ranks."""
 FLOAT32 = BYTES["fp32"]
 """Bytes of a number of the master weights and the optimizer's states, whatever the precision of the run."""
 
@@ -108,8 +111,6 @@ class SharedState:
     prefetched: int = 0
     """The flat buffer that ranks gathered weights into: it lives, beside the weights copied from it, until the forward
     pass has come to the last of them."""
-    still_gathered: int = 0
-    """Weights of a backward pass that stay gathered, beside those that the next forward pass gathers (ZeRO-3)."""
     host: int = 0
     """Offloaded to the host's memory."""
 
@@ -302,7 +303,15 @@ class ZeroRank:
             flat += staged_bytes * numbers
         if self.sent_bytes != staged_bytes:  # and in the dtype of communication, where that differs
             flat += self.sent_bytes * numbers
-        return flat
+        return flat + self.received_pieces(self.sent_bytes * numbers)
+
+    def received_pieces(self, num_bytes: int) -> int:
+        """Return the two pieces that gloo receives into, one while it adds the other, to sum so many bytes."""
+        if self.grad_size == 1 or not self.device.collectives_are_gloo:
+            return 0
+        pieces = max(-(-num_bytes // GLOO_SEGMENT), 2 * self.grad_size)
+        pieces += -pieces % self.grad_size  # as many for each rank
+        return 2 * -(-num_bytes // pieces)
 
 
 def _with_average(rank: ZeroRank, state: SharedState) -> SharedState:
@@ -405,7 +414,8 @@ def _zero_2(rank: ZeroRank) -> SharedState:
         return replace(state, step_gradients=partition, at_reduction=flat)
     # for the update the partition is flattened, and converted to float32
     at_update = partition + rank.float32_bytes
-    return replace(state, later_gradients=partition, at_reduction=max(flat, partition), at_update=at_update)
+    kept = rank.sum_bytes * whole_parameters(rank.layers, rank.layout)
+    return replace(state, later_gradients=kept, at_reduction=max(flat, kept), at_update=at_update)
 
 
 def _zero_3(rank: ZeroRank) -> SharedState:
@@ -420,18 +430,15 @@ def _zero_3(rank: ZeroRank) -> SharedState:
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
-    at_reduction, gathered, prefetched, table = full_bucket, 0, 0, 0
+    at_reduction, gathered, prefetched = full_bucket, 0, 0
     if rank.device.collectives_are_gloo:  # it copies what it reduces
-        at_reduction += full_bucket
+        at_reduction += full_bucket + rank.received_pieces(full_bucket)
     if gathers:
         at_reduction += ends * rank.number_bytes
         cut = rank.parameters if rank.config.optimizer.offload_param else rank.parameters - whole
         gathered = min(cut, REUSE_DISTANCE // 2) * rank.number_bytes
         if rank.shard_size > 1:  # DeepSpeed gathers all that the bucket takes before the first layer
             prefetched = min(cut, rank.user.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET)) * rank.number_bytes
-            table = _parameters(rank.layers[:1], rank.layout) * rank.number_bytes
-            if not rank.config.model.untie_embeddings_and_output_weights:  # held twice, as runs show
-                gathered += table
     return replace(
         rank.without_gradients(),
         weights=weights * rank.number_bytes,
@@ -441,7 +448,6 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         at_reduction=at_reduction,
         gathered=gathered,
         prefetched=prefetched,
-        still_gathered=table,
     )
 
 

@@ -427,6 +427,7 @@ class SequentialEngine(Engine):
                 loss = self._forward(inputs, targets)
             with self.timers("backward-compute"):
                 self._backward(loss)
+            del loss  # its graph holds the output's weight and input, which the next forward pass would have beside it
             with self.timers("optimizer"):
                 engine.step()
 

@@ -148,6 +148,15 @@ def test_no_matrix_is_held_in_float32() -> None:
 
 
 @pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize(("m", "k", "n"), [(4000, 1536, 256), (256, 1025, 3000), (60, 1024, 200), (1, 2, 3)])
+def test_the_plan_counts_the_largest_block(m: int, k: int, n: int) -> None:
+    a, b, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((m, k), (k, n), (m, n)))
+    with LiveBytes([a, b, out]) as live:
+        products.mm(a, b, out=out)
+    assert live.peak - sum(each.nbytes for each in (a, b, out)) == block_sizes.block_bytes(m, k, n)
+
+
+@pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("beta", [0, 1])
 def test_a_float32_sum_is_added_to_where_it_is(beta: int) -> None:
     a, b = torch.zeros(2048, 64, dtype=torch.bfloat16), torch.zeros(64, 1024, dtype=torch.bfloat16)

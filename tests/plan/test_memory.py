@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.plan.attention_core import stores_attention_scores
 from megatron.plan.flops import count_parameters, declared_layers, parameters_of_layer
 from megatron.plan.memory import memory_by_stage
+from megatron.plan.partitions import whole_parameters
 from megatron.plan.zero import held_layers, reduce_bucket_size, shared_state
 from megatron.settings.command_line import parse_arguments
 from megatron.settings.validation import check
@@ -33,6 +35,8 @@ OFTEN = {
     "Bloom, fp32, selective, dropout",
     "weights, fp32, ZeRO 2, offload",
     "weights, bf16, sums in bf16, DP 2",
+    "weights, fp32, ZeRO 2, DP 2",
+    "Bloom, bf16, ZeRO 3, one microbatch, DP 2",
     "weights, bf16, ZeRO 3, DP 2",
     "weights, bf16, LoRA, ZeRO 3, DP 2",
     "layers, bf16, LoRA, ZeRO 3, full, DP 2",
@@ -224,6 +228,28 @@ def test_a_bucket_is_no_larger_than_the_gradients_that_it_takes(tmp_path: Path) 
     run = config(optimizer={"zero_stage": 2}, training={"deepspeed_config": str(users)})
     assert zero_settings(run) == {"reduce_bucket_size": 1000}
     assert deepspeed_config(run, Layout())["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 5, 64])
+def test_a_partition_keeps_whole_gradients_of_the_parameters_that_deepspeed_puts_into_it(partitions: int) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    run = config({"num_layers": 3, "freeze": ("layers.1.*",)}, optimizer={"zero_stage": 2})
+    layers, sizes = held_layers(declared_layers(run)), []
+    trained = [shard for layer in layers for shard in layer.shards.values() if shard.trained]
+    for partition in range(partitions):
+        kept = 0
+        for matrices in (True, False):
+            group = [
+                torch.empty(shard.local_shape(1), device="meta")
+                for shard in trained
+                if (len(shard.shape) > 1) == matrices
+            ]
+            length = -(-sum(each.numel() for each in group) // partitions)
+            inside, *_ = DeepSpeedZeroOptimizer.get_partition_info(None, group, length, partition)
+            kept += sum(each.numel() for each in inside)
+        sizes.append(kept)
+    assert whole_parameters(layers, copies(run, partitions)) == max(sizes)
 
 
 def test_tied_embedding_is_held_once_on_one_stage_and_on_both_ends_of_a_pipeline() -> None:

@@ -59,12 +59,18 @@ def most_columns(num_rows: int) -> int:
     return FEW_COLUMNS
 
 
+def block_size(size: int, largest: int) -> int:
+    """Return the size of the blocks of a dimension: nearly equal ones, as few as may be."""
+    count = max(1, -(-size // largest))
+    return -(-size // count)
+
+
 def block_bytes(m: int, k: int, n: int, *, adds: bool = False) -> int:
     """Return the bytes of a block in float32 of [m, k] times [k, n], both factors and the sum.
 
     `adds`: the sum is that of a float32 tensor, in place.
     """
-    rows, summed, columns = min(m, ROWS), min(k, SUMMED), min(n, most_columns(m))
+    rows, summed, columns = block_size(m, ROWS), block_size(k, SUMMED), block_size(n, most_columns(m))
     numbers = rows * summed + summed * columns
     if not adds:
         numbers += rows * columns

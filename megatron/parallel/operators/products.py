@@ -81,8 +81,7 @@ def _blocks(size: int, largest: int) -> Iterator[slice]:
     """Yield slices of nearly equal size, at most the largest."""
     if not size:
         return
-    count = -(-size // largest)
-    step = -(-size // count)
+    step = block_sizes.block_size(size, largest)
     for begin in range(0, size, step):
         yield slice(begin, min(begin + step, size))
 
