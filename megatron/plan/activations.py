@@ -46,7 +46,7 @@ class LayerMemory:
     backward: int
     """More than `kept` at the peak of the layer's backward pass: gradients of activations, and what is recomputed."""
     forward: int = 0
-    """More than `kept` at the end of the layer's forward pass: the inside of an MLP that is recomputed."""
+    """More than `kept` in the layer's forward pass: the inside of an MLP that is recomputed."""
     products: tuple[GradientMoment, ...] = ()
     """Moments that may need more than that peak, once the gradients are counted."""
 
@@ -215,7 +215,8 @@ class _TransformerLayer:
             again = self.kept - _kept_input(self._layer, sizes)
             backward = again + max(self._mlp_backward, self._attention_backward, self._core_backward)
             moments = tuple(self._weight_gradients(recomputed=again))
-            return LayerMemory(sizes.stream_bytes, backward, self._inside_mlp, moments)
+            forward = self._inside_mlp + self._of_products(self._linears)
+            return LayerMemory(sizes.stream_bytes, backward, forward, moments)
         no_core = no_mlp = no_norms = forward = 0
         if "core_attn" in recomputed:
             no_core = self._of_cores - sum(core.recomputed_from_bytes for core in self._cores)

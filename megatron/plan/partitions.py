@@ -1,10 +1,15 @@
-"""Flat partitions into which ZeRO cuts the groups of an optimizer (training/optimizers/groups.py), in numbers."""
+"""Parameters that ZeRO has whole on a rank for a time, in numbers.
+
+Of the flat partitions into which it cuts the groups of an optimizer (training/optimizers/groups.py), and of a forward
+pass.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron.options.config import Config
 from megatron.parallel.layout import Layout
 from megatron.parallel.shards import LayerDeclaration
 from megatron.plan.flops import held_numel, held_shards
@@ -28,6 +33,22 @@ def whole_parameters(layers: Sequence[LayerDeclaration], layout: Layout) -> int:
                 kept[partition] += numel
             start += numel
     return max(kept.values(), default=0)
+
+
+def read_by_forward_alone(config: Config, layers: Sequence[LayerDeclaration], layout: Layout) -> list[int]:
+    """Return the sizes of the parameters before the first trained layer, which no backward pass reads.
+
+    ZeRO-3 gives them back after their own forward pass.
+    """
+    if not config.model.untie_embeddings_and_output_weights:
+        layers = layers[1:]  # the table is read again at the end
+    sizes: list[int] = []
+    for layer in layers:
+        shards = held_shards(layer, layout)
+        if any(shard.trained for shard in shards):
+            break
+        sizes += [held_numel(shard, layout) for shard in shards if not shard.quantized]
+    return sizes
 
 
 def _groups(layers: Sequence[LayerDeclaration], layout: Layout) -> dict[Group, list[int]]:

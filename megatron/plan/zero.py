@@ -21,7 +21,7 @@ from megatron.parallel.shards import LayerDeclaration, Shard
 from megatron.plan.flops import declared_layers, held_numel, held_shards, of_layers, parameters_of_layer
 from megatron.plan.matrices import MatrixUpdate
 from megatron.plan.microbatch import BYTES
-from megatron.plan.partitions import whole_parameters
+from megatron.plan.partitions import read_by_forward_alone, whole_parameters
 from megatron.plan.pipeline import stage_ranges
 from megatron.runtime.device import Device
 from megatron.runtime.devices import planned_device
@@ -427,6 +427,7 @@ def _zero_3(rank: ZeroRank) -> SharedState:
         weights += whole
     # those of the first and the last layer are still gathered at the reduction
     ends = _parameters(held_layers([rank.layers[0], rank.layers[-1]]), rank.layout)
+    unread = read_by_forward_alone(rank.config, rank.layers, rank.layout)
     offloads_to_host = rank.config.optimizer.offload_param and not rank.device.is_host
     gathers = rank.shard_size > 1 or offloads_to_host
     full_bucket = rank.sent_bytes * min(rank.bucket, rank.parameters)
@@ -436,7 +437,8 @@ def _zero_3(rank: ZeroRank) -> SharedState:
     if gathers:
         at_reduction += ends * rank.number_bytes
         cut = rank.parameters if rank.config.optimizer.offload_param else rank.parameters - whole
-        gathered = min(cut, REUSE_DISTANCE // 2) * rank.number_bytes
+        given_back = sum(size for size in unread if size > PERSISTENT_PARAMETER)
+        gathered = min(cut - given_back, REUSE_DISTANCE // 2) * rank.number_bytes
         if rank.shard_size > 1:  # DeepSpeed gathers all that the bucket takes before the first layer
             prefetched = min(cut, rank.user.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET)) * rank.number_bytes
     return replace(
