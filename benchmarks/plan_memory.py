@@ -140,6 +140,18 @@ CPU_CASES = [
     ),
     Case("Bloom, fp32, ZeRO 3, CP 2", f"{FEW_LAYERS} {BLOOM} --hidden-size 512 --zero-stage 3 {RING}", 2),
     Case(
+        "Bloom, fp32, LoRA, ZeRO 3, full, DP 2",
+        f"{FEW_LAYERS} {BLOOM} --hidden-size 384 --num-layers 4 --seq-length 200 --micro-batch-size 2 "
+        f"--global-batch-size 8 --zero-stage 3 --recompute-granularity full {LORA} --lora-target-modules all-linear",
+        2,
+    ),
+    Case(
+        "Llama GQA, fp32, DoRA, ZeRO 3, DP 2",
+        f"{FEW_LAYERS} {LLAMA} --num-query-groups 2 --ffn-hidden-size 352 --vocab-size 6378 --seq-length 512 "
+        f"--zero-stage 3 {LORA} --use-dora --lora-target-modules all-linear",
+        2,
+    ),
+    Case(
         "GPT-2, bf16, ZeRO 3, long rows, DP 2",
         f"{FEW_LAYERS} {GPT2} --bf16 --zero-stage 3 --seq-length 512 --micro-batch-size 3 --global-batch-size 12",
         2,

@@ -133,7 +133,7 @@ def _layout_rows(config: Config, layout: Layout, devices_per_node: int) -> Itera
         kept += ", activations in host memory"
     yield "precision", f"{training.precision}{products}, {kept}"
     if training.cuda_graph_impl == "local":
-        yield "", "layers replayed as CUDA graphs, whose memory and time are not counted"
+        yield "", "layers run as CUDA graphs, whose memory and time are not counted"
     if training.precision in planned_device(parallel.device).widened():
         yield "", WIDENED.format(training.precision)
     yield "ZeRO", _zero_text(config)

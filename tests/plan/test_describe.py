@@ -138,6 +138,14 @@ def test_one_tensor_parallel_rank_has_no_sequence_parallelism(tensor_size: int) 
     assert ("sequence parallel" in text) == (tensor_size > 1)
 
 
+@pytest.mark.parametrize("graphs", ["none", "local"])
+def test_a_plan_says_that_it_counts_no_graphs(graphs: str) -> None:
+    run = config(training={"cuda_graph_impl": graphs}, parallel={"device": "cuda"})
+    text = describe(run, nodes=1, devices_per_node=1, title="a plan", check=check)
+    assert ("CUDA graphs, whose memory and time are not counted" in text) == (graphs == "local")
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_plan_imports_neither_torch_nor_deepspeed() -> None:
     code = "import sys, megatron.plan.describe; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
