@@ -355,13 +355,15 @@ def _peak_cpu(step: Any, allocations: Allocations) -> Peak:
 
 def _most_of_stage(measured: int, ctx: Any) -> int:
     """Return the most bytes of a rank of this stage: those that share parameters keep unequal parts of them."""
+    import torch
     import torch.distributed as dist
 
     if ctx.world_size == 1:
         return measured
-    by_rank: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(by_rank, (ctx.stage, measured))
-    return max(size for stage, size in by_rank if stage == ctx.stage)
+    by_stage = torch.zeros(ctx.num_stages, dtype=torch.int64)
+    by_stage[ctx.stage] = measured
+    dist.all_reduce(by_stage, op=dist.ReduceOp.MAX)
+    return int(by_stage[ctx.stage])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
