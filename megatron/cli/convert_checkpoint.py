@@ -277,7 +277,7 @@ def verify(source: WholeModel, opening: Opening, precision: Precision, limit: in
     """
     from megatron.weights import conversion
 
-    result = conversion.open_model(opening.path, opening.preset, architecture=opening.architecture)
+    result = conversion.open_model(opening)
     with progress_bar("verifying", source.num_parameters, PARAMETERS) as bar:
         if workers is None:
             compared = conversion.compare_tensors(source, result, precision, bar.update)
@@ -325,7 +325,8 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     from megatron.weights.folder_files import check_space
 
     given = (arguments.config, arguments.max_drift, arguments.architecture, arguments.weights)
-    source = conversion.open_model(arguments.load, *given)
+    opening = conversion.Opening(Path(arguments.load), *given)
+    source = conversion.open_model(opening)
     precision: Precision = source.config.training.precision
     if arguments.to == "hf" and arguments.dtype:
         precision = DTYPES[arguments.dtype]
@@ -335,7 +336,6 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
     # before anything is written
     check_space(work, conversion.needed_bytes(source, arguments.to, precision), "--save")
     print(f"reading {source.source.title}: {source.source.folder}, {source.num_parameters:,} parameters", flush=True)
-    opening = conversion.Opening(Path(arguments.load), *given)
     count = conversion.num_workers(source, arguments.workers)
     with contextlib.ExitStack() as stack:
         workers = None
@@ -361,13 +361,13 @@ def convert_model(work: Path, arguments: argparse.Namespace) -> None:
 def convert_adapters(work: Path, arguments: argparse.Namespace) -> None:
     """Convert a checkpoint of adapters into an empty folder, in PEFT's format, and compare every tensor."""
     from megatron.checkpoint.reader import use_average
-    from megatron.weights.conversion import open_adapters
+    from megatron.weights.conversion import Opening, open_adapters
     from megatron.weights.folder_files import check_space
     from megatron.weights.huggingface_files import DTYPES as TYPES
     from megatron.weights.model import count
     from megatron.weights.peft import export
 
-    source = open_adapters(arguments.load, arguments.config, arguments.max_drift)
+    source = open_adapters(Opening(Path(arguments.load), arguments.config, arguments.max_drift))
     if arguments.weights == "ema":
         use_average(source.checkpoint)
     precision: Precision = DTYPES.get(arguments.dtype, "fp32")

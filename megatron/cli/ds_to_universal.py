@@ -44,11 +44,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> str:
     """Verify and convert, and return the report."""
-    from megatron.weights.conversion import open_any
+    from megatron.weights.conversion import Opening, open_any
     from megatron.weights.deepspeed.files import FILE_OF_KIND
     from megatron.weights.deepspeed.universal import point_latest, write
 
-    checkpoint = open_any(arguments.input_folder, arguments.config, arguments.max_drift)
+    checkpoint = open_any(Opening(arguments.input_folder, arguments.config, arguments.max_drift))
     checked = checkpoint.verify()
     output = Path(arguments.output_folder)
     write(checkpoint, output)

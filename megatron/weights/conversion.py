@@ -96,22 +96,36 @@ def recognise(path: Path) -> Format:
     )
 
 
-def open_any(path: Path, preset: str | None = None, max_drift: float | None = None) -> WeightSource:
+@dataclass(frozen=True)
+class Opening:
+    """Way to open a checkpoint, by which each process opens one for itself."""
+
+    path: Path
+    preset: str | None = None
+    """Describes a model without a config."""
+    max_drift: float | None = None
+    """Largest of Megatron's copies; replaces deepspeed_checkpoint.MAX_DRIFT."""
+    architecture: str | None = None
+    """Family outside this package that a folder of transformers may be of."""
+    weights: str = "trained"
+    """Or "ema", the moving average of a run's."""
+
+
+def open_any(opening: Opening) -> WeightSource:
     """Open a checkpoint of a run, of DeepSpeed or of Megatron-LM, or the newest of a run's folder.
 
-    `preset` describes a model without a config.
-    `max_drift`, of Megatron's copies, replaces deepspeed_checkpoint.MAX_DRIFT. Raises CheckpointError, ConfigError.
+    Raises CheckpointError, ConfigError.
     """
+    path = opening.path
     if not path.is_dir():
         raise CheckpointError(f"{path} is {'a file' if path.exists() else 'not there'}; give a checkpoint's folder")
     known = next((known for known in (NATIVE, MEGATRON_CORE, MEGATRON_LM) if known.holds(path)), DEEPSPEED)
-    return _opened(path, known, preset, max_drift)
+    return _opened(opening, known)
 
 
-def _opened(
-    path: Path, known: Format, preset: str | None, max_drift: float | None, architecture: str | None = None
-) -> WeightSource:
+def _opened(opening: Opening, known: Format) -> WeightSource:
     """Open a folder of this format. Raises CheckpointError also for options that would have no effect on it."""
+    path, preset, max_drift, architecture = opening.path, opening.preset, opening.max_drift, opening.architecture
     if known not in (DEEPSPEED, MEGATRON_CORE, MEGATRON_LM, TORCHTITAN) and preset is not None:
         raise CheckpointError(f"--config {preset}: {path} contains its model's config; leave the option out")
     if known not in (DEEPSPEED, MEGATRON_LM) and max_drift is not None:
@@ -126,21 +140,11 @@ def _opened(
     return source
 
 
-def open_model(
-    path: Path,
-    preset: str | None = None,
-    max_drift: float | None = None,
-    architecture: str | None = None,
-    weights: str = "trained",
-) -> WholeModel:
-    """Open and check a whole model in any format; options as of `open_any`.
-
-    `architecture`: a family outside this package that a folder of transformers may be of. `weights`: "ema" for the
-    moving average of a run's. Raises CheckpointError or ConfigError.
-    """
-    known = recognise(path)
-    source = _opened(path, known, preset, max_drift, architecture)
-    if weights == AVERAGE:
+def open_model(opening: Opening) -> WholeModel:
+    """Open and check a whole model in any format. Raises CheckpointError or ConfigError."""
+    known = recognise(opening.path)
+    source = _opened(opening, known)
+    if opening.weights == AVERAGE:
         use_average(source)
     if known is DEEPSPEED and source.config is None:
         raise CheckpointError(
@@ -160,20 +164,8 @@ SHARES_OF_WORKER = 4
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Opening:
-    """Arguments of `open_model`, by which each process opens a model for itself."""
-
-    path: Path
-    preset: str | None = None
-    max_drift: float | None = None
-    architecture: str | None = None
-    weights: str = "trained"
-
-
-@functools.cache
-def _opened_by(opening: Opening) -> WholeModel:
-    return open_model(opening.path, opening.preset, opening.max_drift, opening.architecture, opening.weights)
+_opened_by = functools.cache(open_model)
+"""The model of an opening, opened once in each process."""
 
 
 def num_workers(model: WholeModel, given: int | None) -> int:
@@ -275,12 +267,13 @@ def _compare_share(opening: Opening, names: list[str], number: int, result: Open
     return compare_tensors(_opened_by(opening), _opened_by(result), precision, names=names)
 
 
-def open_adapters(path: Path, preset: str | None = None, max_drift: float | None = None) -> NativeAdapter:
-    """Open a checkpoint of adapters; options as of `open_any`. Raises CheckpointError."""
+def open_adapters(opening: Opening) -> NativeAdapter:
+    """Open a checkpoint of adapters. Raises CheckpointError."""
+    path = opening.path
     known = recognise(path)
     if known is not NATIVE:
         raise CheckpointError(f"--load {path} is {known.title}, a whole model; only checkpoints of a run hold adapters")
-    checkpoint = _opened(path, known, preset, max_drift)
+    checkpoint = _opened(opening, known)
     assert isinstance(checkpoint, Checkpoint)
     return native_adapter(checkpoint)
 

@@ -61,7 +61,7 @@ def made_of(export: Path) -> dict[str, Any]:
 
 def assert_is_checkpoint(export: Path, checkpoint: Path) -> None:
     """The very weights, in a folder that transformers reads whole."""
-    native, theirs = conversion.open_model(checkpoint), HuggingFaceSource(export)
+    native, theirs = conversion.open_model(conversion.Opening(checkpoint)), HuggingFaceSource(export)
     assert made_of(export)["token"] == native.source.token  # type: ignore[attr-defined]
     for name, tensor in native.tensors():
         assert torch.equal(theirs.read_full(name), tensor), name
@@ -173,7 +173,10 @@ def test_an_export_has_our_logits_in_transformers(
     assert not loaded["missing_keys"]
     assert not loaded["unexpected_keys"]
     assert model.dtype == (torch.bfloat16 if "bf16" in layout else torch.float32)
-    native, found = conversion.open_model(tmp_path / "saved"), conversion.open_model(export)
+    native, found = (
+        conversion.open_model(conversion.Opening(tmp_path / "saved")),
+        conversion.open_model(conversion.Opening(export)),
+    )
     precision = native.config.training.precision
     assert conversion.compare_tensors(native, found, precision, lambda numel: None) > 10
     assert "largest logit difference" in conversion.compare_logits(native, found, precision)

@@ -87,7 +87,7 @@ def test_logits_are_those_of_megatron_core(saved: Saved, kind: str, singleton: b
     """The model as its own arguments describe it."""
     folder, expected = saved(kind, singleton, TP2_PP2)
     assert recognise(folder).name == "megatron-core"
-    model = conversion.open_model(folder)
+    model = conversion.open_model(conversion.Opening(folder))
     assert model.source.kinds == ("weight", "exp_avg", "exp_avg_sq")
     assert model.source.metadata["progress"] == {"iteration": STEPS, "consumed_samples": STEPS * 8}
     assert model.source.metadata["optimizer"] == {"step": STEPS}

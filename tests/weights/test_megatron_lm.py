@@ -111,7 +111,7 @@ def test_a_given_model_is_compared_and_drops_the_padding(written: Path) -> None:
 def test_conversion_and_the_launcher_know_the_folder(written: Path, tmp_path: Path) -> None:
     assert formats.recognise(written) is formats.MEGATRON_LM
     assert formats.recognise(written / "iter_0000100") is formats.MEGATRON_LM
-    model = conversion.open_model(written)
+    model = conversion.open_model(conversion.Opening(written))
     result = whole_model(conversion.write_native(model, tmp_path / "native", lambda _: None))
     assert conversion.compare_tensors(model, result, "fp32", lambda _: None) == len(model.source.parameters)
     sizes = "--architecture bloom --num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 112"

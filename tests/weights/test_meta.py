@@ -105,7 +105,7 @@ def test_it_is_converted_to_transformers_and_to_a_run(tmp_path: Path, capsys: py
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     with torch.no_grad():
         assert_near(theirs(TOKENS).logits, logits(release, state, TOKENS))
-    native = conversion.open_model(tmp_path / "native")
+    native = conversion.open_model(conversion.Opening(tmp_path / "native"))
     assert_near(conversion.our_logits(native, TOKENS, "fp32"), logits(release, state, TOKENS))
 
 

@@ -176,7 +176,10 @@ def test_it_is_converted_by_its_config_or_a_preset(tmp_path: Path) -> None:
     assert _convert(folder, tmp_path / "native", "native", *preset) == 0
     described(folder / "step-7")
     assert _convert(folder, tmp_path / "hf", "hf", "--no-verify") == 0
-    native, exported = conversion.open_model(tmp_path / "native"), conversion.open_model(tmp_path / "hf")
+    native, exported = (
+        conversion.open_model(conversion.Opening(tmp_path / "native")),
+        conversion.open_model(conversion.Opening(tmp_path / "hf")),
+    )
     for name in native.source.parameters:
         assert torch.equal(native.source.read_full(name), exported.source.read_full(name)), name
 

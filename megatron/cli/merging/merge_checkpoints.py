@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         shares = checkpoints.moving_shares(len(folders), arguments.ema)
     if arguments.anneal is not None:
         shares = checkpoints.annealed_shares(len(folders), arguments.anneal)
-    models = [conversion.open_model(folder, weights=arguments.weights) for folder in folders]
+    models = [conversion.open_model(conversion.Opening(folder, weights=arguments.weights)) for folder in folders]
     mean = checkpoints.averaged_model(models, shares)
     for model, share in zip(models, shares, strict=True):
         print(f"{share:7.2%} of {model.source.folder}", flush=True)
@@ -127,7 +127,8 @@ def run(arguments: argparse.Namespace) -> None:
                     progress=bar.update,
                 )
         with progress_bar("verifying", mean.num_parameters, PARAMETERS) as bar:
-            result = conversion.open_model(work, architecture=_family(mean.config.model.architecture, arguments.to))
+            family = _family(mean.config.model.architecture, arguments.to)
+            result = conversion.open_model(conversion.Opening(work, architecture=family))
             compared = conversion.compare_tensors(mean, result, precision, bar.update)
     print(f"wrote {arguments.save}: {compared} tensors, verified, in {time.monotonic() - began_s:.1f} s")
 
