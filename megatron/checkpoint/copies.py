@@ -33,6 +33,7 @@ from megatron.checkpoint.format import (
     StoredFragment,
     as_damage,
     manifest_text,
+    part_file,
     rank_file,
     safetensors_header,
 )
@@ -104,10 +105,6 @@ def read_part(path: Path) -> RankPart:
         if (part.step, part_file(part.rank)) != (iteration_of(path.parent.name), path.name):
             raise CheckpointError(f"it is that of rank {part.rank}, iteration {part.step}")
         return part
-
-
-def part_file(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
 
 
 def write_part(copy: Path, rank: int, text: bytes) -> None:

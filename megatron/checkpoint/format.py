@@ -39,7 +39,7 @@ from megatron.checkpoint.folders import CheckpointError as CheckpointError
 from megatron.checkpoint.folders import SaveError as SaveError
 from megatron.parallel.layout import LayoutError
 from megatron.parallel.shards import Shard
-from megatron.runtime.files import parse_json
+from megatron.runtime.files import natural_order, parse_json
 
 FORMAT = "megatron-3d"
 VERSION = 2
@@ -59,6 +59,10 @@ _SAVE_AGAIN = "save the checkpoint again, or load another"
 
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
+
+
+def part_file(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
 
 
 def hidden_path(save: Path, tag: str, state: str, token: str) -> Path:
@@ -188,7 +192,7 @@ def manifest_text(
     """JSON of a manifest, one line a parameter and a file, sealed by its own SHA-256."""
 
     def lines(mapping: Mapping[str, Any]) -> str:
-        entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=_natural)]
+        entries = [f"  {json.dumps(key)}: {json.dumps(mapping[key])}" for key in sorted(mapping, key=natural_order)]
         return "{\n" + ",\n".join(entries) + "\n }"
 
     fields = {"format": json.dumps(FORMAT), "version": str(VERSION), "tag": json.dumps(tag), "token": json.dumps(token)}
@@ -198,11 +202,6 @@ def manifest_text(
     # of the text as it ends without the seal; a reader cuts the seal off and sums the same bytes
     seal = hashlib.sha256(f"{body}\n}}\n".encode()).hexdigest()
     return f'{body},\n "sha256": "{seal}"\n}}\n'.encode()
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key that puts layer 10 behind layer 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
 
 
 def read_manifest(folder: Path) -> Manifest:

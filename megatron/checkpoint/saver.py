@@ -29,6 +29,7 @@ from megatron.checkpoint.format import (
     SaveError,
     check_tag,
     hidden_path,
+    part_file,
     rank_file,
 )
 from megatron.checkpoint.reader import read_latest
@@ -260,7 +261,7 @@ class _Job:
 
     def complete(self, entries: ManifestEntries, metadata_text: str) -> SaveResult:
         """Rank 0 gives the checkpoint its name when every rank has written; the others wait for that."""
-        path = self._partial / f"rank_{self._rank:05d}.json"
+        path = self._partial / part_file(self._rank)
         # renamed when it is whole: its name is the sign that rank 0 waits for
         write_durably(path.with_suffix(".tmp"), json.dumps(asdict(entries)).encode())
         os.rename(path.with_suffix(".tmp"), path)
@@ -271,7 +272,7 @@ class _Job:
         else:
             self._await(lambda: not self._missing_ranks())
             for rank in range(1, self._world_size):
-                entries.merge(json.loads((self._partial / f"rank_{rank:05d}.json").read_text(encoding="utf-8")))
+                entries.merge(json.loads((self._partial / part_file(rank)).read_text(encoding="utf-8")))
             commit(self._saver.folder, self._tag, self._token, entries, metadata_text)
             own_folder.tidy((self._tag, self._keep), self._run)
         return SaveResult(self._tag, time.monotonic() - self._began_s, None, self._retried)
@@ -369,7 +370,7 @@ class _Job:
 
     def _missing_ranks(self) -> list[int]:
         there = self._sizes()
-        return [rank for rank in range(self._world_size) if f"rank_{rank:05d}.json" not in there]
+        return [rank for rank in range(self._world_size) if part_file(rank) not in there]
 
     def _missing(self) -> str:
         ranks = self._missing_ranks() if self._partial.exists() else []

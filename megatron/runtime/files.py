@@ -9,6 +9,7 @@ import fnmatch
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -198,6 +199,12 @@ def new_output(place: Path) -> Iterator[Path]:
 
 class BusyOutput(Exception):
     """Another process writes to the same place."""
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that compares digits as numbers: shard_2 before shard_10."""
+    parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
+    return [(0, int(digits), digits) if digits else (1, 0, text) for digits, text in parts]
 
 
 def path_matches(names: Sequence[str], parts: Sequence[str]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,18 +17,12 @@ from megatron.data.index.indexed_builder import IndexedDatasetBuilder
 from megatron.data.index.shuffle import Shuffle
 from megatron.data.index.work_folder import SEALED_NAME, check_absent
 from megatron.data.prepare.manifest import check_shards, merged_writer, read_manifest
-from megatron.runtime.files import disk_shortage, locked_output
+from megatron.runtime.files import disk_shortage, locked_output, natural_order
 
 SHUFFLE_NOTE = "shuffle_seed"
 
 ReportPhase = Callable[[str, int], AbstractContextManager[ReportBytes]]
 """Called with a phase ("copying", "reading back") and its bytes; the block receives them as they are processed."""
-
-
-def natural_order(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that compares digits as numbers: shard_2 before shard_10."""
-    parts = re.findall(r"([0-9]+)|([^0-9]+)", name)
-    return [(0, int(digits), digits) if digits else (1, 0, text) for digits, text in parts]
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
