@@ -353,11 +353,6 @@ def _not_here(name: HubName, cache: Path, given: str, why: str) -> str:
     )
 
 
-def explained_error(error: Exception, name: HubName, given: str) -> str:
-    """Return the message for an error of huggingface_hub while a repository is listed."""
-    return explained(error, name, cache_folder(), given)
-
-
 def explained(error: Exception, name: HubName, cache: Path, given: str) -> str:
     """Return the message for an error of huggingface_hub: what is wrong, and what to do."""
     kinds, endpoint = errors(), constants().ENDPOINT

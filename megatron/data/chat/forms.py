@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.data.chat.template import UNCLEAR, ChatTemplate, Message, TemplateFailure
-from megatron.data.read.document_parser import value_of_text
+from megatron.data.read.document_parser import parts_of, value_of_text
 
 
 def _object(arguments: Any) -> Any:
@@ -158,14 +158,5 @@ def _are_distorted(arguments: Any, text: str) -> bool:
     if isinstance(arguments, str):
         return arguments not in text and _json(arguments)[1:-1] in text
     # [1, 2] is the same in both, and proves nothing; {'a': 1} is Python's alone
-    containers = [repr(value) for value in _containers(arguments) if repr(value) != _json(value)]
-    return any(written in text for written in containers)
-
-
-def _containers(value: Any) -> list[Any]:
-    """Return all objects and lists in a JSON value."""
-    if isinstance(value, dict):
-        return [value, *(inner for item in value.values() for inner in _containers(item))]
-    if isinstance(value, list):
-        return [value, *(inner for item in value for inner in _containers(item))]
-    return []
+    containers = [part for part in parts_of(arguments) if isinstance(part, (dict, list))]
+    return any(repr(part) in text for part in containers if repr(part) != _json(part))

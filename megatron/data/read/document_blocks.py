@@ -108,14 +108,7 @@ class Block:
 
     def without_content(self) -> Block:
         """Return the block without its documents, whose memory it would keep."""
-        return Block(
-            self.source,
-            self.begin,
-            self.end,
-            self.num_input_bytes,
-            fault=self.fault,
-            passed_over=self.passed_over,
-        )
+        return replace(self, raw=b"", rows=None)
 
     def place(self, number: int) -> str:
         """Return the place of document `number` for a message. Lines, rows and documents count from 1."""

@@ -201,7 +201,7 @@ def check_unrepeated(row: dict[str, Any], line: bytes, keys: Sequence[str]) -> N
     if _has_all_names(row, line):
         return
     exact = _parse_exactly(line)
-    for part in (exact, *_parts_of([exact[key] for key in keys if key in exact])):
+    for part in (exact, *parts_of([exact[key] for key in keys if key in exact])):
         if isinstance(part, _Repeating):
             part.check_once(next(iter(part.repeated)))
 
@@ -217,7 +217,7 @@ def value_of_text(text: str) -> Any:
     if _has_all_names(value, content) and _LONG_INTEGER not in content.translate(_AS_ZEROS):
         return value
     exact = _parse_exactly(content)
-    for part in _parts_of(exact):
+    for part in parts_of(exact):
         if isinstance(part, _Repeating):
             part.check_once(next(iter(part.repeated)), "the text")
         fault = _fault_of(part)
@@ -256,13 +256,13 @@ def _check_usable(row: dict[str, Any], keys: Sequence[str]) -> None:
             value = value_at(row, key)
         except KeyError:
             continue
-        for part in _parts_of(value):
+        for part in parts_of(value):
             fault = _fault_of(part)
             if fault is not None:
                 raise DataError(f"the value of {key!r} holds {fault}")
 
 
-def _parts_of(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
     """Yield a JSON value, and all names and values in it; a queue, since a recursion's depth would be the line's."""
     waiting = [value]
     while waiting:

@@ -18,7 +18,7 @@ from megatron.data.index.indexed import DataError
 from megatron.data.read.input_shards import splits_in
 from megatron.data.read.remote import RemoteFile, open_remote
 from megatron.data.read.sources import KNOWN_NAMES, SPLIT_NAMES, InputRules
-from megatron.hub.download import downloaded_dataset, explained_error, listing
+from megatron.hub.download import cache_folder, downloaded_dataset, explained, listing
 from megatron.hub.names import DATASETS, HubError, HubName, is_dataset, parse_name
 from megatron.runtime.files import path_matches
 
@@ -146,7 +146,7 @@ def _remote(url: DatasetUrl) -> _Dataset:
     except Exception as error:  # of huggingface_hub or its HTTP client
         if url.name.revision == CONVERTED:
             raise DataError(f"{url.text}: it holds no {KNOWN_NAMES}, and the hub has not made Parquet of it") from error
-        raise DataError(explained_error(error, url.name, url.text)) from error
+        raise DataError(explained(error, url.name, cache_folder(), url.text)) from error
     dataset = _described(_Dataset(url, commit, {file.name: file.num_bytes for file in files}), None)
     is_script = not dataset.configs and not any(InputRules().form(path) for path in dataset.sizes if path != README)
     if is_script and url.name.revision is None and not url.path:
