@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.checkpoint.folders import CheckpointError
 from megatron.cli.merging import merge_adapter, merge_peft_adapter
 from megatron.runtime.files import IMPORT_ROOT, locked_output
 from megatron.weights.folder_files import newest_export
@@ -290,6 +291,24 @@ PEFT_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pissa_dora": ("gpt2", {"target_modules": ["c_fc"], "init_lora_weights": "pissa", "use_dora": True}),
     "bloom": ("bloom_12_heads", {"target_modules": ["query_key_value", "dense"], "bias": "lora_only"}),
 }
+
+
+def test_a_refusal_under_trls_flags_names_these(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = []
+
+    def other_base(*_: Any, option: str, **__: Any) -> list[str]:
+        named.append(option)
+        raise CheckpointError("another base")
+
+    monkeypatch.setattr(adapter_merge, "check_identity", other_base)
+    flags = ["--adapter_model_name", str(sound / "adapter"), "--output_name", str(tmp_path / "merged")]
+    assert merge_peft_adapter.main(["--base_model_name", str(sound / "base"), *flags]) == 1
+    assert named == ["--base_model_name"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert merge_peft_adapter.main(["--base_model_name", "org/none", *flags]) == 1
+    assert "--base_model_name=org/none" in capsys.readouterr().err
 
 
 def randomize(model: Any, seed: int) -> None:

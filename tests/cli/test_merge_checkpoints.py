@@ -144,6 +144,10 @@ def test_what_is_refused(saved: Path, tmp_path: Path, ranks: RankPools, capsys: 
         (["{}/global_step2=1", "{}/global_step4=-1"], "the weights add up to 0, but a mean needs a positive sum"),
         (["{}/global_step2", f"{tmp_path}/other"], "is of norm_epsilon=1e-05"),
         (["{}/nothing", "{}/global_step4"], "is not there"),
+        # the newest by its folder's name, and by that of the saves
+        (["{}/global_step8=0.7", "{}=0.3"], "is named twice; name it once, with a weight"),
+        (["{}/global_step8", "{}/global_step4", "--ema", "0.9"], "global_step4 is of step 4, "),
+        (["{}/global_step6", "{}/global_step4", "--anneal", "cosine"], "name the oldest first"),
     ):
         given = [argument.format(saved) for argument in load]
         assert merge("--load", *given, "--save", tmp_path / "mean", "--to", "native") != 0

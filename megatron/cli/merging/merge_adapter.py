@@ -91,6 +91,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="read the result again, and compare it with base and adapters; takes about as long as merging",
     )
     add_push_flag(parser)
+    # of base and adapter, for messages
+    parser.set_defaults(flags=("--base", "--adapter"))
     return parser.parse_args(argv)
 
 
@@ -103,12 +105,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     began_s = time.monotonic()
     target = upload.check_target(arguments.push_to_hub) if arguments.push_to_hub else None
-    base, save = whole_folder(arguments.base, "--base"), arguments.save
-    adapters = [(whole_folder(text, "--adapter"), weight) for text, weight in arguments.adapter]
+    base_flag, adapter_flag = arguments.flags
+    base, save = whole_folder(arguments.base, base_flag), arguments.save
+    adapters = [(whole_folder(text, adapter_flag), weight) for text, weight in arguments.adapter]
     # once, before the work: a run that still trains may write another export meanwhile
     found = [(newest_export(folder), weight) for folder, weight in adapters]
     with new_folder(save) as work:
-        merge = Merge(base, found, allow_other_base=arguments.allow_other_base)
+        merge = Merge(base, found, allow_other_base=arguments.allow_other_base, base_flag=base_flag)
         for note in (*notes_on(adapters, found), *merge.notes):
             print(note, flush=True)
         # only changed tensors take time: others are copied

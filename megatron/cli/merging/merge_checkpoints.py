@@ -106,6 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.anneal is not None:
         shares = checkpoints.annealed_shares(len(folders), arguments.anneal)
     models = [conversion.open_model(conversion.Opening(folder, weights=arguments.weights)) for folder in folders]
+    checkpoints.check_sequence(models, oldest_first=arguments.ema is not None or arguments.anneal is not None)
     mean = checkpoints.averaged_model(models, shares)
     for model, share in zip(models, shares, strict=True):
         print(f"{share:7.2%} of {model.source.folder}", flush=True)

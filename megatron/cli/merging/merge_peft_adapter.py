@@ -27,7 +27,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--output_name", "save", Path, "folder to write; must be new or empty"),
     ):
         parser.add_argument(flag, dest=name, type=read, required=True, metavar="FOLDER", help=text)
-    parser.set_defaults(verify=False)
+    parser.set_defaults(verify=False, flags=("--base_model_name", "--adapter_model_name"))
     parser.add_argument(
         # not TRL's: in our spelling, and in that of its other flags
         "--allow-other-base",

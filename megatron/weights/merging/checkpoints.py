@@ -89,6 +89,29 @@ def _check_same(model: WholeModel, other: WholeModel) -> None:
         raise CheckpointError(f"{model.source.folder} and {other.source.folder} are of two models: {fault}")
 
 
+def check_sequence(models: Sequence[WholeModel], *, oldest_first: bool) -> None:
+    """Raise CheckpointError for a checkpoint that is named twice or, if `oldest_first`, before an earlier one."""
+    folders = [model.source.folder.resolve() for model in models]
+    for model, folder in zip(models, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise CheckpointError(f"{model.source.folder} is named twice; name it once, with a weight")
+    if not oldest_first:
+        return
+    for before, model in itertools.pairwise(models):
+        (run, step), (next_run, next_step) = (_moment(each.source) for each in (before, model))
+        if run is not None and run == next_run and next_step < step:
+            raise CheckpointError(
+                f"{model.source.folder} is of step {next_step}, {before.source.folder} of step {step}; name the oldest "
+                "first"
+            )
+
+
+def _moment(source: WeightSource) -> tuple[str | None, int]:
+    """Return the run that saved a checkpoint, None for other formats, and its step."""
+    run, progress = source.metadata.get("run") or {}, source.metadata.get("progress") or {}
+    return run.get("id"), progress.get("iteration", 0)
+
+
 def mean_shares(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum. Raises CheckpointError for a sum that gives no mean."""
     total = math.fsum(weights)

@@ -181,12 +181,19 @@ class Merge:
         allow_other_base: Merge with a warning into another base than the one that the adapters belong to.
     """
 
-    def __init__(self, base: Path, adapters: Sequence[tuple[Path, float]], *, allow_other_base: bool = False) -> None:
+    def __init__(
+        self,
+        base: Path,
+        adapters: Sequence[tuple[Path, float]],
+        *,
+        allow_other_base: bool = False,
+        base_flag: str = "--base",
+    ) -> None:
         if not base.is_dir():
             raise CheckpointError(
                 f"base {base} is not a folder; give a Hugging Face model on this disk: download it first"
             )
-        self.base, self._allow_other_base = base, allow_other_base
+        self.base, self._allow_other_base, self._base_flag = base, allow_other_base, base_flag
         self._config = read_json(own_file(base, "config.json"))
         if self._config.get("quantization_config") is not None:
             raise CheckpointError(
@@ -257,7 +264,7 @@ class Merge:
             expected,
             str(self.base),
             BaseIdentity.of_base(self.base, [totals]),
-            option="--base",
+            option=self._base_flag,
             allowed=self._allow_other_base,
             named=adapter.base.name,
             # every tensor of the base was summed, so one that is missing is a difference
