@@ -24,7 +24,7 @@ from megatron.launch.instructlab.ilab_options import SHORT, SWITCHES, flag_of, f
 from megatron.launch.instructlab.launch import RunFailedError
 from megatron.launch.instructlab.phases import train_phases
 from megatron.options.config import ConfigError
-from megatron.options.dialect import nearest, suggestion
+from megatron.options.flags import unknown_flags
 from megatron.runtime.commands import DONE, for_stderr
 
 
@@ -54,13 +54,8 @@ def read_command(argv: Sequence[str]) -> IlabTraining:
     """Return the training that a command line requests. Raises ConfigError with every fault."""
     namespace, rest = build_parser().parse_known_args(argv)
     given: dict[str, Any] = vars(namespace)
-    names = [flag_of(name) for name in flag_texts()]
-    faults = [
-        f"unknown flag {word}; {suggestion(nearest(word.partition('=')[0], names), 'see model train --help')}"
-        for word in rest
-    ]
-    if faults:
-        raise ConfigError(faults)
+    if rest:
+        raise ConfigError(unknown_flags(rest, map(flag_of, flag_texts()), {}))
     config = read_ilab_config(given.pop("config"))
     if given.pop("verbose"):
         config.general["log_level"] = "DEBUG"

@@ -127,7 +127,7 @@ def build_evaluate_parser(prog: str = "megatron-evaluate") -> argparse.ArgumentP
 def read_command(arguments: Sequence[str]) -> EvaluateCommand:
     """Return the command. Raises ConfigError with every fault."""
     namespace, rest = build_evaluate_parser().parse_known_args(flags.dashed(arguments))
-    faults = flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
+    faults = flags.unknown_flags(rest, map(flags.flag, vars(namespace)), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
     if load is not None:
         load = load.with_local_folders(faults)

@@ -411,7 +411,7 @@ def read_command(arguments: Sequence[str]) -> tuple[GenerateCommand, list[str]]:
     # other programs' names first, so that argparse and its suggestions know only ours
     words, notes, faults = translated(arguments)
     namespace, rest = build_generate_parser().parse_known_args(words)
-    faults += flags.unknown_flags(rest, vars(namespace), OF_TRAINING)
+    faults += flags.unknown_flags(rest, map(flags.flag, vars(namespace)), OF_TRAINING)
     load = flags.read_flags(LoadOptions, namespace, faults)
     if load is not None:
         load = load.with_local_folders(faults)

@@ -260,8 +260,8 @@ def _lowered(text: str) -> str:
 
 
 def unknown_flags(rest: Sequence[str], known: Iterable[str], refused: Mapping[str, str]) -> list[str]:
-    """Describe the words that argparse did not recognise. `known`: names of options; `refused`: flags, and why."""
-    flags, faults = list(map(flag, known)), []
+    """Describe the words that argparse did not recognise. `known`: flags; `refused`: flags, and why."""
+    flags, faults = list(known), []
     for word in rest:
         name = word.split("=", 1)[0]
         if name in refused:

@@ -7,14 +7,14 @@ import argparse
 import pytest
 
 from megatron.generation.options import GenerationOptions
-from megatron.options.flags import add_flags, dashed, read_flags, unknown_flags
+from megatron.options.flags import add_flags, dashed, flag, read_flags, unknown_flags
 
 
 def read(line: str) -> tuple[GenerationOptions | None, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, GenerationOptions)
     namespace, rest = parser.parse_known_args(dashed(line.split()))
-    faults = unknown_flags(rest, vars(namespace), {})
+    faults = unknown_flags(rest, map(flag, vars(namespace)), {})
     return read_flags(GenerationOptions, namespace, faults), faults
 
 

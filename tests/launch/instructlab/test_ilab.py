@@ -376,6 +376,11 @@ def test_a_config_that_cannot_be_is_refused(case: str) -> None:
     assert expected in str(caught.value)
 
 
+def test_the_value_of_an_unknown_flag_is_no_fault_of_its_own() -> None:
+    assert faults("--num-epoch 3 --gpu 2").count("unknown flag") == 2
+    assert "unknown flag --gpu; did you mean --gpus?" in faults("--num-epoch 3 --gpu 2")
+
+
 def test_every_fault_is_named_at_once() -> None:
     said = faults("--pipeline simple --device mps --iters 3")
     assert all(text in said for text in ("pipeline=simple", "device=mps", "iters=3"))
