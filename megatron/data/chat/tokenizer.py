@@ -307,11 +307,12 @@ def files_to_write(tokenizer: ChatTokenizer, original: str, source: TemplateSour
 
 def write_tokenizer(folder: str, tokenizer: ChatTokenizer, original: str, source: TemplateSource) -> None:
     """Write a tokenizer and its template, in place of one that is there. Raises OSError."""
-    target = Path(folder)
-    # of an earlier tokenizer: this one has no such template
-    (target / TOOL_TEMPLATE_NAME).unlink(missing_ok=True)
+    target, files = Path(folder), files_to_write(tokenizer, original, source)
+    if TOOL_TEMPLATE_NAME not in files:
+        # one that is there is of an earlier tokenizer
+        (target / TOOL_TEMPLATE_NAME).unlink(missing_ok=True)
     # each by a rename: a reader never finds half a file
-    for name, content in files_to_write(tokenizer, original, source).items():
+    for name, content in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(target / name) as file:
             file.write(content.encode())
