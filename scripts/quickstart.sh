@@ -22,7 +22,7 @@ mkdir -p "$folder"
 
 step "2/8 Train a tokenizer on the standard library ($library)"
 "$python" tools/train_tokenizer.py --input "$library"/*.py --text-files '*.py' \
-    --vocab-size "$vocabulary" --output-dir "$folder/tokenizer"
+    --vocab-size "$vocabulary" --output-dir "$folder/tokenizer" --overwrite
 
 step "3/8 Build the indexed dataset"
 "$python" tools/preprocess_data.py --input "$library"/*.py --text-files '*.py' --append-eod \
