@@ -10,6 +10,9 @@ from pydantic.dataclasses import dataclass
 
 from megatron.options.types import STRICT, NonNegative, Positive, PositiveFloat, Whole
 
+NEVER = 1_000_000_000
+"""A save_interval where only the end of an epoch, or of the run, is to be saved."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:

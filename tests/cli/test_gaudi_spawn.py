@@ -24,6 +24,7 @@ from megatron.launch.plan import LaunchPlan, RefusedError
 from megatron.launch.preflight import preflight
 from megatron.options.config import options
 from megatron.options.flags import flag
+from megatron.options.outputs import NEVER
 from tests.finetuning_files import write_chats, write_config
 from tests.ranks import HANG_S
 
@@ -303,9 +304,28 @@ def test_a_warm_up_that_does_not_count_is_named(trl: Path) -> None:
 def test_of_a_flag_given_twice_nothing_of_the_first_remains(trl: Path) -> None:
     training = planned(f"{SFT} --max_steps 100 --max_steps -1").config.training
     assert (training.train_iters, training.num_epochs) == (None, 3)
-    assert "--save-at-epoch" not in script_flags(f"{SFT} --save_strategy epoch --save_strategy steps")
+    assert planned(f"{SFT} --save_strategy epoch --save_strategy steps").config.checkpoint.save_at_epoch is False
     assert "--num-buckets" not in script_flags(f"{SFT} --num_buckets 8 --num_buckets -1")
     assert planned(f"{SFT} --seed 1 --seed=2").config.training.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", (500, False)),
+        ("--save_strategy steps --save_steps 9", (9, False)),
+        ("--save_strategy epoch", (NEVER, True)),
+        ("--save_strategy epoch --save_steps 9", (NEVER, True)),
+        ("--save_steps 9 --save_strategy epoch", (NEVER, True)),
+    ],
+)
+def test_a_run_saves_by_steps_or_by_epochs_as_transformers_does(
+    trl: Path, words: str, expected: tuple[int, bool]
+) -> None:
+    plan = planned(f"{SFT} {words}")
+    assert (plan.config.checkpoint.save_interval, plan.config.checkpoint.save_at_epoch) == expected
+    is_ignored = "--save_steps 9 has no effect beside --save_strategy epoch" in " ".join(plan.notes)
+    assert is_ignored == (expected[1] and "--save_steps" in words)
 
 
 def script_flags(words: str) -> list[str]:

@@ -278,8 +278,9 @@ SFT: tuple[Entry, ...] = (
     refused("--evaluation_strategy", _VALIDATION, accepts="no"),
     _choice(
         "--save_strategy",
-        {"steps": [], "epoch": [("--save-at-epoch", "true")]},
-        "`--save-at-epoch` for `epoch`; `no` is refused, since the end of a run is always saved",
+        {"steps": [("saves", "steps")], "epoch": [("saves", "epoch")]},
+        "`epoch`: `--save-at-epoch`, and no saves by `--save_steps`; `no` is refused, since the end of a run is "
+        "always saved",
         no="the end of a run is always saved, so for fewer checkpoints raise --save_steps",
     ),
     honoured("--save_safetensors", "exports are safetensors"),

@@ -25,6 +25,7 @@ from megatron.launch.plan import LaunchRequest
 from megatron.options.config import ConfigError
 from megatron.options.dialect import Dialect, Entry, Translation, flag_words, nearest, suggestion
 from megatron.options.flags import cut, dashed, flag
+from megatron.options.outputs import NEVER
 from megatron.runtime.devices import detect_device, device_fault, find_device, is_device
 from megatron.weights.folder_files import own_file, read_json
 from megatron.weights.model_folder import find_model
@@ -98,6 +99,7 @@ def script_request(
         command.settings.pop("HL_DEVICE", None)
     _join_lengths(command, variables)
     _join_warmups(command)
+    _join_saves(command)
     _name_modules(command, variables)
     _without_adapters(command)
     _name_batch(kind, command)
@@ -239,6 +241,18 @@ def _join_warmups(command: SpawnCommand) -> None:
     # both, since a preset may have either
     command.settings |= {"--lr-warmup-fraction": ratio or "none", "--lr-warmup-iters": str(steps)}
     command.sources |= {"--lr-warmup-fraction": "--warmup_ratio", "--lr-warmup-iters": "--warmup_steps"}
+
+
+def _join_saves(command: SpawnCommand) -> None:
+    """Set when to save: by steps or at each epoch, as transformers does, where run_sft.sh does both."""
+    at_epoch = command.settings.get("saves") == "epoch"
+    command.defaults["--save-at-epoch"] = "true" if at_epoch else "false"
+    if not at_epoch:
+        return
+    steps = command.settings.pop("HL_SAVE_INTERVAL", None)
+    if steps is not None:
+        command.notes.append(f"--save_steps {steps} has no effect beside --save_strategy epoch")
+    command.defaults["HL_SAVE_INTERVAL"] = str(NEVER)
 
 
 def _name_modules(command: SpawnCommand, variables: Mapping[str, str]) -> None:

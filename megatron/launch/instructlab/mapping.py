@@ -27,6 +27,7 @@ from megatron.launch.instructlab.arguments import (
 )
 from megatron.options.config import Config, ConfigError, options
 from megatron.options.dialect import Dialect, Entry, nearest, no_effect, refused, sets
+from megatron.options.outputs import NEVER
 from megatron.options.stored import from_dict
 from megatron.runtime.devices import find_device
 from megatron.runtime.files import replacing
@@ -38,8 +39,6 @@ logger = logging.getLogger("megatron.api")
 
 FOLDER = "callbacks"
 HEAD = "from megatron.training.callbacks import TrainerCallback, TrainingContext\n\n\n"
-NEVER = 1_000_000_000
-"""Steps between two checkpoints where only the end of an epoch, or of the run, is to be saved."""
 ZERO_STAGES = {
     ShardingStrategies.FULL_SHARD: 3,
     # within a node: `_sharding` makes each a replica
