@@ -33,9 +33,9 @@ class Stopped(KeyboardInterrupt):
         self.signum = signum
 
 
-def command_parser(tool: str, description: str, *, allow_abbrev: bool = False, **more: Any) -> argparse.ArgumentParser:
-    """Return a parser of the flags of megatron/cli/`tool`.py; `more`: further arguments of argparse's."""
-    return argparse.ArgumentParser(command_name(tool), description=description, allow_abbrev=allow_abbrev, **more)
+def command_parser(tool: str, description: str, **more: Any) -> argparse.ArgumentParser:
+    """Return a parser of the flags of megatron/cli/`tool`.py, by their whole names; `more`: further arguments."""
+    return argparse.ArgumentParser(command_name(tool), description=description, allow_abbrev=False, **more)
 
 
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

@@ -32,7 +32,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "inspect_checkpoint",
         "Print the content of a checkpoint, verify it, or compare two.",
         epilog="Exit status: 0 success, 1 damaged, unreadable or (with --diff) different.",
-        allow_abbrev=True,
     )
     parser.add_argument(
         "path", nargs="?", metavar="PATH", help="a checkpoint, or a folder of checkpoints (uses the newest)"

@@ -20,7 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plot_run",
         "Draw training runs from their metrics.jsonl: loss, learning rate, gradient norm, throughput, "
         "memory, time of a step.",
-        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="folder with a metrics.jsonl, or such a file")
     parser.add_argument("--output", default="run.png", metavar="PNG", help="picture to write (default: run.png)")

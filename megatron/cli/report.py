@@ -24,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report",
         "Write a page about training runs: loss, throughput, memory by rank, restarts and their causes, "
         "stragglers, evaluation, samples of text, options, environment. It opens without a network.",
-        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="results folder of a run")
     parser.add_argument("--output", metavar="HTML", help=f"file to write (default: {PAGE} in the first folder)")

@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "status",
         "Print the state of training runs by the files of their results folders. The exit status is 1 if "
         "one has failed or is silent.",
-        allow_abbrev=True,
     )
     parser.add_argument("runs", nargs="+", metavar="RESULTS_DIR", help="results folder of a run")
     parser.add_argument("--json", action="store_true", help="print a JSON object a run")

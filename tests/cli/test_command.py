@@ -48,6 +48,15 @@ def test_every_tool_ends_quietly_when_the_reader_of_its_help_leaves(tool: str) -
     assert status in (0, READER_LEFT)
 
 
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_takes_whole_names_of_flags_alone(tool: str) -> None:
+    try:
+        status = importlib.import_module(entry.module_of(tool)).main(["--hel"])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+
+
 @pytest.mark.parametrize("word", ["--help", "--print-config"])
 def test_the_flags_of_training_do_too(word: str) -> None:
     with reader_left(), pytest.raises(SystemExit) as caught:

@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Run a script, with the HL_* variables that are set (docs/reference/variables.md).",
         usage="%(prog)s SCRIPT [FLAG VALUE ...]\n       %(prog)s --copy FOLDER",
         epilog="Flags after the name are the script's: `%(prog)s llama --help` shows its page.",
-        allow_abbrev=True,
     )
     parser.add_argument("script", nargs="?", choices=sorted(known), metavar="SCRIPT", help=", ".join(known))
     parser.add_argument(
