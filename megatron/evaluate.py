@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.evaluation.options import EvaluateCommand, build_evaluate_parser, read_command
-from megatron.generation.process import announce, work_with_model
+from megatron.generation.process import work_with_model
 from megatron.options.config import ConfigError
-from megatron.resilience.process import leave, status_of
+from megatron.resilience.process import leave, print_once, status_of
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -50,14 +50,14 @@ def run(command: EvaluateCommand, model: InferenceModel) -> None:
         for prefix in options.dataset:
             from megatron.evaluation.report import score_dataset
 
-            report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, announce, graphs))
+            report.add_dataset(prefix, score_dataset(model, prefix, options.max_length, print_once, graphs))
         if options.tasks:
             settings = BatchSettings(batch_size=options.batch_size, use_graphs=options.use_graphs)
             commands = Commands(model, settings, graphs=graphs)
             commands.lead(report.add_tasks)
             count = commands.statistics.graphs
         if graphs is not None:
-            announce(f"{graphs.count + count:,} graphs captured on each rank, {graphs.count:,} of rows")
+            print_once(f"{graphs.count + count:,} graphs captured on each rank, {graphs.count:,} of rows")
         report.write()
 
 

@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.generation.options import GenerateCommand, build_generate_parser, read_command
-from megatron.generation.process import announce, work_with_model
-from megatron.resilience.process import leave, status_of
+from megatron.generation.process import work_with_model
+from megatron.resilience.process import leave, print_once, status_of
 
 if TYPE_CHECKING:
     from megatron.generation.model import InferenceModel
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     command, notes = read_command(arguments)  # every fault at once, before torch is imported
     for note in notes:
-        announce(f"note: {note}")
+        print_once(f"note: {note}")
 
     load = command.load
     if command.prompts.chat:
@@ -47,7 +47,7 @@ def run(command: GenerateCommand, model: InferenceModel) -> None:
     from megatron.generation.graphs import describe_choice
 
     if command.prompts.use_graphs is None and (line := describe_choice(model.ctx)):
-        announce(line)
+        print_once(line)
     if command.prompts.benchmark:
         from megatron.generation.session import print_throughput
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.options.config import Config, ConfigError
-from megatron.resilience.process import ProcessState, leave, print_error
+from megatron.resilience.process import ProcessState, leave, print_error, print_once
 from megatron.resilience.shutdown import Signals
 from megatron.runtime.commands import DONE, REFUSED
 from megatron.runtime.first_steps import defer_backends, importing
@@ -112,21 +112,17 @@ def start(signals: Signals) -> int:
         defer_backends()
         main(sys.argv[1:], signals)
     except ConfigError as error:
-        # equal on every rank, so one of them prints it
-        if os.environ.get("RANK", "0") == "0":
-            print_error(str(error))
+        print_once(str(error))
         return REFUSED
     except Exception as error:
         from megatron.resilience.errors import USER_FAULTS, PeerLostError, TrainingAborted, exit_status, message_of
 
-        rank = os.environ.get("RANK", "0")
         if isinstance(error, TrainingAborted):
-            if rank == "0":  # equal on every rank
-                print_error(f"training aborted: {error}")
+            print_once(f"training aborted: {error}")
         elif isinstance(error, PeerLostError):
             print_error(str(error))
         elif isinstance(error, USER_FAULTS):
-            print_error(f"rank {rank}: {message_of(error)}")
+            print_error(f"rank {os.environ.get('RANK', '0')}: {message_of(error)}")
         else:
             print_error(traceback.format_exc().rstrip())
         return exit_status(error)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.generation.options import LoadOptions
-from megatron.resilience.process import print_error
+from megatron.resilience.process import print_once
 from megatron.runtime.first_steps import importing
 from megatron.weights.model_folder import fetch_weights
 
@@ -43,15 +42,9 @@ def work_with_model(
 
     try:
         ctx = ParallelContext.build(parallel_options(load), device)
-        work(load_model(load, ctx, announce))
+        work(load_model(load, ctx, print_once))
         raise_on_all_ranks(ctx, lambda: None)  # no rank leaves while another still needs it
     finally:
         # not where joining the group has failed
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def announce(text: str) -> None:
-    """Print a line on stderr on rank 0: stdout is for the results."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(text)

@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 
 from megatron.measuring.options import MeasureOptions, read_options
 from megatron.measuring.report import BUSY_SPREAD, summary, write_rates
-from megatron.resilience.process import leave, print_error, status_of
+from megatron.resilience.process import leave, print_error, print_once, status_of
 from megatron.runtime.agent_link import AGENT_SOCKET
 from megatron.runtime.commands import counted
 from megatron.runtime.devices import find_device
 from megatron.runtime.first_steps import importing
-from megatron.runtime.network import STORE_SOCKET
+from megatron.runtime.network import STORE_SOCKET, is_first_rank
 
 BEGAN = "MEGATRON_MEASURE_BEGAN"
 Alone = Callable[[], dict[str, Any]]
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str]) -> None:
     alone = functools.partial(_alone, options, device, per_node, world_size)
     # ranks of a CPU wait for the first in a collective: where they wait to join, torch lets them try ever less often.
     # Elsewhere the first opens its device only when the process that measures alone has left it
-    if not find_device(device).is_host and os.environ.get("RANK", "0") == "0":
+    if not find_device(device).is_host and is_first_rank():
         found = alone()
         alone = functools.partial(dict, found)
     if world_size > 1:
         found = _measure_together(options, device, alone, per_node)
     elif not found:
         found = alone()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         _write(options, device, found, world_size, per_node)
 
 
@@ -165,8 +165,7 @@ def _write(options: MeasureOptions, device: str, found: dict[str, Any], world_si
 
 def _say(text: str) -> None:
     """Print a line of progress on the first rank, with the seconds since its start."""
-    if os.environ.get("RANK", "0") == "0":
-        print_error(f"{time.time() - float(os.environ[BEGAN]):5.0f} s  {text}")
+    print_once(f"{time.time() - float(os.environ[BEGAN]):5.0f} s  {text}")
 
 
 def preload() -> None:

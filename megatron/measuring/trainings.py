@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.options.config import on_device
 from megatron.parallel.context import ParallelContext
 from megatron.plan.flops import count_parameters
 from megatron.runtime.devices import find_device
+from megatron.runtime.network import is_first_rank
 from megatron.settings.command_line import load_config
 from megatron.training.run import run
 
@@ -73,7 +73,7 @@ class Training:
             )
         log = results / "metrics.jsonl"
         # the first rank alone writes it
-        if not log.is_file() or os.environ.get("RANK", "0") != "0":
+        if not log.is_file() or not is_first_rank():
             return
         records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         log.unlink()

@@ -16,7 +16,7 @@ from megatron.options.config import ConfigError
 from megatron.runtime.commands import DONE, REFUSED, for_stderr
 from megatron.runtime.files import READER_LEFT, discard_output
 from megatron.runtime.first_steps import defer_backends, raise_at_interrupt
-from megatron.runtime.network import Ends, adopt_mpi_variables, break_connections, rank_connections
+from megatron.runtime.network import Ends, adopt_mpi_variables, break_connections, is_first_rank, rank_connections
 
 INTERRUPTED = 130
 THREADS_S = 2.0
@@ -35,13 +35,13 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
         main(arguments)
         sys.stdout.flush()
     except ConfigError as error:  # equal on every rank
-        _print_once(str(error))
+        print_once(str(error))
         return REFUSED
     except BrokenPipeError:
         discard_output()
         return READER_LEFT
     except KeyboardInterrupt:
-        _print_once("interrupted")
+        print_once("interrupted")
         return INTERRUPTED
     except Exception as error:
         from megatron.resilience import errors
@@ -49,18 +49,18 @@ def status_of(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -
         if isinstance(error, OSError) and not isinstance(error, errors.OtherRankFailed):
             print_error(errors.message_of(error))  # the disk of one node may fail alone
         elif isinstance(error, errors.USER_FAULTS):
-            _print_once(errors.message_of(error))
+            print_once(errors.message_of(error))
         elif errors.is_lost_peer(error):
-            _print_once("another rank has ended, and this one with it")
+            print_once("another rank has ended, and this one with it")
         else:
             print_error(traceback.format_exc().rstrip())
         return errors.exit_status(error)
     return DONE
 
 
-def _print_once(text: str) -> None:
-    """Print what every rank has to say alike, by the first one."""
-    if os.environ.get("RANK", "0") == "0":
+def print_once(text: str) -> None:
+    """Print on stderr, by the first rank, what every rank has to say alike."""
+    if is_first_rank():
         print_error(text)
 
 

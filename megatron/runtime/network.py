@@ -182,6 +182,12 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
+
+def is_first_rank() -> bool:
+    """Return True in rank 0, which says what all ranks would say alike, and in a process that is no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 STDOUT = "MEGATRON_STDOUT"
 """`terminal` or `file`: where mpirun's own output goes. Open MPI gives each process a terminal, whatever that is."""
 

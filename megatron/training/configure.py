@@ -14,6 +14,7 @@ from megatron.resilience.job import has_restarts, is_launched
 from megatron.resilience.process import print_error
 from megatron.runtime.descriptors import limit_fault
 from megatron.runtime.devices import find_device, set_graph_variables
+from megatron.runtime.network import is_first_rank
 from megatron.settings.command_line import load_command_line
 from megatron.settings.rules import check_device
 from megatron.settings.validation import idle
@@ -27,7 +28,7 @@ def load_settings(arguments: list[str]) -> Config:
         for line in command.notes:
             print_error(line)
     # a launcher has printed these warnings already
-    if _is_first() and not is_launched():
+    if is_first_rank() and not is_launched():
         _warn(idle(command.config))
     check_deepspeed(command.config)
     check_trackers(command.config)
@@ -75,7 +76,7 @@ def prepare_device(config: Config) -> tuple[Config, str]:
     is_lazy = record.is_lazy()
     config = on_device(config, device, lazy=is_lazy)
     # of device=auto the launcher did not know which it is
-    if _is_first() and (parallel.device == "auto" or not is_launched()):
+    if is_first_rank() and (parallel.device == "auto" or not is_launched()):
         _warn(slow_mode(config, lazy=is_lazy))
     # a driver belongs to a host, so one rank of each reports on it
     if os.environ.get("LOCAL_RANK", "0") == "0" and (warning := record.health_warning()):
@@ -94,10 +95,6 @@ def prepare_device(config: Config) -> tuple[Config, str]:
     if fault := limit_fault(record, int(os.environ.get("WORLD_SIZE", "1")), len(config.data.prefixes)):
         raise OSError(fault)
     return config, device
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _warn(lines: Iterable[str]) -> None:

@@ -30,6 +30,7 @@ from megatron.options.flags import cut
 from megatron.parallel.layout import Layout
 from megatron.runtime.commands import DONE, REFUSED, counted, folded, for_stderr
 from megatron.runtime.files import replacing
+from megatron.runtime.network import is_first_rank
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -136,7 +137,7 @@ def rank_arguments(words: Sequence[str]) -> list[str]:
     result = translate(Started("pretrain_gpt.py", list(words)))
     if result.refused:
         # equal on every rank
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(for_stderr(_table("refused", result.refused)), file=sys.stderr)
         sys.exit(REFUSED)
     return [*result.flags, *_rank_flags(result)]
