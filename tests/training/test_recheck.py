@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,8 +53,9 @@ def test_a_rank_that_flips_a_bit_in_each_pass_is_named_within_n_steps(
     (row,) = told[0]["rows"]
     assert (row["ranks"], row["is_certain"]) == ([2], True)
     assert "rank 2 on " in row["reason"]
-    # a loss alone would not show it: rounded to float32 it is often that of the others
-    assert "its gradient of layers." in row["reason"] or "its loss differs" in row["reason"]
+    # a loss alone would not show it: rounded to float32 it is often that of the others, and only behind the last
+    # layer, in the norm, may the first difference be
+    assert re.search(r"its gradient of (layers\.|final_norm)|its loss differs", row["reason"])
     assert [bool(each["notes"]) for each in told] == [False, False, True, False]
     assert told[0]["alerts"] == ["wrong"]
 
