@@ -236,6 +236,7 @@ class _Step:
     def _moments_of_evaluation(self) -> Iterator[Moment]:
         """Yield those of a pass that keeps nothing for another: a layer's activations are freed by the next one's."""
         gathered = self.state.gathered
+        yield from self.beginning(gradients=0)
         yield "forward", self.at(0, max(layer.memory.kept for layer in self.layers), gathered)
         yield "end of the forward pass", self.at(0, 0, gathered + self.state.prefetched)
         if self.is_last_stage:
@@ -243,6 +244,16 @@ class _Step:
             loss = loss_memory(last.declaration, self.config)
             entered = MicrobatchSizes(self.config).stream_bytes
             yield "loss", self.at(0, entered + last.memory.kept, gathered + loss.forward)
+
+    def beginning(self, gradients: int) -> Iterator[Moment]:
+        """Yield that of a microbatch's first layer, before which ZeRO-3 waits for all that it gathers ahead.
+
+        It has each number of that twice, weights that the forward pass alone reads among them. No other microbatch is
+        alive, since ZeRO-3 has no pipeline.
+        """
+        if self.state.prefetched:
+            work = 2 * self.state.prefetched + self.layers[0].memory.forward
+            yield "beginning of the forward pass", self.at(gradients, 0, work)
 
     def at(self, gradients: int, activations: int, temporary: int) -> StageMemory:
         state = self.state
@@ -287,6 +298,7 @@ class _BackwardPass:
 
     def moments(self) -> Iterator[Moment]:
         step, state = self._step, self._state
+        yield from step.beginning(self._gradients)
         if step.is_last_stage:
             loss = loss_memory(step.layers[-1].declaration, step.config)
             last = step.layers[-1]
