@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,10 +31,8 @@ import numpy as np
 
 from benchmarks.alternating import alternate, positive, quotients, spread
 from benchmarks.step import workload
-
-if TYPE_CHECKING:
-    from megatron.parallel.layout import Layout
 from megatron.options.config import Config
+from megatron.parallel.layout import Layout
 
 AIM, TOLERANCE = 1.3, 1e-4
 CONTEXT_WORDS, CONTINUATION_WORDS, CHOICES = (8, 200), (1, 12), 4

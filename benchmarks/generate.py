@@ -24,16 +24,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.alternating import alternate, on_ranks, positive, quotients, spread
 from benchmarks.step import workload
-
-if TYPE_CHECKING:
-    from megatron.parallel.layout import Layout
 from megatron.options.config import Config
+from megatron.parallel.layout import Layout
 
 SECTIONS = ("rate", "flat", "memory", "profile")
 CACHES = ("dynamic", "static")
