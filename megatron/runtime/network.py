@@ -184,7 +184,7 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def is_first_rank() -> bool:
-    """Return True in rank 0, which says what all ranks would say alike, and in a process that is no rank."""
+    """Return True in rank 0, which says what all ranks would say alike, and in a process outside of a launcher."""
     return os.environ.get("RANK", "0") == "0"
 
 
