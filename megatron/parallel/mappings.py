@@ -101,6 +101,10 @@ def autograd_pair(compute: Mapping, of_gradient: Mapping, *, over: str = "tensor
         def backward(function: Any, grad: Tensor) -> Any:
             return of_gradient(grad, function.ctx), None
 
+    # as profiles show the two passes; torch makes the second class from the first
+    Pair.__name__ = compute.__name__.strip("_")
+    Pair._backward_cls.__name__ = f"{of_gradient.__name__.strip('_')}Backward"
+
     def pair(x: Tensor, ctx: ParallelContext) -> Tensor:
         if getattr(ctx, over) == 1:
             return x

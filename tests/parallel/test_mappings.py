@@ -61,6 +61,12 @@ def test_region_and_its_backward(ranks: RankPools, name: str, tp: int) -> None:
         np.testing.assert_allclose(gradient, backward(slopes, axis)[rank], rtol=1e-12, atol=1e-12)
 
 
+def test_profiles_name_what_a_backward_pass_computes(ranks: RankPools) -> None:
+    names = ["copy_to_tensor_region", "gather_from_sequence", "reduce_scatter_to_sequence"]
+    for found in ranks(2)(on_ranks.names_of_backward_passes, names):
+        assert found == ["all_reduceBackward", "reduce_scatter_rowsBackward", "all_gather_rowsBackward"]
+
+
 def test_rows_that_do_not_divide_are_refused_on_every_rank(ranks: RankPools) -> None:
     for message in ranks(2)(on_ranks.reduce_scatter_of_odd_rows, 2):
         assert message == "5 rows cannot be split over 2 tensor-parallel ranks"
