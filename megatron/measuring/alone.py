@@ -12,12 +12,13 @@ from typing import Any
 from megatron.measuring import trainings
 from megatron.measuring.disk import disk_rate
 from megatron.measuring.options import MeasureOptions, Sizes
-from megatron.measuring.pieces import DTYPES, HALF, Pieces, seen_share
+from megatron.measuring.pieces import HALF, Pieces, seen_share
 from megatron.measuring.starts import mean_starts, starts_of
 from megatron.measuring.stopwatch import Case, Pool, copies, measure, spread
 from megatron.measuring.trainings import Training
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.operators.products import DTYPES
 from megatron.plan.rates.files import rates_of
 from megatron.plan.rates.rates import Rates, Starts
 from megatron.runtime import accelerator

@@ -26,7 +26,6 @@ from megatron.parallel.losses import Head
 from megatron.parallel.operators import nf4, products
 from megatron.parallel.operators.fused import choose_kernels
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHANNELS = 64
 """Channels of the rows of an operation on each number, where it has rows."""
 EXPERTS = 16
@@ -212,7 +211,7 @@ class Pieces:
     def _quantized(self, numbers: int, direction: str) -> Run:
         # forward and backward convert the weight alike
         packed, scales = nf4.quantize(self.pool.take(numbers).float())
-        return lambda: nf4.dequantize(packed, scales, DTYPES[self.precision])
+        return lambda: nf4.dequantize(packed, scales, products.DTYPES[self.precision])
 
     def _embedding(self, numbers: int, direction: str) -> Run:
         tokens = max(1, numbers // CHANNELS)

@@ -16,6 +16,7 @@ from megatron.models.registry import family_of
 from megatron.options.config import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.operators.fp8 import with_fp8
+from megatron.parallel.operators.products import DTYPES
 from megatron.parallel.shards import LayerDeclaration
 
 
@@ -99,7 +100,7 @@ class SequentialModel(nn.Module):
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
+    return DTYPES[config.training.precision]
 
 
 @contextlib.contextmanager

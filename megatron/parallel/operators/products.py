@@ -17,12 +17,13 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.operators import block_sizes
 from megatron.runtime.accelerator import processor
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of precisions, by their names."""
+
 # torch's own products take 5 to 100 times as long there as those of float32. A product of two 16-bit numbers is exact
 # in float32, so the sum is that of a float32 product, and the result is rounded once.
 WIDENED = frozenset(
-    dtype
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-    if precision not in processor().products
+    dtype for precision, dtype in DTYPES.items() if dtype.itemsize == 2 and precision not in processor().products
 )
 """Dtypes whose products a CPU computes in float32. Known at the import: torch.compile could not trace the question."""
 

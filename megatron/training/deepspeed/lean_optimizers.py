@@ -27,6 +27,7 @@ from megatron.options.config import Config
 from megatron.options.deepspeed_file import zero_settings
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.finite_checks import GRADIENT, UPDATE, PassPlace
+from megatron.parallel.operators.products import DTYPES
 from megatron.parallel.phase_clock import WAIT
 from megatron.parallel.shards import shard_of
 from megatron.plan.zero import reduce_bucket_size
@@ -38,7 +39,6 @@ Group = tuple[Tensor, list[tuple[nn.Parameter, int]]]
 """A flat buffer, and its parameters with the index of their first number."""
 ZERO_3_REDUCTION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Method of ZeRO-3's optimizer that sums a bucket of gradients, by the name that Python gives it."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class UpdateFromBuffers:
