@@ -13,13 +13,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 del os.environ["LD_PRELOAD"]  # it counts in ranks, not in the programs that they start
 
 from megatron.runtime.first_steps import importing
-from megatron.runtime.network import LOOPBACK, STORE_SOCKET
 
 with importing():
     import deepspeed
@@ -51,7 +49,7 @@ def serve(pipe: Connection, rank: int, world_size: int, prepare: Callable[[], No
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": LOOPBACK,
+        "MASTER_ADDR": "127.0.0.1",
     }
     torch.set_num_threads(1)
     if prepare is not None:
@@ -72,24 +70,11 @@ def serve(pipe: Connection, rank: int, world_size: int, prepare: Callable[[], No
                 continue
             port, function, arguments, options = task
             os.environ["MASTER_PORT"] = str(port)
-            if rank == 0:
-                _take_store(recv_handle(pipe))
             result = function(*arguments, **options)
             _clean_up()
             pipe.send((True, result))
         except BaseException:  # whatever it is, the test must see it
             pipe.send((False, traceback.format_exc()))
-
-
-def _take_store(listening: int) -> None:
-    """Keep the socket of the store for this task's process group, in place of one that no task has used."""
-    unused = os.environ.pop(STORE_SOCKET, None)
-    if unused is not None:
-        os.close(int(unused))
-    if os.environ["MASTER_ADDR"] != LOOPBACK:  # `prepare` has entered another network
-        os.close(listening)
-        return
-    os.environ[STORE_SOCKET] = str(listening)
 
 
 def _clean_up() -> None:

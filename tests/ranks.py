@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import send_handle
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.allocations import library
 from benchmarks.alternating import free_port as free_port
-from megatron.runtime.network import LOOPBACK, listening_socket
 
 START_METHOD = multiprocessing.get_context("forkserver")
 GRACE_S = 5.0
@@ -60,11 +58,7 @@ class RankPool:
         """function(*arguments, **options) on every rank -> results in order of rank. Raises RankFailure."""
         if not self._processes:
             self._start()
-        # it listens before any rank connects: one that is refused tries again after up to a second
-        with listening_socket(LOOPBACK, 0) as store:
-            self._send((store.getsockname()[1], function, arguments, options))
-            send_handle(self._pipes[0], store.fileno(), None)
-        answers = self._wait(timeout_s)
+        answers = self._ask((free_port(), function, arguments, options), timeout_s)
         failed = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
         if failed:
             self._recover(answers)
@@ -72,12 +66,10 @@ class RankPool:
             raise RankFailure(f"rank {failed[0]} of {self.world_size}:\n{answers[failed[0]][1]}")
         return [answers[rank][1] for rank in range(self.world_size)]
 
-    def _send(self, task: Any) -> None:
+    def _ask(self, task: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """What ranks answered, in that order: all of them unless one failed. Raises RankFailure if one is silent."""
         for pipe in self._pipes:
             pipe.send(task)
-
-    def _wait(self, timeout_s: float) -> dict[int, tuple[bool, Any]]:
-        """What ranks answered, in that order: all of them unless one failed. Raises RankFailure if one is silent."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.world_size:
@@ -105,8 +97,7 @@ class RankPool:
         """Keep the pool for the next test, where every rank is free again."""
         if len(answers) == self.world_size:
             with contextlib.suppress(RankFailure):
-                self._send(None)
-                if all(succeeded for succeeded, _ in self._wait(GRACE_S).values()):
+                if all(succeeded for succeeded, _ in self._ask(None, GRACE_S).values()):
                     return
         self.stop()
 
