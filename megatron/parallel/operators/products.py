@@ -18,7 +18,7 @@ from megatron.parallel.operators import block_sizes
 from megatron.runtime.accelerator import processor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of precisions, by their names."""
+"""torch's dtypes by the names of precisions."""
 
 # torch's own products take 5 to 100 times as long there as those of float32. A product of two 16-bit numbers is exact
 # in float32, so the sum is that of a float32 product, and the result is rounded once.
