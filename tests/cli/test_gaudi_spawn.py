@@ -324,6 +324,7 @@ def test_a_run_saves_by_steps_or_by_epochs_as_transformers_does(
 ) -> None:
     plan = planned(f"{SFT} {words}")
     assert (plan.config.checkpoint.save_interval, plan.config.checkpoint.save_at_epoch) == expected
+    assert planned("dpo.py --model_name_or_path stack-llama-2").config.checkpoint.save_at_epoch is False
     is_ignored = "--save_steps 9 has no effect beside --save_strategy epoch" in " ".join(plan.notes)
     assert is_ignored == (expected[1] and "--save_steps" in words)
 

@@ -97,6 +97,9 @@ def test_tensor_parallel_ranks_scale_as_one_rank(ranks: RankPools, recipe: str, 
         found.append(largest_difference(single, run(parallel, ranks)))
         if recipe == TENSORWISE:  # without the exchange of largest values each rank has scales of its own
             assert largest_difference(single, run(f"{parallel} --fp8-amax-reduce false", ranks)) > 0.1
+    if recipe == ROWWISE:
+        assert max(found) < 2e-5
+        return
     # where a number lies between two of fp8, the last bit of a sum decides, and that is the processor's: seldom
     assert sorted(found)[1] < 2e-5
     assert max(found) < 1e-2
